@@ -1,4 +1,4 @@
-"""Environments: one contract (`base`) and one file for each kind; `build_environment` builds the configured one."""
+"""Environments: `base` has the contract, and each kind of environment has one file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironm
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """Build the environment that `[environment]` names.
+    """Build the environment of the kind that `[environment]` names.
 
     Raises:
-        ConfigError: there is no environment with that import path.
+        ConfigError: no environment has this import path.
     """
     match config:
         case SingleTurnEnvironment():

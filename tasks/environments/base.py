@@ -1,16 +1,16 @@
-"""The contract of environments: an environment runs an episode from its prompt to its reward, or to no reward.
+"""The contract of environments, which run an episode from its prompt to its reward.
 
     prompt --> ( generate --> add )* --> judge, or a score computed by the environment
 
-- The environment asks its episode for generations, each with stop strings and a token budget of its own. An environment
+- An environment requests generations from its episode, each with its own stop strings and token limit. An environment
   never sees engines, versions or seeds.
 - The run gives an environment its tokenizer, renderer, tools and clock as `Episode.ports`, and its scorer as
   `Episode.judge` and `Episode.score`.
 - Tokens added by the environment are appended to the response. Added tokens do not come from the policy, so the policy
   is not trained on them.
-- An episode may end at any time, because it is no longer wanted. Then `generate` and `judge` return None, and the
-  environment returns. If the environment awaits something else, its task is cancelled. The environment need not clean
-  up the episode: the generated tokens are counted in any case.
+- An episode may end at any time, because it is no longer wanted. Once an episode is no longer wanted, `generate` and
+  `judge` return None, and the environment must return. If the environment awaits something else, its task is cancelled.
+  The environment need not clean up the episode: the generated tokens are counted in any case.
 - After a crash an episode is played again with the same seeds, so an environment keeps no state between episodes.
 
 Environments run in the scheduler's event loop, thousands at a time: an environment must await and never block.
@@ -28,7 +28,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class Episode(Protocol):
-    """One response in progress, as its environment sees it."""
+    """One response in progress, through which an environment generates tokens and has them scored."""
 
     @property
     def prompt(self) -> Prompt:
@@ -36,48 +36,48 @@ class Episode(Protocol):
 
     @property
     def response(self) -> Sequence[int]:
-        """The tokens after the prompt: tokens from the policy and tokens added by the environment."""
+        """All tokens after the prompt, both those from the policy and those that the environment added."""
 
     @property
     def room(self) -> int:
-        """Number of tokens that the response may still get."""
+        """Number of tokens by which the response may still grow."""
 
     @property
     def ports(self) -> EnvironmentPorts:
-        """Tokenizer, renderer, tools and clock of the run."""
+        """Tokenizer, renderer, tools and clock for the environment."""
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response; return None if the episode is over or the response has no room left.
 
         Args:
-            stop: strings that end the generation; the string that ended it stays in the response.
-            max_tokens: most tokens of this generation (default: the room of the response).
+            stop: strings that end the generation; such a string stays in the response. max_tokens: largest number of
+            tokens to generate; the default is `room`.
 
         Raises:
-            EngineFailed: at each of `rollout.attempts` tries no engine was left for the request.
+            EngineFailed: the request failed `rollout.attempts` times because no engine was left.
         """
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append at most `room` tokens that the policy did not choose."""
+        """Append at most `room` tokens that the policy did not generate and is not trained on."""
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """Score these tokens with the run's scorer; return None if the episode is not wanted.
+        """End generation and score these tokens with the run's scorer; return None if the episode is not wanted.
 
         After a call of `judge` the policy generates no more tokens for the episode.
         """
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score these tokens with the run's scorer, while the episode goes on.
+        """Score these tokens with the run's scorer, without ending the episode.
 
-        `reference` replaces the prompt's own reference.
+        `reference` replaces the prompt's own reference answer, if given.
         """
 
 
 class Environment(Protocol):
-    """Runs the episodes of a run; one environment object runs all of them. See the module's docstring."""
+    """Runs episodes; a single environment object runs all episodes of a run. See the module's docstring."""
 
     async def play(self, episode: Episode) -> Score | float | None:
-        """Run an episode from prompt to reward; return a score, a number as its value, or None for no reward.
+        """Run an episode and return its score, or only the score's value, or None for no reward.
 
-        A missing reward counts as 0 if the episode is wanted.
+        If an episode that is wanted gets no reward, its reward is 0.
         """

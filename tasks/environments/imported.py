@@ -1,4 +1,4 @@
-"""A user-defined environment: a class derived from `Environment`, created with the options in the config."""
+"""Imports a user-defined environment, a class derived from `Environment`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ KEY = "environment"
 
 
 class ImportedEnvironment(Environment):
-    """The environment that `environment.path` names. An error in the environment fails only one episode."""
+    """Wraps the user-defined environment that `environment.path` names.
+
+    An error in the user's environment fails only one episode.
+    """
 
     def __init__(self, config: ImportEnvironment) -> None:
         """Create the environment.
 
         Raises:
-            ConfigError: there is no such class, the class breaks the contract, or the class takes other options.
+            ConfigError: the class does not exist, breaks the contract, or does not take the options in the recipe.
         """
         self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
         self._name = f"environment {config.path}"
 
     async def play(self, episode: Episode) -> Score | None:
-        """Run an episode, as `Environment` says."""
+        """Run an episode; an error of the user's environment becomes a score of 0."""
         try:
             score = await self._own.play(episode)
-        except RollflowError:  # an error of the run, such as a failed engine, not of the environment
+        except RollflowError:  # an error of the run, such as a failed engine
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
             return failure_score(self._name, error)

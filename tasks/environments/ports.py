@@ -1,4 +1,4 @@
-"""The ports of an environment: what its run gives it, besides the episode itself.
+"""The ports of an environment: the services that a run gives to an environment besides the episode.
 
     tokenizer   text to tokens and back
     renderer    chat messages to tokens, and a response back to a message
@@ -26,33 +26,33 @@ class Tokenizer(Protocol):
     """Converts text to the policy's tokens and back."""
 
     def encode_response(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text, without special tokens that the tokenizer would add."""
+        """Return the tokens of a text, without adding special tokens at its beginning or end."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, including special tokens."""
+        """Decode tokens to text, including special tokens."""
 
     def decode_response(self, tokens: Sequence[int]) -> str:
-        """Return the text of a response as a scorer reads it, without the final stop token."""
+        """Decode a response to the text that a scorer reads, without the final stop token."""
 
 
 class Renderer(Protocol):
-    """Converts messages to tokens and back, as the prompt's source says: with the chat template, or as plain text."""
+    """Converts chat messages to tokens and back, with the chat template or as plain text."""
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
-        """Return the tokens of messages that follow `response`, up to the place where the policy answers them.
+        """Return the tokens to append to `response` so that the messages follow and the policy can answer.
 
-        The tokens before that are not tokenized again, so the policy's own tokens stay as they were sampled.
+        The prompt and `response` are not tokenized again, so the policy's own tokens stay as they were sampled.
 
         Raises:
             ConfigError: the chat template rejects the messages.
         """
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """Return generated tokens as a message of the assistant."""
+        """Convert generated tokens into a message of the assistant."""
 
 
 class _NoText:
-    """The tokenizer and renderer of a run without a policy folder."""
+    """Replaces the tokenizer and the renderer in a run without a policy folder; every method raises `ConfigError`."""
 
     def encode_response(self, text: str) -> Sequence[int]:
         _refuse()

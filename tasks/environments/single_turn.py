@@ -1,4 +1,4 @@
-"""The single-turn environment: one prompt, one response, the verifier's reward."""
+"""The environment with one response per prompt, which the run's scorer scores."""
 
 from __future__ import annotations
 

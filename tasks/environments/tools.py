@@ -1,7 +1,7 @@
-"""Tools: asynchronous functions that an environment calls for the policy.
+"""Tools, which are asynchronous functions that an environment calls for the policy.
 
-The policy chooses a tool and its arguments, so a wrong name, wrong arguments, an error of the tool or a missed deadline
-is a result that the policy reads. It is no failure of the environment.
+A wrong name, wrong arguments, an error of the tool or a missed deadline becomes a result that the policy reads, because
+the policy chooses the call. A failed tool call is not a failure of the environment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.config import ImportTool
 from rollflow.tasks.runtime.imports import build_part, imported_function
 
-LONGEST_ERROR = 200  # most characters of an error that the policy reads
+LONGEST_ERROR = 200  # largest number of characters of an error that the policy reads
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool returned, as text; `is_error` is True if the call failed."""
+    """The result of a tool call as text; `is_error` is True if the call failed."""
 
     text: str
     is_error: bool = False
@@ -38,7 +38,7 @@ class Toolbox:
     tools: Mapping[str, tuple[Tool, float]] = field(default_factory=dict)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool with keyword arguments; a call that fails returns the reason."""
+        """Call a tool with keyword arguments; return the reason as the result if the call fails."""
         if name not in self.tools:
             return ToolResult(f"there is no tool {name!r}; the tools are {', '.join(self.tools) or 'none'}", True)
         tool, seconds = self.tools[name]
@@ -57,7 +57,7 @@ def build_toolbox(parts: Mapping[str, ImportTool]) -> Toolbox:
     """Import the tools that `[environment.tools]` names.
 
     Raises:
-        ConfigError: there is no such function, it is not asynchronous, or it takes other options.
+        ConfigError: a function does not exist, is not asynchronous, or does not take its options.
     """
     return Toolbox(
         {name: (_import_tool(f"environment.tools.{name}", part), part.seconds) for name, part in parts.items()}

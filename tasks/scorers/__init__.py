@@ -15,7 +15,9 @@ from rollflow.tasks.scorers.verifier import Verifier
 
 
 def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
-    """Build the scorer that `[reward]` names, without starting it. The tokenizer is in `policy_folder`.
+    """Build the scorer of the kind that `[reward]` names; the scorer is not started.
+
+    The scorer decodes responses with the tokenizer in `policy_folder`.
 
     Raises:
         ConfigError: there is no user-defined function with that import path on this machine.
@@ -23,14 +25,14 @@ def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
     from rollflow.tasks.scorers.concurrent import ConcurrentPool
     from rollflow.tasks.scorers.pool import RewardPool
 
-    # A user-defined function is imported here, too, because otherwise each worker would die of a failed import.
+    # Importing a user-defined function here reports a failed import before any worker starts.
     if isinstance(config, ImportReward) and (verifier := build_verifier(config)).scores_several:
         return ConcurrentPool(config, policy_folder, verifier)
     return RewardPool(config, policy_folder)
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
-    """Build the verifier that `[reward]` names, and import the verifier's modules before the first response.
+    """Build the verifier of the kind that `[reward]` names, and import the verifier's modules.
 
     Raises:
         ConfigError: there is no verifier with that import path.

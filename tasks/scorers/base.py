@@ -1,12 +1,13 @@
-"""The contract of scorers: a scorer gets responses, many at once, and returns a score for each.
+"""The contract of scorers, which get many responses at once and return a score for each response.
 
-- A score has a value, which becomes the reward, a reason for people, named parts, and an outcome from a closed set.
-- Every response gets a score. If nobody could score the response, the outcome says why: the deadline passed, the
-  process of the scorer died, or the scorer failed.
-- A slow response delays no other response for long: each score is a future of its own.
-- A scorer may be a function in a worker process, an actor or a client of an endpoint. `build_scorer` alone decides
-  which scorer a run has.
-- A response may be scored again after a death, so a score depends on the response and its reference alone.
+- A score has a value, which becomes the reward, a reason for people, optional named parts, and an `Outcome`.
+- Every response gets a score. If scoring failed, the outcome of the score says whether the deadline passed, the worker
+  process died, or the scorer raised an error.
+- A response that is slow to score delays no other response for long, because each score has its own future.
+- A scorer may call a function in a worker process, an actor or an HTTP endpoint. `build_scorer` alone decides which
+  scorer a run has.
+- A score must depend only on the response and its reference, because a response is scored again after a worker has
+  died.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from typing import Any, Protocol
 from rollflow.storage.records import Outcome
 from rollflow.storage.token_arrays import Int32s
 
-LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # most characters of a reason, and of a reason for a failure
-LARGEST = 3.4028234663852886e38  # largest value, because batches store rewards in float32
-MOST_PARTS, LONGEST_NAME = 64, 100  # most parts of a score, and most characters of a part's name
+LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # character limits of a reason, and of a failure's reason
+LARGEST = 3.4028234663852886e38  # largest absolute value of a score: the largest float32
+MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts, and of characters in a part's name
 
 ScoreColumns = tuple[float, str, str, dict[str, float], float]  # value, reason, outcome, parts, seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The value of a response, which is its reward, and the reason for the value.
+    """The result of scoring a response: its value, which becomes the reward, and a reason.
 
-    `parts` maps names to numbers of which the value was made; it may be empty. Without an `outcome`, the value decides:
-    1 or more is correct, 0 or less is wrong, between them is partial. `seconds` is the time that the scorer took.
+    `parts` optionally maps names to the numbers from which the value was computed. A missing `outcome` is derived from
+    the value: "correct" from 1, "wrong" up to 0, and "partial" between 0 and 1. `seconds` is the time that scoring
+    took.
     """
 
     value: float
@@ -45,7 +47,7 @@ class Score:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Derive a missing outcome from the value."""
+        """Derive a missing outcome from the score's value."""
         if self.outcome is None:
             object.__setattr__(self, "outcome", outcome_of(self.value))
 
@@ -55,31 +57,31 @@ class Score:
 
     @classmethod
     def of_columns(cls, columns: Sequence[Any]) -> Score:
-        """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for other values."""
+        """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for anything else."""
         value, reason, outcome, parts, seconds = columns
         return cls(value, reason, Outcome(outcome), parts, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One response to score; a flat array of tokens needs no conversion."""
+    """A response to score, with the reference answer for the verifier."""
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
 
     def encode(self) -> bytes:
-        """Encode the request as JSON for a worker: the tokens' bytes in hexadecimal, and the reference."""
+        """Encode the request as JSON for a worker, with the int32 tokens in hexadecimal."""
         asked = {"tokens": Int32s.of(self.tokens).data.hex(), "reference": dict(self.reference)}
         return json.dumps(asked).encode()
 
 
 @dataclass(slots=True)
 class ScorerUsage:
-    """The work of a scorer since its start."""
+    """Counters of a scorer since its start."""
 
     scored: int = 0
     timeouts: int = 0
-    busy_seconds: float = 0.0  # summed over the workers
+    busy_seconds: float = 0.0  # seconds, summed over the workers
 
 
 class Scorer(Protocol):
@@ -88,28 +90,28 @@ class Scorer(Protocol):
     usage: ScorerUsage
 
     async def start(self) -> None:
-        """Start the scorer; the first response need not wait until the scorer is ready."""
+        """Start the scorer; `submit` may be called before the scorer is ready."""
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Start to score these responses and return the futures of their scores, in order."""
+        """Begin to score these responses, and return a future of each score, in the order of the responses."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Score these responses and return all scores, in order."""
+        """Score these responses and return their scores in the order of the responses."""
         return list(await asyncio.gather(*self.submit(requests)))
 
     async def serve(self, finished: asyncio.Event) -> None:
         """Wait until `finished` is set, then close the scorer.
 
         Raises:
-            ConfigError: the scorer cannot score any response, whatever the response is.
+            ConfigError: the scorer can score no response at all.
         """
 
     async def close(self) -> None:
-        """End everything that the scorer started."""
+        """End all processes and tasks that the scorer started."""
 
 
 def outcome_of(value: Any) -> Outcome:
-    """Return the outcome that a value has by itself; a value that is no number says nothing about the response."""
+    """Return the outcome that follows from a value: "unjudged" if the value is not a number."""
     if not isinstance(value, Real):
         return Outcome.UNJUDGED
     number = float(value)
@@ -117,9 +119,9 @@ def outcome_of(value: Any) -> Outcome:
 
 
 def validate_score(who: str, score: Any) -> Score:
-    """Return the result of user code, a score or a number, as a score that can be stored.
+    """Convert the result of user code, a score or a number, into a score that can be stored.
 
-    An invalid result becomes the score of a failure.
+    For an invalid result, the function returns `failure_score`.
     """
     try:
         if not isinstance(score, Score):
@@ -151,17 +153,17 @@ def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def failure_score(who: str, error: BaseException) -> Score:
-    """Return the score for a response on which user code failed, and log a warning about the failure."""
+    """Return the score of a response on which user code failed, and log a warning."""
     reason = make_storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE)
     logging.getLogger(__name__).warning("a response gets a reward of 0, as its %s", reason)
     return Score(0.0, reason, Outcome.UNJUDGED)
 
 
 def timeout_score(seconds: float) -> Score:
-    """Return the score for a response without a score after the deadline of `seconds`."""
+    """Return the score of a response that was not scored within the deadline of `seconds`."""
     return Score(0.0, f"deadline: no verdict in {seconds:g} s", Outcome.TIMEOUT, seconds=seconds)
 
 
 def make_storable(text: str, longest: int) -> str:
-    """Shorten a text and escape half surrogate pairs, which neither a pipe nor a batch can hold."""
+    """Shorten a text, and escape lone surrogates, which UTF-8 cannot encode."""
     return text[:longest].encode("utf-8", "backslashreplace").decode()

@@ -1,5 +1,4 @@
-"""The pool for verifiers that score several responses at a time: asynchronous verifiers, and verifiers that take a list
-of responses.
+"""A pool of worker processes for verifiers that are asynchronous or score a list of responses in one call.
 
     queue --up to `at_once` responses--> worker --numbered scores, in any order--> their callers
       ^                                    |
@@ -8,7 +7,8 @@ of responses.
 
 - An asynchronous verifier gets new responses while others are still being scored. A verifier that takes several gets
   its next responses when it has scored the previous ones.
-- If a worker dies or hangs, nobody knows which of its responses is at fault. So each of them is scored again, alone.
+- If a worker dies or hangs, any of its running responses may be the cause. So each running response of a dead worker is
+  scored again, alone.
 - A response that is alone with its worker at the worker's second death, or at the deadline, scores 0 with the outcome
   "killed" or "timeout".
 """
@@ -27,24 +27,24 @@ from rollflow.tasks.scorers.verifier import Verifier
 from rollflow.tasks.scorers.worker_pool import DIED_TWICE, ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
-GRACE_SECONDS = 5.0  # a worker that can end a call at its deadline itself is killed this much later
+GRACE_SECONDS = 5.0  # time after the deadline in which a worker may end the call itself, before it is killed
 
 
 class ConcurrentPool(WorkerPool):
-    """The worker processes and their queue. See the module's docstring."""
+    """A pool of worker processes, each of which scores several responses at a time. See the module's docstring."""
 
     def __init__(self, config: ImportReward, tokenizer_folder: Path, verifier: Verifier) -> None:
         super().__init__(config, tokenizer_folder)
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
         self._limit_seconds = config.deadline_seconds
-        if verifier.is_async:  # a failed call for several responses is followed by calls for each of them
+        if verifier.is_async:  # after a failed call, the worker calls again for each response
             self._limit_seconds = config.deadline_seconds * (2 if verifier.takes_several else 1) + GRACE_SECONDS
 
     def _start_lanes(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(self._run_lane()) for _ in range(self._config.workers)]
 
     async def _run_lane(self) -> None:
-        """Run one worker after another, each until it dies or is killed for a response that is late."""
+        """Run one worker after another, each until the worker dies or is killed because a response is late."""
         worker: WorkerProcess | None = None
         try:
             while True:
@@ -59,7 +59,7 @@ class ConcurrentPool(WorkerPool):
                 await worker.end()
 
     async def take(self, most: int) -> list[ScoringJob]:
-        """Wait for a job, and take up to `most` jobs; a job that has to be alone is taken alone."""
+        """Wait for jobs and take up to `most` of them; a job whose `alone` is True is taken alone."""
         jobs = [(await self._queue.get())[1]]
         while not jobs[0].alone and len(jobs) < most and not self._queue.empty():
             job = self._queue.get_nowait()[1]
@@ -71,7 +71,7 @@ class ConcurrentPool(WorkerPool):
 
 
 class _Exchange:
-    """The requests and scores of one worker, until the worker ends."""
+    """The exchange of requests and scores with one worker until the worker ends."""
 
     def __init__(self, pool: ConcurrentPool, worker: WorkerProcess) -> None:
         self._pool, self._worker = pool, worker
@@ -81,7 +81,7 @@ class _Exchange:
         self._busy_since = 0.0
 
     async def run(self) -> None:
-        """Exchange requests and scores until the worker ends; requeue or settle the responses without a score."""
+        """Exchange requests and scores until the worker ends; then requeue or fail the responses without a score."""
         feeding = asyncio.create_task(self._feed())
         try:
             while True:
@@ -97,7 +97,7 @@ class _Exchange:
             self._recover()
 
     async def _feed(self) -> None:
-        """Send requests to the worker whenever it has room for them."""
+        """Send queued requests to the worker whenever the worker may take more."""
         pool, taken = self._pool, list[ScoringJob]()
         try:
             while True:
@@ -136,7 +136,7 @@ class _Exchange:
         self._worker.kill()
 
     def _land(self, number: int) -> ScoringJob | None:
-        """Remove a job from the running ones; return None if the worker invented the number."""
+        """Remove and return the running job of this number; return None if there is none."""
         job = self._flying.pop(number, None)
         if job is not None and job.timer is not None:
             job.timer.cancel()
@@ -151,7 +151,7 @@ class _Exchange:
         self._busy_since = 0.0
 
     def _recover(self) -> None:
-        """Requeue the responses without a score, or settle the one that was alone with the worker."""
+        """Requeue responses without a score, or fail a response that was alone with the worker and has no try left."""
         jobs = [job for number in list(self._flying) if (job := self._land(number))]
         if len(jobs) == 1 and jobs[0] in self._late:
             self._pool._settle(jobs.pop(), timeout_score(self._pool._config.deadline_seconds))

@@ -12,7 +12,7 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, 
 
 
 class Format(Section):
-    """The form that a response must have, whatever its answer; a response without it loses some reward."""
+    """The form that every response must have; a response in another form loses some reward."""
 
     pattern: str = Field(
         ".*<answer>.*</answer>.*",
@@ -36,7 +36,7 @@ class Format(Section):
 
 
 class RewardBase(Section):
-    """The keys of all verifiers, which run in worker processes that are killed at a deadline."""
+    """The keys that all kinds of verifier have."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "kind": "earlier rewards and evaluations are its",

@@ -1,4 +1,4 @@
-"""The verifier `exact`: compares the answer with the reference answer."""
+"""The verifier `exact`, which compares a response's answer with the reference answer."""
 
 from __future__ import annotations
 

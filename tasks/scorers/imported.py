@@ -1,4 +1,4 @@
-"""A user-defined verifier: a function in one of the forms of `verifier`, with its options bound."""
+"""Imports a user-defined verifier, which is a function in one of the forms that `verifier` lists."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.config import ImportReward
 from rollflow.tasks.scorers.verifier import Verifier
 
-LONGEST = 100_000  # most bytes of the section, an argument of the worker's command; Linux allows 131,071
-ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # names of a function's first two arguments
+LONGEST = 100_000  # largest size of `[reward]` in bytes, because it is a command-line argument (Linux: 131,071)
+ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # first two arguments' names
 NUMBERS = (float, int, bool)
 
 
 def imported_verifier(config: ImportReward) -> Verifier:
-    """Import the function that `reward.path` names, and bind the function's options.
+    """Import the function that `reward.path` names, and bind its options from the recipe.
 
     Raises:
-        ConfigError: there is no such function, it takes other options, or the options are too long for a worker.
+        ConfigError: the function does not exist or does not take the options, or the options are too large.
     """
     if (size := len(config.model_dump_json().encode())) > LONGEST:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
@@ -37,9 +37,9 @@ def imported_verifier(config: ImportReward) -> Verifier:
 
 
 def _is_scorer(function: FunctionType, annotation: Any) -> bool:
-    """Return whether a function scores: it returns a Score, or a number for arguments that are named as a scorer's.
+    """Return whether a function is a verifier, by its return type and, if it returns a number, by its arguments' names.
 
-    A function that takes several responses returns a list or a sequence of these.
+    A verifier returns a `Score` or a number, or, for several responses, a list or sequence of these types.
     """
     element = _read_element(annotation)
     kinds = _list_members(annotation if element is None else element)
@@ -49,12 +49,12 @@ def _is_scorer(function: FunctionType, annotation: Any) -> bool:
 
 
 def _read_element(annotation: Any) -> Any:
-    """Return T of `list[T]` and `Sequence[T]`; None for another annotation."""
+    """Return the element type T of an annotation `list[T]` or `Sequence[T]`, or None for another annotation."""
     is_several = typing.get_origin(annotation) in (list, Sequence)
     return typing.get_args(annotation)[0] if is_several else None
 
 
 def _list_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union; another annotation is its own member."""
+    """Return the members of a union type; for any other type, return only this type."""
     is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
     return typing.get_args(annotation) if is_union else () if annotation is None else (annotation,)

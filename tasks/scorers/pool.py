@@ -1,8 +1,8 @@
-"""The pool for verifiers that score one response after another: every response gets a score, at the latest at its
-deadline.
+"""A pool of worker processes for verifiers that score one response per call.
 
-A worker that does not answer in time is killed and replaced; its response scores 0 with the outcome "timeout". A worker
-that dies is replaced, and its response is tried once more. No verifier can block the pool.
+A worker that misses the deadline of a response is killed and replaced, and the response scores 0 with the outcome
+"timeout". A worker that dies is replaced, and the response that it was scoring is tried once more. A verifier that
+hangs cannot block the pool.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
@@ -23,41 +23,41 @@ from rollflow.tasks.scorers.config import RewardConfig
 from rollflow.tasks.scorers.worker_pool import DIED_TWICE, ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
-CHUNK = 32  # most responses sent to a worker at once; sending each response on its own would cost too much
-AHEAD_SECONDS = 0.1  # most seconds of work sent at once, because responses behind a slow response are scored twice
-SLOW_SECONDS = 1.0  # a score that takes longer delays no other response
+CHUNK = 32  # largest number of responses sent to a worker at once
+AHEAD_SECONDS = 0.1  # longest estimated time of the work that is sent to a worker at once
+SLOW_SECONDS = 1.0  # after this time, responses behind a slow response go to another worker
 
 
 class RewardPool(WorkerPool):
-    """The worker processes and their queue. See the module's docstring.
+    """A pool of worker processes that score one response after another. See the module's docstring.
 
-    Each lane runs one worker process at a time. The pool has twice as many lanes as `workers`, and as many turns as
-    `workers`. A lane takes responses only while it has a turn, and passes the turn to another lane while its own worker
-    is slow. More processes than `workers` are started only if a worker is slow.
+    A lane is a task that runs one worker process at a time. The pool has twice as many lanes as `workers`, of which
+    `workers` lanes may take responses at a time. While the worker of a lane is slow, another lane takes responses in
+    its place. The pool starts more processes than `workers` only if a worker is slow.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         super().__init__(config, tokenizer_folder)
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
-        self._pace = SLOW_SECONDS  # seconds per score of recent responses
+        self._pace = SLOW_SECONDS  # moving average of the seconds per score
 
     def _start_lanes(self) -> list[asyncio.Task[None]]:
         count = self._config.workers
         return [asyncio.create_task(self._run_lane(first=number < count)) for number in range(2 * count)]
 
     async def _take(self) -> deque[ScoringJob]:
-        """Take the next few responses from the queue; only one response if recent scores were slow."""
+        """Take responses from the queue, as many as a worker can probably score within `AHEAD_SECONDS`."""
         jobs = deque([(await self._queue.get())[1]])
         while not self._queue.empty() and len(jobs) < CHUNK and len(jobs) * self._pace < AHEAD_SECONDS:
             jobs.append(self._queue.get_nowait()[1])
         return jobs
 
     async def _run_lane(self, *, first: bool) -> None:
-        """Run one worker after another, each until it dies or misses a deadline.
+        """Run one worker after another, each until the worker dies or misses a deadline.
 
-        A lane with `first` starts its worker before there is a response, so that the first response does not wait for
-        the worker's imports.
+        With `first`, the lane starts a worker before the first response arrives, so that the response does not wait for
+        imports.
         """
         worker: WorkerProcess | None = None
         has_turn = False
@@ -83,10 +83,10 @@ class RewardPool(WorkerPool):
                 await worker.end()
 
     async def _serve(self, worker: WorkerProcess, jobs: deque[ScoringJob]) -> int | None:
-        """Send the jobs in one write and read their scores one by one; requeue the jobs without a score at the end.
+        """Send the jobs in one write, read their scores one by one, and requeue the jobs that got no score.
 
-        If a job is slow, the jobs behind the slow job are requeued immediately, and the turn is passed to another lane.
-        Return the number of the requeued jobs in this case, otherwise None.
+        If a job is slow, the jobs behind it are requeued immediately, and another lane takes over. The method returns
+        the number of jobs that were requeued because of a slow job, or None without a slow job.
         """
         started, handed_over = time.monotonic(), None
         try:
@@ -110,7 +110,7 @@ class RewardPool(WorkerPool):
         return handed_over
 
     def _pass_on(self, jobs: deque[ScoringJob]) -> int:
-        """Leave only the first job with the worker; requeue the other jobs and return their number."""
+        """Requeue all jobs but the first, let another lane take responses, and return the number of requeued jobs."""
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()

@@ -1,4 +1,4 @@
-"""The verifier of reasoning-gym prompts: the scorer of a prompt's own family."""
+"""The verifier of reasoning-gym prompts, which calls the scorer of the prompt's own family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
-    """Return the score in [0, 1] that the scorer of the prompt's family gives."""
+    """Score a response in [0, 1] with reasoning-gym's scorer for the prompt's family."""
     value = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
     if value == 1.0:
         return Score(value, "right", Outcome.CORRECT)
@@ -21,7 +21,7 @@ def family_score(response: str, reference: Mapping[str, Any]) -> Score:
 
 
 def has_scorer(family: str) -> bool:
-    """Return whether reasoning-gym has a family of that name."""
+    """Return whether reasoning-gym has a family with this name."""
     try:
         _find_scorer(family)
     except ValueError:

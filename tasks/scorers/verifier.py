@@ -1,4 +1,4 @@
-"""Verifiers: functions that score texts, and run in worker processes.
+"""Verifiers, which are functions that score texts in worker processes.
 
     form       function                                                a worker calls it
     one        (response, reference) -> Score | float                  with one response after another
@@ -6,7 +6,7 @@
     several    (responses, references) -> list[Score | float]          with up to `reward.at_once` responses in a call
     several    async (responses, references) -> list[Score | float]    with up to `reward.at_once` responses in a call
 
-If a verifier raises an error, the response scores 0 with the outcome `unjudged`, and the error is the reason.
+If a verifier raises an error, the response scores 0 with the outcome `unjudged` and the error as its reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Reference = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """A function in one of the forms of the module's docstring."""
+    """A function that scores texts, in one of the forms that the module's docstring lists."""
 
     function: Callable[..., Any]
     takes_several: bool = False
@@ -39,13 +39,13 @@ class Verifier:
         return self.takes_several or self.is_async
 
     def __call__(self, response: str, reference: Reference) -> Any:
-        """Score one response in this thread and return what the function returned for the response."""
+        """Score one response in this thread and return the function's result."""
         if self.scores_several:
             return asyncio.run(self.call([response], [reference]))[0]
         return self.function(response, reference)
 
     async def call(self, responses: Sequence[str], references: Sequence[Reference]) -> list[Any]:
-        """Score responses and return what the function returned for each; an error of one response is raised."""
+        """Score responses and return the function's results; an error on any response is raised."""
         if not self.takes_several:
             calls = (self.function(*pair) for pair in zip(responses, references, strict=True))
             return list(await asyncio.gather(*calls)) if self.is_async else list(calls)
@@ -57,7 +57,7 @@ class Verifier:
 
 
 def answer_of(response: str, where: str) -> str:
-    """Return the scored part of a response: the whole response, or the content of the last <answer> tag, if any."""
+    """Return the part of a response to score: the whole response, or the content of its last <answer> tag, or ""."""
     if where == "all":
         return response.strip()
     found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
@@ -65,7 +65,7 @@ def answer_of(response: str, where: str) -> str:
 
 
 def matches_form(form: Format, response: str) -> bool:
-    """Return whether the whole response, without blanks at its ends, matches the pattern."""
+    """Return whether the whole response, stripped of blanks at its ends, matches the pattern of `form`."""
     return re.fullmatch(form.pattern, response.strip(), flags=re.DOTALL) is not None
 
 
@@ -76,7 +76,7 @@ def score_response(
     reference: Reference,
     form: Format | None = None,
 ) -> Score:
-    """Run a verifier on the scored part of `response` in this thread; an error becomes a score of 0 with a reason."""
+    """Run a verifier on the answer in `response`; an error of the verifier becomes a score of 0 with a reason."""
     started = time.perf_counter()
     try:
         score = validate_score("verifier", verify(answer_of(response, where), reference))
@@ -86,10 +86,10 @@ def score_response(
 
 
 def apply_form(score: Score, form: Format | None, response: str) -> Score:
-    """Subtract `form.penalty` from the score of a response that does not match `form`; the parts show both numbers.
+    """Subtract `form.penalty` from the score of a response that does not match `form`.
 
-    Up to a constant, this penalty is the format reward of DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct
-    answer in another form is only partially correct.
+    The parts of the score show the value and the penalty. Up to a constant, the penalty is the format reward of
+    DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct answer in another form gets the outcome "partial".
     """
     if form is None:
         return score

@@ -1,16 +1,17 @@
-"""A worker process of a scorer: JSON lines in, JSON lines out.
+"""The program of a scorer's worker process, which reads requests and writes scores as JSON lines.
 
-The worker first writes a line that says that it is ready, or why it cannot be. The kind of the verifier decides what
-the worker reads and writes next:
+The worker first writes a line that says that the worker is ready, or why it cannot start. The kind of the verifier
+decides which lines the worker reads and writes.
 
-- A verifier for one response gets one request a line. The worker writes one score a line, in the order of the requests.
-- A verifier for several responses gets a list of numbered requests a line. The worker writes one line per score, with
-  the number of its request, in any order.
+- For a verifier that scores one response per call, each input line is one request. The worker then writes one score per
+  line, in the order of the requests.
+- For a verifier that scores several responses at a time, each input line is a list of numbered requests. The worker
+  then writes one line per score, with the number of its request, in any order.
 
 The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
-section as JSON. The worker's warnings are sent to the open socket with file descriptor `EAR`. The worker ends when its
-input ends, so it cannot outlive the process that started it. An error in a verifier becomes a score of 0 and does not
-end the worker.
+section as JSON. The worker sends its warnings to the open socket with the file descriptor `EAR`. The worker ends when
+its input ends, so it cannot outlive the process that started the worker. An error in a verifier becomes a score of 0
+and does not end the worker.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """The verifier, the tokenizer and the output of this process."""
+    """The verifier, the tokenizer and the output stream of this worker process."""
 
     config: RewardConfig
     verifier: Verifier
@@ -76,7 +77,7 @@ class _Worker:
                 task.add_done_callback(tasks.discard)
 
     async def _score(self, asked: Sequence[_TextRequest]) -> None:
-        """Score responses in one call, and write their scores; if the call fails, repeat it for each response alone."""
+        """Score responses in one call of the verifier; if the call fails, call again for each response alone."""
         started, config = time.perf_counter(), self.config
         limit = asyncio.timeout(config.deadline_seconds)
         try:
@@ -84,7 +85,7 @@ class _Worker:
                 answers = [answer_of(one.response, config.answer) for one in asked]
                 found = await self.verifier.call(answers, [one.reference for one in asked])
         except SystemExit:
-            os._exit(1)  # asyncio would wait for the thread that reads the input
+            os._exit(1)  # `sys.exit` would wait for the thread that reads the input
         except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
             if len(asked) > 1:
                 await asyncio.gather(*(self._score([one]) for one in asked))
@@ -109,13 +110,13 @@ class _Worker:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
+    """Score requests from the standard input until the input ends."""
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # texts that a verifier prints must not be read as scores
+    os.dup2(2, 1)  # text that a verifier prints must not be read as a score
     try:
         verifier, tokenizer = build_verifier(config), PolicyTokenizer(folder)
-    except Exception as error:  # the process that started this one reports it to the user
+    except Exception as error:  # the parent process reports it to the user
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")

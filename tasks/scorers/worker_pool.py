@@ -1,7 +1,8 @@
-"""What all pools of worker processes share: the queue of responses, the start of workers, and the end of the pool.
+"""The base of pools of worker processes: the queue of responses, and the start and end of workers.
 
-A lane runs one worker process at a time. The death of a worker that was not ready does not count against a response.
-After `START_TRIES` times `workers` such deaths in a row the pool fails.
+A lane is a task that runs one worker process at a time. The death of a worker before it was ready does not count as a
+failed try of a response. The pool fails after `START_TRIES` times `workers` workers in a row have died before they were
+ready.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from rollflow.tasks.scorers.config import ImportReward, RewardConfig
 from rollflow.tasks.scorers.worker_process import NotReady, WorkerProcess
 
 START_TRIES = 5
-AGAIN_SECONDS = 0.5  # pause before the next try to start a worker
+AGAIN_SECONDS = 0.5  # seconds before the next try to start a worker
 DIED_TWICE = Score(0.0, "the reward worker died twice on this response", Outcome.KILLED)
 
 
 @dataclass(eq=False, slots=True)
 class ScoringJob:
-    """A request in the queue or with a worker."""
+    """A request that is in the queue or with a worker."""
 
     arrival: int
     body: bytes  # the request as JSON
     future: asyncio.Future[Score]
-    deaths: int = 0  # number of deaths of workers that count against the response
-    alone: bool = False  # True if a worker that had this response among others died or was late
+    deaths: int = 0  # number of worker deaths attributed to this response
+    alone: bool = False  # True if the response must be scored alone
     timer: asyncio.TimerHandle | None = None
 
 
 class WorkerPool(Scorer):
-    """The queue and the lanes. A subclass says how a lane uses its worker."""
+    """A pool of workers with one queue for all lanes. A subclass defines how a lane uses its worker."""
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
         self._config = config
@@ -60,12 +61,12 @@ class WorkerPool(Scorer):
         raise NotImplementedError
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Queue requests and return the futures of their scores, in order."""
+        """Queue requests and return a future of each score, in the order of the requests."""
         futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             try:
                 self._put(ScoringJob(next(self._arrivals), request.encode(), future))
-            except (TypeError, ValueError) as error:  # a user-defined environment passed an invalid request
+            except (TypeError, ValueError) as error:  # a user's environment passed an invalid request
                 future.set_result(failure_score("request", error))
         return futures
 
@@ -92,14 +93,14 @@ class WorkerPool(Scorer):
             self._queue.put_nowait((job.arrival, job))
 
     async def _ensure_worker(self, worker: WorkerProcess | None) -> WorkerProcess | None:
-        """Return this worker if it lives, otherwise a new one; None if no process or pipe is available."""
+        """Return this worker if it is alive, or else a new one; return None if no process can be started."""
         try:
             return worker if worker and worker.alive else await WorkerProcess.start(self._command)
         except OSError:
             return None
 
     async def _wait_ready(self, worker: WorkerProcess) -> bool:
-        """Return True if the worker has finished its imports, False if the worker has ended."""
+        """Wait until the worker has finished its imports; return False if the worker ended first."""
         try:
             await worker.wait_ready(self._config.start_seconds)
         except NotReady as error:
@@ -113,14 +114,14 @@ class WorkerPool(Scorer):
         return True
 
     async def _pause_start(self, jobs: Sequence[ScoringJob]) -> None:
-        """Requeue the jobs of a worker that did not get ready; fail the pool after too many tries, else pause."""
+        """Requeue the jobs of a worker that did not become ready, and pause; fail the pool after too many tries."""
         self._put(*jobs)
         if self._unready >= self._tries:
             self._give_up()
         await asyncio.sleep(AGAIN_SECONDS)
 
     def _give_up(self) -> None:
-        """Fail all waiting requests, and the pool itself."""
+        """Fail the pool and all its waiting requests."""
         self._hopeless.set()
         while not self._queue.empty():
             _, job = self._queue.get_nowait()

@@ -1,4 +1,4 @@
-"""The process of a scorer's worker, as its owner sees it: requests go in as lines, scores come out as lines."""
+"""Starts a scorer's worker process, sends requests as lines, and reads scores as lines."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ READY = b"ready\n"
 
 
 class WorkerDied(RollflowError):
-    """Raised when a reward worker's process has ended."""
+    """Raised if the process of a reward worker has ended."""
 
 
 class NotReady(RollflowError):
-    """Raised when a worker ended before it was ready."""
+    """Raised if a worker's process ended before the worker was ready."""
 
 
 class WorkerProcess:
-    """A worker process and its pipes."""
+    """A scorer's worker process and its pipes."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -47,9 +47,7 @@ class WorkerProcess:
         return self._process.returncode is None
 
     async def wait_ready(self, seconds: float) -> None:
-        """Wait until the worker has finished its imports; raise `NotReady` if it ends or takes longer than
-        `seconds`.
-        """
+        """Wait until the worker has finished its imports; raise `NotReady` if this fails or takes over `seconds`."""
         if self._is_ready:
             return
         try:
@@ -59,26 +57,26 @@ class WorkerProcess:
             raise NotReady(f"it took more than reward.start_seconds = {seconds:g}; set more") from None
         except WorkerDied:
             raise NotReady(f"it ended with code {self._process.returncode}") from None
-        if line != READY:  # the line has the reason why the worker is not ready
+        if line != READY:  # the line says why the worker is not ready
             await self.end()
             raise NotReady(line.decode(errors="replace").strip())
         self._is_ready = True
 
     def send(self, lines: Sequence[bytes]) -> None:
-        """Send requests; their scores come back in order."""
+        """Send requests, one per line, to the worker."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"".join(lines))
 
     async def read_score(self, seconds: float) -> Score:
-        """Read the next score; raise `TimeoutError` after `seconds`, `WorkerDied` if the process has ended."""
+        """Read the next score; raise `TimeoutError` after `seconds`, or `WorkerDied` if the process has ended."""
         return await self._decode(await self._read_line(seconds), Score.of_columns)
 
     async def read_numbered_score(self) -> tuple[int, Score]:
-        """Read the next score with the number of its request; raise `WorkerDied` if the process has ended."""
+        """Read the next score and the number of its request; raise `WorkerDied` if the process has ended."""
         return await self._decode(await self._read_line(None), lambda found: (found[0], Score.of_columns(found[1])))
 
     async def _decode(self, line: bytes, build: Callable[[Any], T]) -> T:
-        """Build a value from a line; end the process if the line has no such value."""
+        """Build a value from a line of JSON; end the process and raise `WorkerDied` if the line is invalid."""
         try:
             return build(json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError):
@@ -86,7 +84,7 @@ class WorkerProcess:
             raise WorkerDied("it wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
-        """Discard `count` scores of requests that another worker has taken over; end the worker after `deadline`."""
+        """Discard the scores of `count` requests that were given to another worker; end the worker after `deadline`."""
         try:
             for _ in range(count if self.alive else 0):
                 await self._read_line(deadline)
@@ -98,7 +96,7 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
-        except ValueError:  # no score is as long as this line, so the start of the next line is unknown
+        except ValueError:  # the line is longer than any valid score
             await self.end()
             raise WorkerDied("it wrote no valid score") from None
         if not line:
@@ -107,7 +105,7 @@ class WorkerProcess:
         return line
 
     def kill(self) -> None:
-        """Kill the process; whoever reads its output gets `WorkerDied`."""
+        """Kill the process, so that reading its output raises `WorkerDied`."""
         if self.alive:
             self._process.kill()
 
