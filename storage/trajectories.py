@@ -52,7 +52,7 @@ class TrajectoryStore:
         Raises:
             Deposed: the run has another scheduler now.
             EntryRefused: the run's state does not allow the commit; `GroupTooOld`, a subclass, if a group is too old
-            for the batch.
+                for the batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
         # Each call uses a new name: a repeated call must not overwrite a file that the first call may have committed.

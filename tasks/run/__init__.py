@@ -1,1 +1,1 @@
-"""A run as all of its processes see it: config, context, pinned prompts, user code."""
+"""Contains what all processes of a run need: the run's config, context, prompts and user-defined code."""

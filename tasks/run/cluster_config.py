@@ -1,6 +1,6 @@
-"""The `[cluster]` section: the Ray cluster of a run, the places of its actors, and their environment.
+"""Defines the `[cluster]` section of a recipe: the Ray cluster, the placement of actors, and their environment.
 
-The run's config is stored, so this section refuses secrets. This module imports only pydantic.
+A run's config is stored, so this section of the config rejects secrets. This module imports only pydantic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RolePlacement(Section):
 
 
 class PlacementConfig(Section):
-    """Where a run's actors are placed on the cluster, and what they reserve there besides their GPUs."""
+    """The placement of a run's actors on the cluster, and the resources that they reserve besides their GPUs."""
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",

@@ -1,8 +1,8 @@
-"""The config tree of a run: all settings that a user may choose, typed and frozen, with tested defaults.
+"""Defines the config tree of a run: all settings that a user may choose, with their types and defaults.
 
-One recipe is one `RunConfig`. Each folder defines its own part of the tree (`engines/config.py`, `rollout/config.py`,
-...). The same tree is the parameter form of the Prefect deployment, and MLflow and the run's log record the tree. This
-module imports only pydantic, so that checking a recipe needs no torch, Ray or vLLM.
+One recipe is one `RunConfig`. Each folder of `tasks` defines its own part of the config tree (`engines/config.py`,
+`rollout/config.py`, ...). The config tree is also the parameter form of the Prefect deployment. MLflow and the run's
+log record the config tree. This module imports only pydantic, so that checking a recipe needs no torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StoreConfig(Section):
 
 
 class RecoveryConfig(Section):
-    """How often and how quickly the supervisors restart what died or is stuck."""
+    """How often and how quickly supervisors restart processes that died or are stuck."""
 
     restarts: int = Field(
         5,
@@ -106,7 +106,7 @@ class RecoveryConfig(Section):
 
 
 class TrackingConfig(Section):
-    """The MLflow server and the run's place there."""
+    """The MLflow server of a run, the run's experiment and study, and the collector of its spans."""
 
     fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below this study"}
 
@@ -276,7 +276,10 @@ class RunConfig(Section):
             yield refusal("reward.answer", self.reward.answer, cure)
 
     def _trainable(self) -> Refusals:
-        """Check the parameter type: DeepSpeed has one type for all parameters, and a critic's head is in float32."""
+        """Reject a critic with DeepSpeed unless the policy is in float32, which is the data type of the critic's head.
+
+        DeepSpeed needs one data type for all parameters.
+        """
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
             cure = (
@@ -302,23 +305,23 @@ class RunConfig(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """Nats by which an engine's log-probs may differ from the learner's.
+        """The largest accepted difference, in nats, between the log-probs of an engine and those of the learner.
 
-        In bfloat16 a logit of 16 is rounded by up to 0.06, and engine and learner round in different orders. The
-        log-probs of correct engines differed from the learner's by up to 0.5 nats on single tokens. The log-probs of
-        engines whose weights were not loaded differed by more than one nat.
+        In bfloat16 a logit of 16 is rounded by up to 0.06, and engine and learner round in different orders. In
+        measurements, the log-probs of correct engines differed from the learner's by up to 0.5 nats on single tokens.
+        The log-probs of engines whose weights were not loaded differed from the learner's by more than one nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
 
     @property
     def capacity(self) -> int:
-        """Number of batches that the channel may hold: the number that alpha lets generation run ahead."""
+        """The largest number of batches in the channel: `async_ratio`, rounded down, plus one."""
         return math.floor(self.async_ratio) + 1
 
     @property
     def shares(self) -> dict[str, float]:
-        """Map of each domain to its share of the trained groups, which the scheduler maintains."""
+        """The share of the trained groups that each domain should get, by domain."""
         total = sum(source.share for source in self.prompts)
         shares: dict[str, float] = {}
         for source in self.prompts:

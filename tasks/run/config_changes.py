@@ -1,4 +1,4 @@
-"""Changes of a recorded run's config: decides which keys may change, and appends the log entry of the change.
+"""Changes a recorded run's config: decides which keys may change, and appends the log entry of the change.
 
     rollflow resume RUN --set key=value --> config before, config after --> rejected, by key
                                                                         --> claim, ConfigChanged
@@ -36,7 +36,7 @@ from rollflow.tasks.runtime.sections import Section
 
 ANEW = "or start another run from the policy that `rollflow export` writes"
 WHO = "rollflow resume --set"
-LONGEST = 60  # most characters of a section or list in an error message
+LONGEST = 60  # largest number of characters of a section or list in an error message
 
 
 def tree_of(config: RunConfig) -> dict[str, Any]:
@@ -103,9 +103,8 @@ def _name_person() -> str:
 
 
 def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """Merge the differences into the recorded tree; keys that are newer than the run keep their recorded behaviour.
-
-    If today's sections do not fit the recorded ones, return today's whole tree.
+    """Merge the differences between `before` and `after` into the recorded tree; all other recorded keys and values
+    stay. If the merged tree does not parse to `after`, return the whole tree of `after`.
     """
     old, new = (RECIPE.undo(tree_of(config), recorded) for config in (before, after))
     tree = _merge_trees(recorded, old, new)
@@ -164,7 +163,7 @@ def _refuse_stored_parts(before: RunConfig, after: RunConfig) -> Iterator[str]:
 
 
 def _list_stored_parts(config: RunConfig) -> dict[str, str]:
-    """Map each key that decides what the learner stores beside the policy to a description of the stored part."""
+    """Describe the parts that the learner stores beside the policy, by the config key that decides about the part."""
     objective = config.train.objective
     found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
     found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""
@@ -185,7 +184,7 @@ def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str
 
 
 def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
-    """Yield the errors for changes that the log allows only at another time."""
+    """Yield the errors for changes that the log does not allow at present."""
     if after.versions < state.version:
         yield (
             f"versions = {after.versions}: version {state.version} is already published; choose {state.version} or more"

@@ -1,4 +1,4 @@
-"""The learner of a run whose config was changed: each version is trained under its own config in the log.
+"""Provides the learner of a run whose config was changed: each version is trained under its own config in the log.
 
     config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
 
@@ -40,7 +40,7 @@ class MappedFiles(Mapping[str, Data]):
 
 
 class ConfigSwitchLearner:
-    """Wrap a `Learner` and switch its config between versions. See the module's docstring."""
+    """Wraps a `Learner`, and switches its config between versions as the module's docstring describes."""
 
     def __init__(
         self,

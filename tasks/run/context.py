@@ -1,6 +1,6 @@
-"""The context of a run, as every process of the run sees it: storage, config, policy folder and prompts.
+"""Provides the context of a run to each of its processes: storage, config, policy folder and prompts.
 
-`RunContext` is a small picklable value. All other facts about the run are read from storage, which is the authority.
+A `RunContext` is small and can be pickled; it reads everything but its address from storage.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ FORMAT = 5  # incremented when any record's format changes, so that no run of an
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is the run's storage (`<store>/runs/<run id>`), `cache` this node's folder for fetched files.
+    """One run. `uri` is the run's storage (`<store>/runs/<run id>`), and `cache` is this node's folder for fetched
+    files.
 
-    A pickled context has only the URI; on another node, `cache` is that node's own folder.
+    A pickled context contains only `uri` and `patience`; on another node, `cache` is that node's own folder.
 
     `patience` is the number of seconds to wait for a store that does not answer. A process that works for the run waits
-    and reports the wait (`store.waits`). A process that only reads the run does not wait.
+    for the store, and reports the wait (`store.waits`). A process that only reads the run does not wait for the store.
     """
 
     uri: str
@@ -116,9 +117,8 @@ class RunContext:
     def key(self) -> str:
         """The run's unique name on a cluster or server: runs of the same name in two stores have different keys.
 
-        A store's address is not enough for a unique key, because two services may have a bucket of the same name. The
-        run's time of creation is therefore part of the key. A folder gives the same key through every link to the
-        folder.
+        The key depends on the run's time of creation, because two storage services may have a bucket of the same name.
+        If the store is a folder, symbolic links to the folder do not change the key.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -143,7 +143,7 @@ class RunContext:
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
-        """Return the config for the claim in entry `claim`; a later change of config ends the claim."""
+        """Return the config in force at the claim in entry `claim`; a later change of the config ends the claim."""
         return self._get_parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
@@ -196,7 +196,7 @@ class RunContext:
 
     @property
     def probe_tokens(self) -> list[int]:
-        """The fixed tokens of the weight-update probe."""
+        """The fixed tokens whose log-probs are compared after each weight update."""
         return list(self.created.probe_tokens)
 
     @cached_property
@@ -222,7 +222,8 @@ class RunContext:
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
-        """Return the separate engine for evaluations; no engine is borrowed with this config.
+        """Return the config of the separate engine for evaluations, or of the run's engines if evaluations borrow an
+        engine.
 
         On a CPU, "auto" replaces vLLM by the transformers engine, if the transformers engine can run the policy.
         """
@@ -282,7 +283,9 @@ class RunContext:
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the address; a process that unpickles the context reads everything else again."""
+        """Return only the address and the patience; a process that unpickles the context reads everything else
+        again.
+        """
         return {"uri": self.uri, "patience": self.patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -305,7 +308,7 @@ BEFORE: dict[str, dict[str, Any]] = {
 def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
     """Parse a config from a run's log.
 
-    Renamed keys get today's names. Missing keys get the values that match the behaviour of the recorded run.
+    Renamed keys get their present names. Missing keys get the values that match the behaviour of the recorded run.
 
     Raises:
         ValidationError: the recorded config is invalid.
@@ -317,7 +320,7 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
-    """Claim a role of the run for this process, on the cluster at `address`, from the role's current holder.
+    """Claim a role of the run for this process, on the cluster at `address`, and so depose the role's previous owner.
 
     Raises:
         ConfigError: there is no such run.

@@ -1,4 +1,4 @@
-"""Builds the ports that a run gives to its environment."""
+"""Builds the ports through which a run's environment uses the tokenizer, the chat template and tools."""
 
 from __future__ import annotations
 

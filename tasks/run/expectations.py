@@ -1,8 +1,8 @@
-"""The expectations of an audit about a run: the limits of the run's config, and the run's pinned prompts.
+"""Builds the expectations with which an audit compares a run: the limits of its config, and its prompts.
 
 `storage.audit` checks a run by storage alone; this module adds expectations that follow from config and prompts. If
-prompts can no longer be opened (a package has another version, a file is gone), `unchecked` names the reason. Prompts
-that cannot be opened are not a violation.
+prompts can no longer be opened (a package has another version, a file is gone), `Expected.unchecked` contains the
+reason. Prompts that cannot be opened are no violation of an invariant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's limits, built from a run's config."""
+"""Builds the scheduler's limits from a run's config."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def fit_files(
     """Return a reader of the prompt files without the dropped rows, and notes for the user.
 
     Raises:
-        ConfigError: a row is too long, or the policy cannot write any reference of a file.
+        ConfigError: a row is too long, or the policy cannot generate any of the references in a file.
     """
     notes, kept = list[str](), dict[JsonlPrompts, bytes]()
     for source, found in rows.items():
@@ -150,7 +150,7 @@ def _find_family_fault(family: str) -> str | None:
 
 
 def _check_worked(source: JsonlPrompts, rows: Sequence[PromptRow]) -> None:
-    """Reject a file of worked solutions, because `exact` would compare each whole solution."""
+    """Reject a file of worked solutions, because the verifier "exact" would compare responses with whole solutions."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise ConfigError(
             f"prompts.path = {source.path!r}: every answer contains {WORKED!r}, as worked solutions do, and "
@@ -189,7 +189,9 @@ def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> byte
 def _note_unreachable(
     config: RunConfig, source: JsonlPrompts, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
 ) -> list[str]:
-    """Describe references that no response can equal: too long ones, or ones with letters outside the vocabulary."""
+    """Describe the references that no response can equal, because they are too long or not in the policy's
+    vocabulary.
+    """
     where, most = config.reward.answer, config.engine.max_new_tokens
     lost = list[PromptRow]()
     for row in rows:

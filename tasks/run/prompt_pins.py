@@ -1,4 +1,4 @@
-"""Pins: a record of the inputs that determine a run's prompts, compared whenever the prompts are opened again.
+"""Records the inputs that determine a run's prompts, and checks them whenever a process opens the prompts.
 
     jsonl          the sha256 of the file; a file below `store.keep_prompts_bytes` is also copied into the run's
                    storage, and only the copy is read from then on
@@ -7,8 +7,9 @@
     sorting        the same as column-sums
     import         the same as column-sums
 
-Each pin records which attribute separates held-out questions from others: the keys, or in older runs the texts. So the
-prompt at an index is the same until the run's end, on any machine; if a prompt has changed, the run is refused.
+There is one record, a *pin*, for each prompt source. A pin also records by which attribute held-out questions are
+recognised: by their keys, or in older runs by their texts. The prompt at an index is the same until the run's end, on
+any machine. If a prompt has changed, the run is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """The fields of all pins. `split`: the attribute that separates held-out questions: key, or text in older runs."""
+    """The record of one prompt source. Held-out questions are recognised by `split`: their key, or text in older
+    runs.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,7 +52,9 @@ class PinBase(BaseModel):
 
 
 class FilePin(PinBase):
-    """One prompt file; `kept` is the path of its copy in the run's storage, "" if the file was not copied."""
+    """The record of a prompt file; `kept` is the path of its copy in the run's storage, or "" if the file was not
+    copied.
+    """
 
     kind: Literal["jsonl"] = "jsonl"
     path: str  # absolute path, because each process of a run has its own working directory
@@ -59,7 +64,9 @@ class FilePin(PinBase):
 
 
 class FamilyPin(PinBase):
-    """A record of one reasoning-gym family: its parameters and the version of the package reasoning-gym."""
+    """The record of a reasoning-gym family: the version of the package reasoning-gym, and a hash of the first
+    questions.
+    """
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str
@@ -67,21 +74,21 @@ class FamilyPin(PinBase):
 
 
 class ColumnSumsPin(PinBase):
-    """The pin of the sums that rollflow generates."""
+    """The record of a source of column sums: a hash of the first questions that rollflow generates."""
 
     kind: Literal["column-sums"] = "column-sums"
     sha256: str
 
 
 class SortingPin(PinBase):
-    """The pin of the digits to sort that rollflow generates."""
+    """The record of a source of digits to sort: a hash of the first questions that rollflow generates."""
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
 
 
 class ImportPin(PinBase):
-    """The pin of the questions of a user-defined source."""
+    """The record of a user-defined source: a hash of the source's first questions."""
 
     kind: Literal["import"] = "import"
     sha256: str
@@ -92,12 +99,12 @@ PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
 def read_once() -> Reader:
-    """Return a reader that reads each file once, so that the same bytes are checked, hashed and kept."""
+    """Return a reader that reads each file only once, so that the same bytes are checked, hashed and copied."""
     return functools.cache(read_file)
 
 
 def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[Pin, ...]:
-    """Compute the pins of prompts that were opened with `read`."""
+    """Compute the records of prompt sources whose files were read with `read`."""
     pins: list[Pin] = []
     split = prompts.split
     for which, source in enumerate(config.prompts):
@@ -116,9 +123,9 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
 
 
 def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
-    """Pin the content of a file.
+    """Build the record of a prompt file with this content.
 
-    Content with dropped lines differs from the user's file, so a copy of such content is always kept.
+    Content with dropped lines differs from the user's file, so a copy of such content is always stored.
     """
     sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
     kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
@@ -131,7 +138,7 @@ def split_of(pins: Sequence[Pin]) -> Split:
 
 
 def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
-    """Copy the prompt files that are to be kept into the run's storage."""
+    """Copy prompt files into the run's storage, as their records say."""
     for source, pin in zip(config.prompts, pins, strict=True):
         if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
             store.put(pin.kept, read(source))
@@ -140,8 +147,8 @@ def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], re
 def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
     """Return a reader of a run's prompt files as the files were when the run began.
 
-    The reader raises ConfigError if a file that the run did not keep has changed, and Corrupt if a kept copy has
-    changed.
+    The reader raises `ConfigError` if a file without a copy in the run's storage has changed, and `Corrupt` if a copy
+    has changed.
     """
 
     def read(source: JsonlPrompts) -> bytes:

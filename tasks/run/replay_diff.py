@@ -1,8 +1,8 @@
-"""Measure how far a replayed version is from the published version: tensor by tensor, one file at a time.
+"""Measures how much the tensors of a replayed version differ from the tensors of the published version.
 
 Rounding errors are small relative to the change that a train step makes to the weights, at any learning rate. AdamW can
-enlarge the rounding errors of single elements whose gradients are nearly zero. The L2 norms of all tensors of a kind
-are therefore compared together:
+enlarge the rounding errors of single elements whose gradients are nearly zero. All tensors of one kind, such as the
+weights in float32, are compared together by their L2 norms.
 
     |replayed - published| <= share * |published - parent|
 
@@ -27,20 +27,19 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
 from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 
-# Largest allowed difference, as a share of the norm of a train step's change. Gradients in bfloat16 cause a difference
-# of 0.02.
+# largest accepted norm of the difference, as a share of the norm of the train step's change
 SHARE = 0.1
-# The share for weights in bfloat16 and float16: most of these weights stay equal in a step, and rounding moves others
-# by chance.
+# value of `SHARE` for bfloat16 and float16 weights, which a step moves mostly by rounding
 SHORT = 0.5
-ALIKE = 2.0**-23  # one rounding step of float32, relative to the element, which is always allowed
-STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # one rounding step of the shorter types
-TURNED = 2.0  # largest difference of an element, in multiples of the step's largest change of an element
+ALIKE = 2.0**-23  # relative rounding step of float32; a difference of this size is always accepted
+STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # data type -> relative rounding step
+# largest accepted difference of an element, as a multiple of the largest change of an element in the train step
+TURNED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Distances of all tensors of a kind: squared norms, and the largest values of single elements."""
+    """The distances over all tensors of a kind; `apart` and `allowed` are squared L2 norms."""
 
     apart: float
     allowed: float
@@ -49,11 +48,11 @@ class Kind:
 
     @property
     def near(self) -> bool:
-        """True if the difference is rounding."""
+        """True if rounding explains the difference."""
         return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
 
     def combine(self, other: Kind) -> Kind:
-        """Return the distances of the tensors of both objects together."""
+        """Return the distances over the tensors of both `Kind` objects."""
         most = max(self.furthest, other.furthest), max(self.moved, other.moved)
         return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
 
@@ -62,16 +61,16 @@ class Kind:
 class ReplayDistance:
     """The distance between a replayed and a published version, for each kind of tensor."""
 
-    most: float = 0.0  # the largest difference of two elements
+    most: float = 0.0  # largest difference between a replayed and a published element
     kinds: Mapping[str, Kind] = field(default_factory=dict)
 
     @property
     def near(self) -> bool:
-        """True if the difference is rounding."""
+        """True if rounding explains the difference."""
         return all(kind.near for kind in self.kinds.values())
 
     def combine(self, other: ReplayDistance) -> ReplayDistance:
-        """Return the distance over the files of both objects together."""
+        """Return the distance over the files of both `ReplayDistance` objects."""
         kinds = {**self.kinds, **other.kinds}
         kinds |= {name: self.kinds[name].combine(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
         return ReplayDistance(max(self.most, other.most), kinds)
@@ -81,7 +80,7 @@ FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # the distan
 
 
 def measure_distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
-    """Return the distance of the files that differ; raise `Corrupt` if a file is missing from storage."""
+    """Return the distance over all replayed files that differ; raise `Corrupt` if a published file is missing."""
     version, found = replayed.version, ReplayDistance()
     made, published = list_files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():
@@ -96,7 +95,7 @@ def measure_distance(policies: PolicyStore, learner: Learner, replayed: Replayed
 def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> ReplayDistance:
     """Return the distance of two safetensors files of the same name.
 
-    A tensor that the parent's file lacks counts as zero, because the optimizer's moments are zero at first.
+    A tensor that is not in the parent's file counts as zero, because the optimizer's moments are zero at first.
     """
     ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
     before = dict(tensors_of([(name, parent)])) if parent is not None else {}

@@ -1,4 +1,4 @@
-"""Restore a learner from storage, exactly as it was after it published a version.
+"""Restores a learner from storage, exactly as the learner was after it published a version.
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
@@ -58,7 +58,7 @@ class ReplayedVersion:
 
 @dataclass(slots=True)
 class RestoredVersion:
-    """The way a version was restored: from `base`, by training `replayed` versions again."""
+    """Describes how a version was restored: from version `base`, by training `replayed` versions again."""
 
     base: int
     replayed: int = 0
@@ -66,7 +66,7 @@ class RestoredVersion:
     differed: list[int] = field(default_factory=list)  # versions whose replay differs from the published files
 
     def sentence(self) -> str:
-        """Return a sentence for the learner's note; empty if nothing was replayed or healed."""
+        """Return a sentence for the learner's status, or "" if no version was replayed and no object was restored."""
         said = [f"restored from version {self.base}"] if self.replayed else []
         said += [f"{self.replayed} replayed"] if self.replayed else []
         said += [f"{len(self.healed)} damaged objects restored"] if self.healed else []
@@ -87,8 +87,9 @@ def new_learner(
 ) -> Learner:
     """Build the run's learner before its first step, under the current config.
 
-    The learner gets the weights in `folder`. Without a folder the learner has untrained weights, or with `blank` no
-    weights until `restore` loads them. `ranks` starts the other ranks. `count` overrides the config's number of ranks.
+    The learner gets the weights in `folder`. Without a folder the learner has untrained weights, or, if `blank` is
+    true, uninitialized weights for `restore` to load. `ranks` starts the other ranks. `count` overrides the config's
+    number of ranks.
     """
     config = context.config
 
@@ -174,7 +175,7 @@ def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
 
 
 def list_files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
-    """Return the files that a version stores: name -> content.
+    """Return the files that a version of this learner stores, as a map from name to content.
 
     A sharded learner gathers the content of a file when the file's name is looked up.
     """

@@ -24,7 +24,7 @@ def check_own_parts(config: RunConfig) -> None:
     """Import and build the user-defined parts of a config. rollflow's own parts need no check.
 
     Raises:
-        ConfigError: one sentence for the first thing that the user must change.
+        ConfigError: a part cannot be imported or built; the message says what the user must change.
     """
     if isinstance(config.reward, ImportReward):
         build_verifier(config.reward)
