@@ -1,4 +1,4 @@
-"""The modules that every other folder of `tasks` may import: clock, names, sections, imports and others.
+"""Contains the modules that every other folder of `tasks` may import, such as clock, names, sections and imports.
 
 No module of this folder imports another folder of `tasks`.
 """

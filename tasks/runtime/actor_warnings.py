@@ -1,8 +1,8 @@
 """Collects the warnings of an actor's process for the actor's status, from Python's `logging` and `warnings`.
 
-The number of warnings is bounded: texts that differ only in numbers are kept once per `AGAIN_SECONDS`, and at most
-`KEPT` texts in that time. A child process sends each text that it keeps to the actor's process. The actor's process
-treats a received text like a warning of its own:
+Warnings that differ only in numbers are kept once per `AGAIN_SECONDS`. At most `KEPT` warnings are kept in any
+`AGAIN_SECONDS`. A child process of the actor sends each warning that it keeps to the actor's process, which treats it
+like a warning of its own.
 
     child process of an actor --one datagram per text--> the actor's process
 
@@ -28,13 +28,13 @@ from threading import Lock
 KEPT = 20
 AGAIN_SECONDS = 600.0
 LOOK_SECONDS = 10.0  # seconds between two searches for loggers that do not propagate their records
-LENGTH = 500  # most characters of a text
+LENGTH = 500  # largest number of characters of a warning's text
 _making = Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class ActorWarning:
-    """The `number`-th warning (from 1) of an actor; `rank` is set if the process of a further rank sent the warning."""
+    """The `number`-th warning (from 1) of an actor; `rank` is the rank whose process sent the warning, if any."""
 
     actor: str
     process: str

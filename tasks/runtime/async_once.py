@@ -1,4 +1,4 @@
-"""A value that its first user computes once; if the computation fails, the next user computes the value."""
+"""Computes a value once, at its first request; after a failure, the next request computes the value again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Made = TypeVar("Made")
 
 
 class AsyncOnce(Generic[Made]):
-    """Computes a value once per event loop. A user that stops waiting does not stop the computation."""
+    """Computes a value once for all callers. A cancelled caller does not stop the computation."""
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, Made]]) -> None:
         self._make = make

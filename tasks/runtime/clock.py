@@ -1,4 +1,4 @@
-"""A virtual clock, on which the shipped asyncio code runs as fast as the processor allows.
+"""Runs asyncio code on a virtual clock, as fast as the processor allows.
 
 `run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever no task is ready.
 Code that waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine
@@ -47,7 +47,7 @@ class _JumpingSelector(selectors.SelectSelector):
             raise Deadlock("every task waits and no timer is set")
         if timeout > 0:
             self._loop.jump(timeout)
-        return []  # there are no sockets, and asking the kernel each time would cost a tenth of the time
+        return []  # no socket is registered, and asking the kernel would take a tenth of the run time
 
 
 def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:

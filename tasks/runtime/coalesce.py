@@ -1,8 +1,8 @@
-"""Coalesces many small awaits into few large calls: questions asked in one tick of the event loop share a call.
+"""Combines small concurrent requests into large calls: requests of one iteration of the event loop share a call.
 
-A call to an actor costs about a millisecond, however little data the call carries. On a small machine a call may cost
-more than the work itself. `Coalescer` turns concurrent `ask` calls into one call with a list. Each answer is delivered
-as soon as it arrives, without waiting for the other answers of its call.
+A call to an actor costs about a millisecond, however little data the call carries. On a small machine a call may take
+longer than the work that the call requests. `Coalescer` turns concurrent calls of `ask` into one call with a list of
+questions. Each answer is delivered as soon as it arrives, without waiting for the other answers of its call.
 """
 
 from __future__ import annotations

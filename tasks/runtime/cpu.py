@@ -1,4 +1,4 @@
-"""CPU seconds of a process and of its descendants, as an actor reports them in its status."""
+"""Measures the CPU seconds of a process and of its descendants, which an actor reports in its status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def own_cost(role: str, process: psutil.Process) -> CpuCost:
 
 
 def below_cost(role: str, process: psutil.Process) -> CpuCost:
-    """Measure the CPU seconds of all descendants of a process, living or ended and reaped."""
+    """Measure the CPU seconds of all descendants of a process, both living and ended."""
     ended = process.cpu_times()
     seconds = ended.children_user + ended.children_system
     for child in process.children(recursive=True):
@@ -30,13 +30,15 @@ def below_cost(role: str, process: psutil.Process) -> CpuCost:
     return CpuCost(role, _name(process), round(seconds, 2))
 
 
-@lru_cache(maxsize=4096)  # by process: psutil reports another start time after the clock was set
+@lru_cache(maxsize=4096)  # cached, because psutil reports another start time after the system clock was set
 def _name(process: psutil.Process) -> str:
     return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
 
 
 class CpuClock:
-    """Measures this process as `role` and its descendants, if any, as `below`, at most every ten seconds."""
+    """Measures the CPU seconds of this process as those of `role`, and of its descendants as those of `below`, if
+    given.
+    """
 
     def __init__(self, role: str, below: str = "") -> None:
         self._role, self._below = role, below
@@ -44,7 +46,7 @@ class CpuClock:
         self._costs: list[CpuCost] = []
 
     def read(self) -> list[CpuCost]:
-        """Return the seconds at the last measurement."""
+        """Return the last measurement; first measure again if `LOOK_SECONDS` have passed."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked, me = time.monotonic(), psutil.Process()
             self._costs = [own_cost(self._role, me)]

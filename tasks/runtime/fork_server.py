@@ -1,11 +1,12 @@
-"""A fork server for `multiprocessing` that is a copy of this process, so that nothing is imported a second time.
+"""Starts a fork server for `multiprocessing` as a copy of this process, so that nothing is imported a second time.
 
-Guarantees: the fork server ends with this process, however this process ends. If the fork server dies,
-`multiprocessing` itself starts another fork server: a new interpreter that imports the modules `otherwise`. A server
-without the preloaded modules starts processes more slowly, but with the same results.
+The fork server ends with the process that started it, even if that process is killed. If the fork server dies,
+`multiprocessing` starts another one: a new interpreter that imports the modules in `otherwise`. The processes of the
+new fork server start more slowly, but compute the same results.
 
-Fork the server right after the imports. Without threads, no thread holds a lock for which the forked copy would wait.
-The threads that exist after the imports (of OpenBLAS and jemalloc) handle a fork themselves.
+Start the fork server right after the imports, before the process starts threads. If a thread holds a lock at the fork,
+the forked copy may wait for this lock forever. The threads that OpenBLAS and jemalloc start during their import handle
+a fork themselves.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _server: Any = forkserver._forkserver
-PR_SET_NAME = 15  # the number of this option of prctl(2)
-ARGUMENTS = 45  # index in /proc/self/stat, after the name, of the begin and end addresses of the command line
+PR_SET_NAME = 15  # number of the prctl(2) option that sets the name of a process
+# index of the command line's begin and end addresses in /proc/self/stat, counted from the field after the name
+ARGUMENTS = 45
 
 
 def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> None:
     """Start the fork server.
 
     Args:
-        otherwise: the modules that a server started by `multiprocessing` imports.
+        otherwise: the modules to import if `multiprocessing` must start another fork server.
         shown_as: the server's command line; by default the command line of this process.
 
     Raises:
@@ -41,7 +43,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    gc.freeze()  # the garbage collector would write to shared memory, and so copy it
+    gc.freeze()  # without this call, the garbage collector would write to shared memory, and so copy it
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         listener.bind(address)
@@ -59,24 +61,25 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
 
 
 def _serve(listener: int, alive: int) -> NoReturn:
-    """Fork on request until the owner is gone."""
+    """Fork processes on request until the process that started the fork server has ended."""
     try:
         with contextlib.suppress(SystemExit):  # the normal end of `main`
             forkserver.main(listener, alive, ())
     finally:
-        os._exit(0)  # only the owner may run the exit handlers
+        os._exit(0)  # only the process that started the fork server may run the exit handlers
 
 
 def leave_alive_to_owner() -> None:
-    """Close the server's pipe in a forked process, because the server lives while any process holds the pipe."""
+    """Close the fork server's pipe in a forked process, because the server runs while any process has the pipe open."""
     os.close(_server._forkserver_alive_fd)
 
 
 def be_named(*line: str) -> None:
-    """Set the command line and the name (15 bytes) of this forked process, if the owner's command line leaves room.
+    """Set the name (at most 15 bytes) of this forked process, and its command line if the memory of the old one is
+    enough.
 
-    setproctitle cannot be used: it finds the command line's memory by the first environment variable. If that variable
-    was changed since the process started, setproctitle does nothing and raises no error.
+    The package setproctitle cannot be used, because it does nothing if the first environment variable was changed since
+    the process started.
     """
     if sys.platform.startswith("linux"):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -34,10 +34,11 @@ def imported_function(
 
     Args:
         returns: the type that the function is annotated to return.
-        accepts: accepts a function with its return annotation, if other annotations than `returns` are allowed.
+        accepts: returns whether a function with a return annotation is accepted; by default the annotation must be
+            `returns`.
 
     Raises:
-        ConfigError: there is no such function, or it is not annotated in this way, or it yields.
+        ConfigError: there is no such function, its return annotation is not accepted, or it is a generator.
     """
     found = _find_attribute(key, part)
     name = returns.__name__
@@ -71,10 +72,10 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
 def imported_object(key: str, part: Imported, contract: type[T], *, optional: str = "", **arguments: object) -> T:
     """Create an object of the class that `part` names, from these arguments and the part's options.
 
-    The class may lack the method `optional`.
+    The class need not define the method that `optional` names.
 
     Raises:
-        ConfigError: there is no such class, it takes other options, or it lacks another method of `contract`.
+        ConfigError: there is no such class, the class rejects the options, or it lacks another method of `contract`.
     """
     found: Any = imported_class(key, part, contract)
     own = build_part(key, part, lambda: found(**arguments, **part.options))
@@ -107,7 +108,7 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
 
 
 def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
-    """Call `make`, and raise an error of `make`, for example about wrong options, as `ConfigError`."""
+    """Call `make`; raise every error of `make`, such as one about wrong options, as a `ConfigError`."""
     try:
         return make()
     except ConfigError:
@@ -175,7 +176,7 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
 
 
 def read_return_type(function: Callable[..., Any]) -> Any:
-    """Return the annotation of what a function returns; None if there is none, or none that can be evaluated."""
+    """Return the return annotation of a function; None if there is no annotation, or if it cannot be evaluated."""
     try:
         return typing.get_type_hints(function).get("return")
     except Exception:  # noqa: BLE001 - only a type checker can read these annotations

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class BusyMeter:
-    """Adds up the busy time since the first use. Another thread may read the meter."""
+    """Adds up the busy time since the first call of `begin` or `busy`. Another thread may read the result."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -16,7 +16,7 @@ class BusyMeter:
         self._since: float | None = None
 
     def begin(self) -> None:
-        """Count idle time from now on."""
+        """Begin to measure, unless an earlier call has begun."""
         if self._began is None:
             self._began = time.monotonic()
 

@@ -1,7 +1,7 @@
-"""Names from outside that become parts of paths, addresses and queries: the characters they may consist of.
+"""Checks the names that users give to runs and recipes, because names become parts of paths, addresses and queries.
 
-A run id is plain ASCII, begins with a letter or a digit and contains no separator. A path with a run id cannot lead out
-of a folder, and a run id is one word in a log line. A run id from outside is checked by `run_id`, and by the types in a
+A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space. A path that ends with a
+run id cannot lead out of its folder. A run id from a user is checked by `run_id`, or by the types in a Prefect
 deployment's form. This module imports only pydantic.
 """
 
@@ -15,7 +15,7 @@ from pydantic import StringConstraints, WithJsonSchema
 from rollflow.storage.errors import ConfigError
 
 LONGEST = 100
-LONGEST_RECIPE = LONGEST - 20  # a run id is a recipe's name and the time, or the end of a flow run's id
+LONGEST_RECIPE = LONGEST - 20  # a run id is a recipe's name, followed by the time or by the end of a flow run's id
 _RUN_ID = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}"
 _RECIPE = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RECIPE - 1}}}"
 _PLACE = rf"(.*/)?{_RUN_ID}/*"
@@ -34,8 +34,8 @@ RunPlace = Annotated[
 
 
 def is_number(text: str) -> bool:
-    """Return whether the text has the form of a version (`7`) or a trajectory (`12.0.3`). No new run gets such an id,
-    because a command could not tell it from a version.
+    """Return whether the text has the form of a version (`7`) or a trajectory (`12.0.3`). No new run gets an id of this
+    form, because a command could not tell the id from a version.
     """
     return re.fullmatch(r"[0-9]+(\.[0-9]+){0,2}", text) is not None
 

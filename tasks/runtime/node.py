@@ -1,4 +1,4 @@
-"""This node's folder for fetched files, and its network interfaces. Each node finds its own, because nodes differ."""
+"""Finds this node's folder for fetched files, and this node's network interfaces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cache_in(home: Path) -> Path:
 
 
 def _find_home() -> Path:
-    """Return `ROLLFLOW_HOME`, or else `~/.rollflow`, or, if that cannot be written, a folder for temporary files."""
+    """Return `ROLLFLOW_HOME` if it is set, else `~/.rollflow` if it can be written, else a temporary folder."""
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
     own = Path(os.path.expanduser("~/.rollflow"))  # `Path.expanduser` raises for a user without a home

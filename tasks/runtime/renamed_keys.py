@@ -1,4 +1,4 @@
-"""Config keys and values that were renamed or removed: one table, from the earlier name to today's name.
+"""Maps the earlier names of config keys and values to their present names, and lists removed keys.
 
     a stored config    -->  `Renames.apply`     read as if it had been recorded with today's names
     a new recipe       -->  `Renames.refusals`  refused, with today's name
@@ -20,9 +20,10 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """The table: `keys` maps an earlier dotted key to today's name in the same section.
+    """A table of renamed keys. `keys` maps a key's earlier name, dotted, to the key's present name in the same section.
 
-    `values` maps today's key to a map from earlier values to today's values. The keys of `removed` mean nothing today.
+    `values` maps the present name of a key to a map from the key's earlier values to their present names. The keys in
+    `removed` no longer have an effect.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +31,10 @@ class Renames:
     removed: frozenset[str] = frozenset()
 
     def apply(self, tree: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a stored tree with today's names. If a section has a key under both names, the earlier one stays."""
+        """Return a stored config with present names.
+
+        If a section has a key under both its earlier and its present name, the earlier name stays.
+        """
         renamed: dict[str, Any] = {}
         for name, value in tree.items():
             if f"{prefix}{name}" in self.removed:
@@ -42,7 +46,7 @@ class Renames:
         return renamed
 
     def undo(self, tree: Tree, stored: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a tree with earlier keys in place of today's keys, wherever `stored` has the earlier keys."""
+        """Return a config in which each key has its earlier name if `stored` has the key under that name."""
         earlier = {
             today: name for key, today in self.keys.items() for name in [_name_in(key, prefix)] if name in stored
         }
@@ -56,7 +60,10 @@ class Renames:
         return undone
 
     def change(self, key: str, value: object) -> tuple[str, object]:
-        """Return a dotted key and a value from a log entry with today's names; a removed key is returned as it is."""
+        """Return the present names of a dotted key and of its value, which come from a log entry.
+
+        A removed key and its value are returned unchanged.
+        """
         if key in self.removed:
             return key, value
         names, below = key.split("."), value
@@ -70,7 +77,7 @@ class Renames:
         return ".".join(today), rest
 
     def refusals(self, tree: object, prefix: str = "") -> Iterator[tuple[str, object, str]]:
-        """Yield each earlier key or value of a new tree: the key, its value, and what the user must do."""
+        """Yield each key of a new config with an earlier name or value: the key, its value, and the fix."""
         for name, value in tree.items() if isinstance(tree, Mapping) else ():
             key = f"{prefix}{name}"
             if key in self.removed:

@@ -1,4 +1,4 @@
-"""Base classes and checks for the sections of the config tree. This module imports only pydantic."""
+"""Defines base classes and checks for the sections of the config tree. This module imports only pydantic."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """Complete the tree, as `with_kinds` says."""
+        """Add the default kind to each subsection without a kind."""
         return with_kinds(cls, tree)
 
 
 def with_kinds(section: type[Section], tree: Any) -> Any:
-    """Return a section's tree with the default kind in each subsection without a kind.
+    """Return a section's tree, with the default kind added to each subsection without a kind.
 
     The values true and false are rejected where a number is expected.
     """
@@ -54,7 +54,7 @@ def with_kinds(section: type[Section], tree: Any) -> Any:
 
 
 def _reject_bool(name: str, given: Any, info: FieldInfo | None) -> None:
-    """Reject true and false for a number, because pydantic would convert them to 1 and 0."""
+    """Reject true and false where a number is expected, because pydantic would convert them to 1 and 0."""
     if info is None or not _contains_bool(given):
         return
     kinds = _list_types(info.annotation)

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of a run, from each prompt to the policy version that was trained on it.
 
-Spans are recorded only if `tracking.spans` names a collector. Each dispatch of a prompt has a trace, and each policy
-version has a trace:
+Spans are recorded only if `tracking.spans` names a collector. There is one trace for each dispatch of a prompt, and one
+trace for each policy version.
 
     prompt 17.0   |--------------------------------------------|           from its dispatch to its fate
       generate    |-----------|                                            one for each response that is kept
@@ -51,7 +51,7 @@ class Spans:
         """Store the arguments.
 
         Args:
-            run: a text that tells runs apart, because every id of a trace is derived from it.
+            run: a text that no other run has; the ids of all traces are derived from this text.
             share: the share of the prompts whose spans are recorded, 0 to 1.
             clock: returns the seconds since the epoch.
         """
@@ -64,7 +64,7 @@ class Spans:
         return self._provider is not None
 
     def record_prompt(self, key: GroupKey, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
-        """Record a span of a dispatch, the root span if `name` is "prompt"; see `record_version`."""
+        """Record a span of a dispatch, as `record_version` does; the span is the root span if `name` is "prompt"."""
         if self._provider is not None:
             ids = _ids(self._run, f"prompt {key.prompt}.{key.attempt}")
             if ids[0] % 2**64 < self._share * 2**64:
@@ -72,7 +72,7 @@ class Spans:
                 self._record(self._provider, ids, name, name == "prompt", seconds, ago, more)
 
     def record_version(self, version: int, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
-        """Record a span of a policy version, the root span if `name` is "version".
+        """Record a span of a policy version; the span is the root span if `name` is "version".
 
         The span lasted `seconds` and ended `ago` seconds before now. `more` are further attributes of the span.
         """
@@ -156,7 +156,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
             reserved, self.reserved = self.reserved, None
             return reserved[1] if reserved else super().generate_span_id()
 
-    return TracerProvider(  # a process must not wait for the collector when it ends
+    return TracerProvider(  # a process that ends must not wait for the collector
         resource=Resource.create(attributes), id_generator=ReservedIds(), shutdown_on_exit=False
     )
 
