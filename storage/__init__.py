@@ -1,1 +1,3 @@
-"""Durable state of a run: records, object stores, the log, the trajectory store, the policy store and the channel."""
+"""Contains the durable state of a run: records, object stores, the log, trajectory batches, policies and the
+channel.
+"""

@@ -82,8 +82,8 @@ def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Tabl
 
 
 def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """Concatenate parts. Long parts are joined in Arrow's memory pool, because fresh memory pages take longer than the
-    copy.
+    """Concatenate parts. Long parts are joined in Arrow's memory pool, because allocating fresh memory pages takes
+    longer than copying.
     """
     size = sum(map(len, parts))
     if size < LONG:

@@ -1,13 +1,11 @@
 """The channel passes committed batches to the learner, and announces published versions to the scheduler.
 
-The channel is a cache of the trajectory store. Every batch in the channel is committed in the run's log.
-
-- Bounded: the channel contains at most `capacity` unacknowledged batches; if it is full, `put` waits until a deadline.
-- Version-aware: batch b is leased only to train version b. An acknowledgement of batch b drops all batches up to b.
-- Entry-aware: a lease returns the batch of the log's newest entry with that number, never a voided batch.
-- Lease and acknowledge: a leased batch stays until it is acknowledged, so a restarted learner gets the same batch.
-- Idempotent: `put`, `ack` and `announce` may be repeated, because Ray may repeat a call.
-- Replaceable: a batch that is not in the channel is read from the store, so losing the channel loses no batch.
+The channel is a cache of the trajectory store. Every batch in the channel is committed in the run's log. The channel
+contains at most `capacity` unacknowledged batches; if it is full, `put` waits until a deadline. Batch b is leased only
+to train version b. An acknowledgement of batch b drops all batches up to b. If several log entries have committed a
+batch number, a lease returns the batch of the newest entry, and never a voided batch. A leased batch stays until it is
+acknowledged, so a restarted learner gets the same batch. The calls `put`, `ack` and `announce` may be repeated, because
+Ray may repeat a call. A batch that is not in the channel is read from the store, so losing the channel loses no batch.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -57,7 +55,7 @@ class Channel(Generic[Payload]):
         return len(self._batches)
 
     async def put(self, number: int, payload: Payload, deadline: float, entry: int = 0) -> None:
-        """Add batch `number`, committed by `entry`. An older entry or a repeated call changes nothing.
+        """Add batch `number`, committed by `entry`. A repeated call, or a call with an older entry, changes nothing.
 
         Raises:
             TimeoutError: the channel stayed full for `deadline` seconds.

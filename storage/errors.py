@@ -13,7 +13,7 @@ class Conflict(RollflowError):
 
 
 class Missing(RollflowError):
-    """No object of that name is in the store."""
+    """The store contains no object of the requested name."""
 
 
 class Stale(RollflowError):

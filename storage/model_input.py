@@ -54,7 +54,7 @@ class ModelInput:
         """Create an input of tokens alone.
 
         Raises:
-            TypeError: an item is no token id.
+            TypeError: an item is not a token id.
         """
         return cls(Int32s.of(tokens))
 
@@ -76,7 +76,7 @@ class ModelInput:
         """Create an input from a flat form that another process wrote.
 
         Raises:
-            ValueError: a foreign part overlaps the one before it, or reaches beyond the end.
+            ValueError: a foreign part overlaps the previous foreign part, or reaches beyond the end of the input.
         """
         placed, end = tuple(placed), 0
         for position, part in placed:

@@ -237,7 +237,7 @@ class PolicyStore:
         """Copy the version's weights into a local folder, and check their hashes.
 
         Raises:
-            Corrupt: an object is missing, or differs from the committed one.
+            Corrupt: an object is missing, or differs from the committed object.
         """
 
         def copied(stored: StoredObject) -> None:

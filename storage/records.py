@@ -52,7 +52,7 @@ class DiscardReason(StrEnum):
 
     STALE = "stale"  # when the batch was formed, the group was older than async_ratio allows
     FAILED = "failed"  # the group's engine or verifier failed
-    FILTERED = "filtered"  # the run's filter removed the group, because it carries no training signal
+    FILTERED = "filtered"  # the run's filter removed the group, because the group carries no training signal
     REDUNDANT = "redundant"  # the group was an extra one, and the batch did not need it
     CORRUPT = "corrupt"  # the group's batch was voided: its file was damaged, or a value was not finite
 
@@ -242,8 +242,8 @@ FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a complete group, pa
 
 
 class Discard(NamedTuple):
-    """The record of a dispatch that was discarded. The number of its response tokens is recorded, because discarding
-    long groups biases training.
+    """The record of a dispatch that was discarded. The dispatch's response tokens are counted, because discarding long
+    groups biases training.
     """
 
     key: GroupKey

@@ -1,4 +1,4 @@
-"""Immutable arrays of numbers as raw bytes, in the layout that Arrow uses.
+"""Defines immutable arrays of numbers, which are stored as raw bytes in Arrow's layout.
 
 A tuple of Python numbers takes 30 to 60 bytes per number, and is pickled number by number. A token array takes four
 bytes per token, and is sliced, joined and pickled as bytes. A token array can be read like any sequence of numbers.
@@ -23,8 +23,8 @@ LENGTHS = 4096  # largest number of cached `struct` packers; there is one for ea
 
 
 class TokenArray(Sequence[Number]):
-    """An immutable array of numbers of one type. It equals a sequence whose numbers, rounded to this type, are the
-    same.
+    """An immutable array of numbers of one type. An array equals a sequence whose numbers, rounded to the array's type,
+    are the same.
     """
 
     __slots__ = ("data",)

@@ -115,7 +115,7 @@ class TrajectoryStore:
         """Read the file of a batch.
 
         Raises:
-            Corrupt: the file is missing, or differs from the committed one.
+            Corrupt: the file is missing, or differs from the committed file.
         """
         try:
             data = _bytes_of(self.store, file.path)

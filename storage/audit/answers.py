@@ -215,7 +215,7 @@ def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iter
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> Iterator[Found]:
-    """Check start versions if the config has a rule for them, and that times are finite and not negative."""
+    """Check that start versions follow the config's rule, if it has one, and that times are finite and not negative."""
     if limits.oldest_token:
         yield from _check_starts(batch, table)
     for name in ("generation_seconds", "reward_seconds"):

@@ -16,7 +16,7 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The limits that a config sets for the batches that are committed under it."""
+    """The limits that a config sets for the batches that are committed while the config is in force."""
 
     sources: int  # prompt sources
     groups: int  # groups per batch
@@ -26,14 +26,14 @@ class BatchLimits:
     reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config discards groups
     made_up: bool = False  # true: a timed engine invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response
-    oldest_token: bool = False  # true: a trajectory's started version is the version of its oldest token
+    oldest_token: bool = False  # true: a trajectory's start version is the version of its oldest token
     # rewards of a group -> why the filter removes the group
     filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompts:
-    """The pinned prompts of a run, and the tokens of its policy."""
+    """The prompts of a run, and the vocabulary and the stop tokens of its policy."""
 
     ask: Callable[[int], tuple[Prompt, bool]]  # index -> the prompt, and whether the prompt is held out
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id

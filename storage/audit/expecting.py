@@ -24,8 +24,8 @@ MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
 class Expecting:
-    """The limits in force and the prompts, with which batches are compared. If they are missing, the report says
-    why.
+    """The limits in force and the prompts, with which batches are compared. If limits or prompts are missing, the
+    report says why.
     """
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
@@ -39,7 +39,7 @@ class Expecting:
         return self._limits_of is not None and self._prompts is not None
 
     def take_config(self, config: Mapping[str, Any]) -> None:
-        """Use a recorded config for all later entries."""
+        """Compare all later entries with the limits of a recorded config."""
         try:
             self.limits = self._limits_of(config) if self._limits_of else None
         except Corrupt as error:
@@ -47,7 +47,7 @@ class Expecting:
             self.limits = None
 
     def resume_config(self, run: ObjectStore, state: RunState) -> None:
-        """Use the config that was in force when an earlier audit ended with this state."""
+        """Use the config that was in force in `state`, in which an earlier audit ended."""
         n = state.configs[-1].entry
         try:
             self.take_config(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
@@ -78,7 +78,7 @@ class Expecting:
 
 @dataclass(slots=True)
 class OpenSince:
-    """For each open prompt, the number of the next batch when its dispatch began."""
+    """For each prompt with an open dispatch, the batch that was to be formed next when the dispatch began."""
 
     batches: dict[int, int] = field(default_factory=dict)  # prompt -> batch
 

@@ -22,7 +22,8 @@ from rollflow.storage.objects.disk import raise_missing
 from rollflow.storage.records import StoredObject
 
 AT_ONCE = 16  # number of objects that are read at a time
-MOST_BYTES = 1 << 30  # the total size of objects that are read at a time; a larger object is read alone
+# largest total size, in bytes, of the objects that are read at a time; a larger object is read alone
+MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]
     """Follow the hash chain back from the last entry of the audit `begun`, and check the chain's link to entry 0."""
     end = begun.state.n
     found: list[Violation] = []
-    named: dict[int, str] = {}  # entry -> its hash as the next entry names it
+    named: dict[int, str] = {}  # entry number -> hash of that entry, as the next entry names it
     numbers = [*range(end, max(end - NEWEST, 0), -1), *([1] if end > NEWEST else [])]
     for n in numbers:
         try:

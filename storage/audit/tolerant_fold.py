@@ -34,7 +34,7 @@ REFUSALS = (
 
 @dataclass(slots=True)
 class TolerantFold:
-    """A tolerant fold over the entries after `state`, in order."""
+    """Folds the entries after `state`, in order, and reports each entry that cannot be folded."""
 
     store: ObjectStore
     state: RunState
@@ -72,7 +72,8 @@ class TolerantFold:
             yield written, item if isinstance(item, bytes) else b"", self._fold(written)
 
     def close(self) -> None:
-        """Report what can only be decided at the log's end: broken links and the number of refused entries.
+        """Report what is known only at the log's end: wrong hashes of previous entries, and the number of refused
+        entries.
 
         If an entry names a wrong hash of the previous entry, the previous entry is reported as altered. If the next
         entry also names a wrong hash, or if there is no next entry, the naming entry is reported as altered.

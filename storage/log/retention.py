@@ -35,7 +35,8 @@ class Retention:
         return version % self.state_every == 0
 
     def is_needed(self, kind: Kind, version: int, latest: int) -> bool:
-        """Return whether the objects of this kind of `version` must be kept while `latest` is the newest version.
+        """Return whether the weights or the state (`kind`) of `version` must be kept while `latest` is the newest
+        version.
 
         Once this method returns false for a version, it returns false for every greater `latest`.
         """

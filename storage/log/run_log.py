@@ -224,7 +224,9 @@ class Log:
         return draft.written
 
     def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
-        """Write the attached object, and entry `n`, which names it. If the entry is refused, nothing is written."""
+        """Write the attached object, then entry `n`, which names that object. If the entry is refused, nothing is
+        written.
+        """
         unhashed = self._propose_entry(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
 
@@ -302,7 +304,7 @@ class Log:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Fold the next entry, which was not found, if a later entry exists; return whether an entry was folded.
+        """Fold the next entry if it is missing although a later entry exists; return whether an entry was folded.
 
         The next entry was written since the last read, or is restored from a segment.
         """

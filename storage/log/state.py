@@ -1,6 +1,6 @@
-"""The state of a run after some entry of its log. `rules` describes how an entry changes the state.
+"""Defines the state of a run after an entry of its log. The module `rules` describes how an entry changes the state.
 
-The size of the state does not grow with the number of versions.
+The size of a run's state does not grow with the number of versions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RunTotals:
         return RunTotals(*counters, self.surplus_tokens, self.rows)
 
     def count(self, fate: str, tokens: int) -> None:
-        """Count one more dispatch that ended in this way, with its response tokens."""
+        """Count one more dispatch that ended as `fate` says, with its response tokens."""
         self.groups[fate] += 1
         self.tokens[fate] += tokens
 

@@ -270,7 +270,8 @@ def _lock(file: int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if isinstance(error, BlockingIOError):
-            raise  # any other error: this file system has no locks, so only age shows that a file is abandoned
+            # any other error means that the file system has no locks; then abandoned files are recognised by age only
+            raise
 
 
 def _files(top: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""A node's cache of folders with fetched or checked files, shared by all processes of the node.
+"""Caches folders of fetched or checked files on a node, for all processes of the node.
 
     present? --no--> lock the store's cache --> present now? --no--> make room --> `fill` a temporary folder --> rename
 
@@ -47,7 +47,7 @@ class HeldFolder:
         self.release = weakref.finalize(self, os.close, descriptor)
 
     def for_good(self) -> Path:
-        """Keep the folder until this process ends, and return it."""
+        """Protect the folder until this process ends; return the folder."""
         self.release.detach()
         return self.folder
 

@@ -1,4 +1,4 @@
-"""An S3 bucket as an object store. Nothing is cached, and a write whose answer was lost is checked with a read.
+"""An S3 bucket as an object store. The store caches nothing, and checks with a read whether a failed write succeeded.
 
 `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A write can
 succeed although its answer is lost; the repeated write is then refused, as if another process had been first. After a
@@ -137,7 +137,7 @@ class S3Store(ObjectStore):
             self._call("delete_object", Key=self._key(path))
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
-        """List multipart uploads, but no upload without parts, which occupies no storage."""
+        """List the multipart uploads that have parts; an upload without parts occupies no storage."""
         with self._translate_errors("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:

@@ -75,9 +75,9 @@ class RetryLimits:
 
     tries: int = 12
     seconds: float = 180.0
-    try_seconds: float = 60.0  # the limit of one try, including the whole body
+    try_seconds: float = 60.0  # longest time of one try, including the transfer of the whole body
     connect_seconds: float = 5.0
-    silence_seconds: float = 20.0  # the longest time between two reads of an answer
+    silence_seconds: float = 20.0  # longest time, in seconds, between two reads of an answer
     pause_seconds: float = 0.2  # the upper limit of the pause after the first try
     longest_pause_seconds: float = 10.0
 
@@ -205,7 +205,7 @@ class S3Connection:
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     async def _abort(self, upload: dict[str, str]) -> None:
-        """Try to abort an upload. If that fails, garbage collection finds the upload by its age."""
+        """Try to abort an upload. Errors are ignored, because garbage collection removes the upload later."""
         try:
             await self.ask("abort_multipart_upload", **upload)
         except FAILURES:
@@ -236,7 +236,9 @@ class S3Connection:
         return dict(first["Metadata"])
 
     async def _range(self, target: dict[str, str], start: int, size: int, etag: str) -> bytes:
-        """Read one more part of an object; the service refuses if a `put` replaced the object after the first part."""
+        """Read one more part of an object; the service refuses this if the object was replaced after the first part was
+        read.
+        """
         stop = min(start + PART_BYTES, size)
         async with self._gate:
             answer = await self.ask("get_object", **target, Range=f"bytes={start}-{stop - 1}", IfMatch=etag)

@@ -53,7 +53,7 @@ class Recovery:
         return self.resumed_at - self.noticed_at
 
     def sentence(self) -> str:
-        """Describe the recovery in a log line."""
+        """Return a log line that describes the recovery."""
         return f"{self.role}: {self.reason}; back after {self.seconds:.1f} s; work done again: {self.redone}"
 
 

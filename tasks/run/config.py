@@ -136,7 +136,7 @@ class TrackingConfig(Section):
 
 
 def _read_kind(source: object) -> object:
-    """Return the kind of a section, given as a model or as a tree."""
+    """Return the `kind` of a section, which is a pydantic model or a mapping."""
     return source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
 
 

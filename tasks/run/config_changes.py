@@ -45,7 +45,7 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
 
 
 def check_change(context: RunContext, after: RunConfig) -> None:
-    """Raise `ConfigError` with one sentence for each key that may not change, or may not change now."""
+    """Raise `ConfigError` with one sentence for each changed key that can never change, or cannot change at present."""
     first, before, state = context.all_configs[0], context.config, context.log.state
     changes = diff_trees(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]

@@ -152,7 +152,7 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
     """
 
     def read(source: JsonlPrompts) -> bytes:
-        pin = pins[config.prompts.index(source)]  # equal sources have equal pins
+        pin = pins[config.prompts.index(source)]  # equal sources have equal records
         assert isinstance(pin, FilePin)
         return _read_kept(store, pin) if pin.kept else _read_unchanged(source, pin)
 

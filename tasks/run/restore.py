@@ -88,8 +88,8 @@ def new_learner(
     """Build the run's learner before its first step, under the current config.
 
     The learner gets the weights in `folder`. Without a folder the learner has untrained weights, or, if `blank` is
-    true, uninitialized weights for `restore` to load. `ranks` starts the other ranks. `count` overrides the config's
-    number of ranks.
+    true, uninitialized weights for `restore` to load. `ranks` starts the processes of the learner's other ranks.
+    `count` overrides the config's number of ranks.
     """
     config = context.config
 
@@ -105,7 +105,9 @@ def new_learner(
 
 
 def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
-    """Return the values with which each rank of the run's learner starts, by `config` or the current config."""
+    """Return the values with which each rank of the run's learner starts under `config`, by default the current
+    config.
+    """
     config = config or context.config
     return LearnerStart(
         folder or context.policy_folder,
@@ -129,7 +131,7 @@ def restore(
     heal: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> RestoredVersion:
-    """Bring `learner` to its state after `version` was published; with `heal`, also restore damaged objects.
+    """Bring `learner` to its state after `version` was published; if `heal` is true, also restore damaged objects.
 
     If the weights of a replayed version differ from the published weights, the published weights are used, and the
     returned `differed` names the version.
@@ -166,7 +168,7 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
 
 
 def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
-    """Return names of the learner's files that differ from the version's files; compare state only if it was stored."""
+    """Return the names of the learner's files that differ from the version's files."""
     published = {name_of(o): o.sha256 for o in version.objects}
     made = {
         name: hash_pieces(split_buffers(data)) for name, data in list_files(learner, state=bool(version.state)).items()

@@ -36,7 +36,7 @@ def _name(process: psutil.Process) -> str:
 
 
 class CpuClock:
-    """Measures the CPU seconds of this process as those of `role`, and of its descendants as those of `below`, if
+    """Measures the CPU seconds of this process, for the role `role`, and of its descendants, for the role `below` if
     given.
     """
 

@@ -14,7 +14,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from rollflow.tasks.runtime.renamed_keys import Renames
 
 LARGEST = 2**63 - 1
-LONGEST_SECONDS = 1e9  # about thirty years; Ray and threads cannot wait longer than a few hundred years
+# largest number of seconds in a config, about thirty years; Ray and threads cannot wait for some hundred years
+LONGEST_SECONDS = 1e9
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
