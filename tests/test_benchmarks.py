@@ -49,24 +49,24 @@ SHORT = {
     "batch_columns": Smoke("--quick"),
     "bias": Smoke(constants={"BANDITS": 1, "STALENESS": [0.3], "COPIES": 100}),
     "data_plane": Smoke("--quick --turns 1 --only batches"),
-    "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
     "pictures": Smoke("--folder {}", table=False),
-    "publishing": Smoke("--sizes tiny --tokens 8"),
-    "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
-    "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
     "time_to_reward": Smoke("--runs {} --systems"),
-    "tokens": Smoke(constants={"SETTLE_SECONDS": 1.0}),
 }
-LONG = {  # servers, whole runs, minutes of a core
+LONG = {  # servers, whole runs, seconds to minutes of a core
     "asynchrony": Smoke("--versions 1 --turns 1"),
     "chaos": Smoke("--timed 1 --vllm 0 --roles scheduler"),
     "gpu": Smoke(),
     "learner_step": Smoke("--only tiny --turns 1 --sweep-steps 1 --sides rollflow plain"),
+    "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
     "liveness": Smoke("--resumes 1 --heads 1 --busy 1 --stops 1 --away 31"),
-    "ranks": Smoke("--only tiny --ranks 1 --sides rollflow --turns 1"),
+    "publishing": Smoke("--sizes tiny --tokens 8"),
     "quick_start": Smoke("--seeds 0 --home {} --set versions=1 --set policy.cold_start.target_accuracy=0.01"),
+    "ranks": Smoke("--only tiny --ranks 1 --sides rollflow --turns 1"),
     "rollout_overhead": Smoke("--turns 1"),
+    "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
     "scheduling": Smoke("--only queue"),
+    "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
+    "tokens": Smoke(constants={"SETTLE_SECONDS": 1.0}),
     "wall_clock": Smoke("--versions 8 --turns 1"),
 }
 PARTS = {  # that a benchmark above runs, or a test of their own

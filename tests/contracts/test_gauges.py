@@ -81,7 +81,7 @@ def test_node_serves_an_actors_gauges(tmp_path: Path) -> None:
     assert [float(line.split()[-1]) for line in lines if 'what="stale"' in line] == [0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_gauges_are_off_without_rays_metrics(tmp_path: Path) -> None:
     assert scraped(tmp_path, "0")[0] == "False"
 

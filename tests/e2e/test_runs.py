@@ -198,6 +198,7 @@ def test_sigterm_during_start_leaves_nothing(tmp_path: Path) -> None:
     until(lambda: not leftovers(tmp_path))
 
 
+@pytest.mark.soak
 def test_served_deployment_starts_a_run(
     tmp_path: Path, s3: str, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

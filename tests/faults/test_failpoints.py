@@ -27,6 +27,7 @@ from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.local import LocalStore
 from rollflow.tasks.runtime.clock import run_virtual
 from tests.support import log_actors
+from tests.support.counts import ALL
 from tests.support.forked import alone
 from tests.support.log_actors import Learner, Scheduler, Supervisor, chained, create_run, entries
 from tests.support.pipeline import Damage, Pipeline
@@ -35,8 +36,16 @@ from tests.support.waiting import HANG_SECONDS
 pytestmark = pytest.mark.slow
 
 VERSIONS, GROUPS = 4, 2
-KILLS = 60
+KILLS = 60 if ALL else 20
 FORK = multiprocessing.get_context("fork")  # a fresh interpreter for each of some hundred points would take minutes
+
+
+DAMAGES: Mapping[str, Mapping[tuple[int, int], Damage]] = {
+    "sound": {},
+    "cut": {(1, 0): "cut"},
+    "gone": {(2, 0): "gone"},
+    "not finite": {(1, 0): "not finite", (2, 0): "not finite"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -104,16 +113,14 @@ def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, aft
     return child.exitcode != 0
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [{}, {(1, 0): "cut"}, {(2, 0): "gone"}, {(1, 0): "not finite", (2, 0): "not finite"}],
-    ids=["sound", "cut", "gone", "not finite"],
-)
-def test_kill_around_every_write_is_survived(tmp_path: Path, damage: Mapping[tuple[int, int], Damage]) -> None:
-    at = 1
+@pytest.mark.many
+@pytest.mark.parametrize(("start", "name"), enumerate(DAMAGES, 1), ids=DAMAGES)
+def test_kill_around_every_write_is_survived(tmp_path: Path, start: int, name: str) -> None:
+    """In `make test` each write is a failpoint of one of the four cases, in `make soak` of all."""
+    at, damage = 1 if ALL else start, DAMAGES[name]
     while survives(tmp_path / f"{at}-before", at, damage, after=False):
         assert survives(tmp_path / f"{at}-after", at, damage, after=True)
-        at += 1
+        at += 1 if ALL else len(DAMAGES)
     assert at > 5 * VERSIONS  # two writes per batch, three per version, and the writes of the start and of pruning
 
 
@@ -148,6 +155,7 @@ def work(root: Path, role: Literal["scheduler", "learner"]) -> None:
                 actor.prune()
 
 
+@pytest.mark.many
 def test_kills_at_any_moment_leave_an_intact_log(tmp_path: Path) -> None:
     store, draw = LocalStore(tmp_path), random.Random(0)
     create_run(store)

@@ -16,14 +16,16 @@ from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import VersionPublished
 from rollflow.tasks.run.context import RunContext
 from tests.faults.test_failpoints import FORK, KillingStore
+from tests.support.counts import ALL
 from tests.support.forked import alone
 from tests.support.log_runs import of_kind
 from tests.support.small_run import StoreFeed, prepare_small
 from tests.tasks.test_publishing import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.many]
 
 VERSIONS = 3
+STRIDE = 1 if ALL else 4  # `make test` kills at every fourth write
 
 
 def run_once(context: RunContext, store: KillingStore) -> None:
@@ -59,7 +61,7 @@ def test_kill_around_every_write_is_survived(tmp_path: Path, monkeypatch: pytest
     killed((Path(quiet.uri), str(quiet.cache)), 0, after=False)
     wanted = shas(quiet)
     while met:
-        at += 1
+        at += STRIDE
         for after in (False, True):
             context = prepared(f"{at}-{after}")
             run = Path(context.uri), str(context.cache)

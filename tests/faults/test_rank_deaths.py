@@ -255,7 +255,7 @@ def test_ranks_end_with_a_deleted_learner(folder: Path) -> None:
     wait_for_ends(found)
 
 
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_no_rank_outlives_its_owner(folder: Path, stopped: bool) -> None:
     """A stopped rank does not outlive its owner either."""
     pipe = subprocess.PIPE

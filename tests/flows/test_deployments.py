@@ -183,6 +183,7 @@ def serving(server: PrefectServer, home: Path) -> Runner:
     return Runner(home / "runner.log", env, arguments=arguments, ready=ready, start_seconds=180)
 
 
+@pytest.mark.soak
 def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
     """The test ends, restarts, kills and again restarts the runner of `serve` while it deploys a folder."""
     page, recipes = Page(server), tmp_path / "recipes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -142,12 +143,8 @@ def test_port_is_kept_unless_taken(tmp_path: Path) -> None:
     other = free_port()
     store_addresses(tmp_path, mlflow=other)
     assert stable_port(tmp_path, "mlflow") == other
-    with subprocess.Popen(
-        [sys.executable, "-m", "http.server", str(other), "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL
-    ) as listening:
-        until(lambda: http_answers(f"http://127.0.0.1:{other}", seconds=30))
+    with socket.create_server(("127.0.0.1", other)):
         assert stable_port(tmp_path, "mlflow") != other
-        listening.kill()
     assert read_addresses(tmp_path).keys() == {"prefect", "mlflow"}
 
 
@@ -163,16 +160,10 @@ def test_unusable_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"has a password.*PGPASSWORD") as refused:
         requested_addresses(options(database="postgresql+asyncpg://me:hidden@db/prefect"))
     assert "hidden" not in str(refused.value)
-    port = free_port()
-    with subprocess.Popen(
-        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], stderr=subprocess.DEVNULL
-    ) as listening:
-        try:
-            until(lambda: http_answers(f"http://127.0.0.1:{port}", seconds=30))
-            with pytest.raises(ConfigError, match=f"--mlflow-port {port}: another process uses this port"):
-                requested_addresses(options(mlflow_port=port))
-        finally:
-            listening.kill()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--mlflow-port {port}: another process uses this port"):
+            requested_addresses(options(mlflow_port=port))
     held = take(tmp_path / "prefect" / "holder")
     assert held is not None
     with pytest.raises(ConfigError, match="a command uses the Prefect server"):

@@ -342,6 +342,7 @@ def runner(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> I
         yield runner
 
 
+@pytest.mark.soak
 def test_session_survives_supervisor_server_and_runner(
     server: PrefectServer, runner: Runner, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,12 +429,13 @@ except EngineFailed:
 """
 
 
-def test_node_death_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_node_death_is_noticed(tmp_path: Path, deaths: int) -> None:
     head = RayHead(tmp_path, cpus=1)
     node = RayNode(head, resources={"second": 1})
     head.start()
     try:
-        for _ in range(2):
+        for _ in range(deaths):
             node.restart()
             command = [sys.executable, "-c", NODE_CLIENT, head.address]
             pipe = subprocess.PIPE

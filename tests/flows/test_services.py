@@ -132,8 +132,9 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, mark: str) -> None:
+def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, prefect_database: Path, mark: str) -> None:
     deep = tmp_path / "a-folder-whose-name-is-too-long-for-the-sockets-of-ray"
+    give(prefect_database, deep)
     prefect, ray = PrefectServer(deep), RayHead(deep, cpus=2)
     start_together(prefect, ray)
     try:
@@ -226,7 +227,7 @@ def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_mlflow_starts_without_its_jobs(tmp_path: Path, mark: str) -> None:
     """MLflow's jobs are eight processes beside the server; no job exists a while after the server has answered."""
     with MlflowServer(tmp_path):
-        for _ in range(20):
+        for _ in range(10):
             assert len(lines(mark)) > 1
             assert not [line for line in lines(mark) if b"jobs" in line or b"huey" in line]
             time.sleep(0.2)

@@ -25,6 +25,7 @@ from rollflow.storage.objects.s3 import S3Store
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import DiscardReason
 from tests.support.batches import begin, train
+from tests.support.counts import examples
 from tests.support.log_actors import Learner, Supervisor
 from tests.support.log_runs import Actors, RealScheduler, committed, forget, of_kind
 from tests.support.s3_server import s3_server, use
@@ -111,9 +112,9 @@ def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
     assert audit(run, deep=True).violations == []
 
 
-@pytest.mark.long
+@pytest.mark.many
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(300))
 def test_leftovers_of_killed_learners_are_pruned_or_garbage(ends: list[str]) -> None:
     """The learner is killed before or after the pruning entry; in the end exactly the needed objects exist."""
     store = MemoryStore(uuid.uuid4().hex)

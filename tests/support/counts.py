@@ -1,4 +1,4 @@
-"""The number of cases that the largest property tests draw: a tenth in `make test`, all of them in `make soak`.
+"""The number of cases that the largest property tests draw: a twentieth in `make test`, all of them in `make soak`.
 
 Those tests have the marker `many`. A case that once failed is an explicit example, and always runs.
 """
@@ -12,4 +12,4 @@ ALL = os.environ.get("ROLLFLOW_DRAW") == "all"
 
 def examples(whole: int) -> int:
     """Return how many of `whole` cases to draw in this test run."""
-    return whole if ALL else whole // 10
+    return whole if ALL else whole // 20

@@ -126,7 +126,7 @@ async def serving(*silent_seconds: float) -> tuple[list[RayEngine], InferencePro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 async def test_requests_of_a_dead_or_stuck_actor_continue_elsewhere(ray_node: None, blow: signal.Signals) -> None:
     engines, proxy = await serving(HANG_SECONDS if blow == signal.SIGKILL else 4.0, HANG_SECONDS)
     requests = [GenerationRequest(f"r{i}", ModelInput.of((3,)), 300, seed=i) for i in range(8)]

@@ -138,7 +138,7 @@ def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
     assert max(side("loads", folder, tmp_path)) < 0.75 * whole
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_embeddings_are_gathered_once(tied: bool, tmp_path: Path) -> None:
     """FSDP's own way holds one embedding twice. Embeddings that are not tied are gathered beside the head."""
     policy = described(tmp_path, tied=tied, vocab_size=40_000, intermediate_size=256, num_hidden_layers=2)

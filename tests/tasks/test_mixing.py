@@ -27,6 +27,7 @@ from rollflow.tasks.rollout.mixing import Mixture, Slots
 from rollflow.tasks.rollout.scheduler import RolloutScheduler
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
+from tests.support.counts import examples
 from tests.support.pipeline import Damage, Pipeline
 from tests.tasks.test_scheduler import stopped
 
@@ -266,8 +267,8 @@ def test_training_at_alpha_zero_ignores_timing_and_deaths() -> None:
     assert states[0].cursor == states[1].cursor == states[2].cursor
 
 
-@pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@pytest.mark.many
+@settings(max_examples=examples(300), deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 2.0]),
     groups=st.integers(1, 5),

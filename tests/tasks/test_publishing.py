@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from _pytest.mark import ParameterSet
 
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.batch import TrajectoryBatch
@@ -39,7 +40,13 @@ TRAINS: Mapping[str, Any] = {
     "ranks": {"ranks": 2},
     "in parts": {"ranks": 2, "sharded": True, "minibatches": 2},
 }
+SOAK = pytest.mark.soak
 SLOW = 4  # the version whose upload is slow: it ends when the next step has settled or failed
+
+
+def kept(*names: str) -> list[ParameterSet]:
+    """Return all cases of `TRAINS`, of which only those with these names are in `make test`."""
+    return [pytest.param(keys, id=name, marks=() if name in names else SOAK) for name, keys in TRAINS.items()]
 
 
 @pytest.fixture
@@ -122,7 +129,7 @@ def assert_same(context: RunContext, other: RunContext) -> None:
     assert published == list(range(7))
 
 
-@pytest.mark.parametrize("train_keys", TRAINS.values(), ids=TRAINS)
+@pytest.mark.parametrize("train_keys", kept("plain", "roles", "in parts"))
 def test_next_step_starts_before_the_commit(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
@@ -149,7 +156,7 @@ def test_learner_without_staleness_waits_for_the_commit(small: Prepare, async_ra
     assert asked == list(range(6))
 
 
-@pytest.mark.parametrize("train_keys", TRAINS.values(), ids=TRAINS)
+@pytest.mark.parametrize("train_keys", kept("plain", "roles", "ranks"))
 def test_failed_upload_is_raised_by_the_next_step(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:

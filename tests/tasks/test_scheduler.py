@@ -42,6 +42,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.clock import Deadlock, run_virtual
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.simulation.parts import check_fresh
+from tests.support.counts import examples
 from tests.support.described import describe
 from tests.support.ledger import check_log
 from tests.support.log_runs import read
@@ -84,7 +85,8 @@ def check(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@pytest.mark.many
+@settings(max_examples=examples(400), deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
     groups=st.integers(1, 6),
@@ -155,7 +157,8 @@ STRICT = st.fixed_dictionaries(
 
 
 @pytest.mark.long
-@settings(max_examples=80, deadline=None)
+@pytest.mark.many
+@settings(max_examples=examples(400), deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
     groups=st.integers(1, 5),
@@ -257,7 +260,8 @@ def test_run_continues_from_storage_alone() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=80, deadline=None)
+@pytest.mark.many
+@settings(max_examples=examples(400), deadline=None)
 @given(
     alpha=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
     groups=st.integers(1, 5),
@@ -324,7 +328,8 @@ def test_deaths_and_corruption_lose_or_double_nothing(
 
 
 @pytest.mark.long
-@settings(max_examples=20, deadline=None)
+@pytest.mark.many
+@settings(max_examples=examples(160), deadline=None)
 @given(stops=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), extra=st.integers(0, 2))
 def test_killed_run_at_alpha_zero_trains_the_same(stops: list[float], extra: int) -> None:
     """The trajectories must be equal. Entries may differ in their claims. A group that was preempted shortly before a

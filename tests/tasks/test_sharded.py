@@ -130,7 +130,7 @@ SOAK = pytest.mark.soak
     ("zero", "offload", "kind"),
     [
         (2, "none", "PPO with a critic"),
-        (3, "all", "PPO with a critic"),
+        pytest.param(3, "all", "PPO with a critic", marks=SOAK),
         pytest.param(1, "none", "PPO with a critic", marks=SOAK),
         *(
             pytest.param(z, "none", kind, marks=SOAK)
@@ -181,8 +181,8 @@ def test_idle_rank_takes_part_and_stopped_rank_is_named(folder: Path) -> None:
         made.step(one_with_signal(10), 10)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("zero", [2, pytest.param(1, marks=SOAK), pytest.param(3, marks=SOAK)])
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_files_are_gathered_while_the_next_step_runs(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gathered_beside_a_step(sharded(folder, zero, **KINDS["PPO with a critic"]), monkeypatch)
 
@@ -235,16 +235,8 @@ def test_nonfinite_loss_changes_nothing(folder: Path, zero: int, offload: str, m
     made._others.end()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("zero", "offload"),
-    [
-        (2, "none"),
-        *(pytest.param(zero, "none", marks=SOAK) for zero in (1, 3)),
-        pytest.param(2, "optimizer", marks=SOAK),
-        pytest.param(3, "all", marks=SOAK),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("zero", "offload"), [*((zero, "none") for zero in (1, 2, 3)), (2, "optimizer"), (3, "all")])
 def test_bfloat16_policy_has_sharded_masters(folder: Path, zero: int, offload: str) -> None:
     """Results differ by the rounding of gradients to bfloat16: 1 to 3% of the change in ten steps, as on torch ranks.
 
@@ -269,8 +261,8 @@ def test_bfloat16_policy_has_sharded_masters(folder: Path, zero: int, offload: s
     made._others.end()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=SOAK)])
+@pytest.mark.soak
+@pytest.mark.parametrize("zero", [2, 3])
 def test_killed_rank_is_named_and_its_state_continues(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank is in the middle of a step at that moment. A new learner continues to the same bits."""
     made = sharded(folder, zero)

@@ -598,7 +598,7 @@ def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, An
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("slowing", [0.05, 0.5])
+@pytest.mark.parametrize("slowing", [0.05, pytest.param(0.5, marks=pytest.mark.soak)])
 def test_run_at_alpha_zero_predicts_the_others(slowing: float) -> None:
     """The fit must distinguish an engine that hardly slows under load from one that slows almost in proportion."""
     machine = hardware(

@@ -172,7 +172,7 @@ def test_ranks_store_the_files_that_one_rank_would_store(
     assert expected(alone) == expected(made)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
     """DeepSpeed's ranks also share the work."""
     ended.append(made := begun(folder, DeepSpeedTrain.model_validate({"zero": 2, "ranks": 2, **KIND})))
@@ -183,7 +183,7 @@ def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [Full, Away])
+@pytest.mark.parametrize("kind", [Full, pytest.param(Away, marks=SOAK)])
 def test_store_error_on_a_rank_is_raised_by_the_learner(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner], kind: type[Full]
 ) -> None:
@@ -221,7 +221,7 @@ def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=SOAK)])
 def test_rank_that_dies_while_storing_is_named(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner], sent: signal.Signals
 ) -> None:
