@@ -26,7 +26,7 @@ GROUPS = {
     "Train": ["init", "check", "run", "sweep", "resume", "stop"],
     "Watch": ["status", "log", "inspect", "compare"],
     "Prove": ["audit", "replay"],
-    "Keep": ["export", "gc"],
+    "Export and clean up": ["export", "gc"],
     "Plan": ["plan"],
     "Serve": ["serve", "deploy", "nightly"],
     "Look up": ["keys", "doctor"],
@@ -79,9 +79,16 @@ def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(VERBS) <= 20
 
 
+@pytest.mark.parametrize(("verb", "other", "effect"), [("init", "keys", "Write"), ("keys", "init", "Print")])
+def test_init_and_keys_name_each_other(verb: str, other: str, effect: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = [line for line in help_of(capsys).splitlines() if line.startswith(f"  {verb} ")]
+    assert line.split()[1] == effect
+    assert f"`{other}`" in line
+
+
 def test_each_command_has_one_module() -> None:
     modules = {file.stem for file in Path("flows/commands").glob("*.py") if not file.stem.startswith("_")}
-    assert modules - {"cli", "options"} == set(VERBS)
+    assert modules == set(VERBS)
 
 
 @pytest.mark.parametrize("verb", VERBS)

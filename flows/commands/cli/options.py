@@ -52,8 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_training(commands: Commands) -> None:
     init = commands.add(
         "init",
-        "Write a new recipe with every key, its default and its meaning",
-        "The keys are comments; remove the comment sign to set a key.",
+        "Write a recipe file to edit (`keys` prints keys and writes no file)",
+        "Each key of the file is a comment with its default and its meaning; remove the comment sign to set the key. "
+        "The file has the keys of the default kinds; `rollflow keys` prints the keys of all kinds.",
         "rollflow init mine.toml",
     )
     init.add_argument("file", type=Path, metavar="FILE", help="a new file")
@@ -138,7 +139,7 @@ def _add_watching(commands: Commands) -> None:
 
     inspect = commands.add(
         "inspect",
-        "Show where a run, a version or a trajectory comes from",
+        "Show the origin of a run, a version or a trajectory",
         "A trajectory is PROMPT.ATTEMPT.SAMPLE; it is shown with its text, tokens, reward and fate.",
         "rollflow inspect 12.0.3",
     )
@@ -180,7 +181,7 @@ def _add_proving(commands: Commands) -> None:
 
     replay = commands.add(
         "replay",
-        "Train a version again and compare the weights",
+        "Train a version again and compare its weights with the recorded ones",
         "The version is trained from its parent and its recorded batch. The exit code is 1 if the weights differ.",
         "rollflow replay --all",
     )
@@ -194,7 +195,7 @@ def _add_proving(commands: Commands) -> None:
 def _add_keeping(commands: Commands) -> None:
     export = commands.add(
         "export",
-        "Write a version as a Hugging Face folder",
+        "Write a version of the policy as a Hugging Face folder",
         "transformers, TRL and `vllm serve` can load the folder.",
         "rollflow export 150 policy/",
     )
@@ -217,7 +218,7 @@ def _add_keeping(commands: Commands) -> None:
 def _add_planning(commands: Commands) -> None:
     plan = commands.add(
         "plan",
-        "Simulate a recipe on other hardware, or find the best use of GPUs",
+        "Simulate a recipe on other hardware, or find the best split of GPUs",
         "Without --gpus, the recipe is simulated as it is. With --gpus N, simulations search for the best split of N "
         "GPUs between rollout and training, and for the best alpha.",
         "rollflow plan mine.toml --hardware rlvr-128 --gpus 128",
@@ -252,7 +253,7 @@ def _add_planning(commands: Commands) -> None:
 def _add_serving(commands: Commands) -> None:
     serve = commands.add(
         "serve",
-        "Serve the Prefect and MLflow pages, from which runs start",
+        "Start the Prefect and MLflow pages, which start and show runs",
         "The servers end with Ctrl-C, or run in the background until `rollflow serve --end`. Other commands with the "
         "same run home use them.",
         "rollflow serve --background",
@@ -287,8 +288,9 @@ def _add_serving(commands: Commands) -> None:
 def _add_looking_up(commands: Commands) -> None:
     keys = commands.add(
         "keys",
-        "Print every key of a recipe, with its default and meaning",
-        "docs/configuration.md is the same list as a page.",
+        "Print every key that a recipe may have (`init` writes a recipe)",
+        "Each line has a key, its default, its allowed values and its meaning. docs/configuration.md is the same list "
+        "as a page. `rollflow init FILE` writes a recipe to edit.",
         "rollflow keys --hardware",
     )
     which = keys.add_mutually_exclusive_group()
@@ -314,7 +316,7 @@ GROUPS = {
     "Train": _add_training,
     "Watch": _add_watching,
     "Prove": _add_proving,
-    "Keep": _add_keeping,
+    "Export and clean up": _add_keeping,
     "Plan": _add_planning,
     "Serve": _add_serving,
     "Look up": _add_looking_up,
