@@ -28,7 +28,7 @@ def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
         ConfigError: the version's weights were deleted, or the folder cannot be written.
         Corrupt: the stored weights differ from the published weights.
     """
-    with _new_folder(folder.expanduser().absolute()) as temporary:
+    with _create_folder(folder.expanduser().absolute()) as temporary:
         _check_kept(context, version)
         for name, data in _read_policy_files(context).items():
             (temporary / name).write_bytes(data)
@@ -37,7 +37,7 @@ def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def _create_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, and rename it to `folder` if the `with` block succeeds."""
     temporary = None
     try:

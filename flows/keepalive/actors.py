@@ -110,7 +110,7 @@ class ActorKeeper(Generic[Status]):
         """Return the actor's status. If the actor does not answer, wait as long as it is starting or computing."""
         asked = actor.status.remote()
         while not cluster.has_ended(asked, POLL_SECONDS):
-            if vitals.is_starting():
+            if vitals.check_actor():
                 self._changed = time.monotonic()
             self._check_progress()
         status: Status = cluster.call_within(asked, self._answer, f"the status of {self.watched.name}")
@@ -123,7 +123,7 @@ class ActorKeeper(Generic[Status]):
             raise RollflowError(f"no progress for {self.watched.patience:g} s; last seen at: {last}")
 
     def _check_lease(self) -> None:
-        if self._lease.has_expired():
+        if self._lease.check_expiry():
             raise SupervisorGone(self._lease.lease.sentence)
 
     def _prepare_restart(self, reason: str) -> None:

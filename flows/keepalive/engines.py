@@ -75,7 +75,7 @@ class Engines:
     def start(self) -> None:
         """Start the engines that do not run yet, in parallel, and return once one engine is ready."""
         for engine in (*self._engines, *self._evaluating):
-            self._find(engine)
+            self._reconnect(engine)
         while not any(engine.ready for engine in self._engines):
             self.look(None, RolloutStatus())
             time.sleep(START_POLL_SECONDS)
@@ -154,7 +154,7 @@ class Engines:
         elif time.monotonic() - engine.asked > self._patience:
             raise EngineFailed(f"{engine.name} did not answer for {self._patience:g} s (recovery.answer_seconds)")
         elif engine.vitals:
-            engine.vitals.is_starting()
+            engine.vitals.check_actor()
 
     def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
         """Schedule a restart of the engine after the pause. If `within` is true, the engine's actor is kept and
@@ -172,7 +172,7 @@ class Engines:
         engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
         self.restarts.mark_launched(engine.name)
 
-    def _find(self, engine: _Engine) -> None:
+    def _reconnect(self, engine: _Engine) -> None:
         """Find the actor of an engine that runs or starts already, after a restart of this flow or of the scheduler."""
         known = engine.actor is not None
         engine.forget()

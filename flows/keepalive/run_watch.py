@@ -39,13 +39,13 @@ class RunWatch:
             RestartsExhausted: a stage failed.
             ConfigError: the policy learns nothing, and `train.no_signal` is "stop".
         """
-        self._until(lambda: self._writer.progress.version >= version)
+        self._watch_until(lambda: self._writer.progress.version >= version)
 
     def to_end(self) -> None:
         """Watch the run until the rollout and train stages have completed, after the last version was trained and
         evaluated.
         """
-        self._until(lambda: False)
+        self._watch_until(lambda: False)
 
     def heed_before(self) -> None:
         """Raise `RunEnded` if a user asked to stop the run before the stages started.
@@ -67,7 +67,7 @@ class RunWatch:
         with contextlib.suppress(Unreachable, OSError):
             self._check_request()
 
-    def _until(self, reached: Callable[[], bool]) -> None:
+    def _watch_until(self, reached: Callable[[], bool]) -> None:
         while not (reached() or self._stages.have_ended("rollout", "train")):
             self._stages.look()
             if time.monotonic() - self._told > TELL_SECONDS:

@@ -46,7 +46,7 @@ class ServiceKeeper:
         """
         for role, service in self.services.items():
             outage = self.restarts.outage(role)
-            if outage is None and (reason := self._find_fault(role, service)):
+            if outage is None and (reason := self._check_service(role, service)):
                 outage = self._begin_outage(role, reason)
             if outage is None:
                 continue
@@ -58,8 +58,8 @@ class ServiceKeeper:
             elif not service.running or time.monotonic() - outage.launched > service.start_seconds:
                 self._down(role, f"{service.what} does not start; see {service.log}")
 
-    def _find_fault(self, role: str, service: Service) -> str:
-        """Return the reason why the service must be restarted, or "" if it works."""
+    def _check_service(self, role: str, service: Service) -> str:
+        """Note whether the service answers; return the reason why it must be restarted, or "" if it works."""
         now = time.monotonic()
         if not service.running:
             return "its process ended"

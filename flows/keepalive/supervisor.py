@@ -113,11 +113,12 @@ class SupervisorKeeper:
             return _mark_failed(
                 status, (state.message or state.name).removeprefix("Flow run encountered an exception: ")
             )
-        if self._successor and self._successor.up():
+        if self._successor and self._successor.check_up():
             self._successor = None
         if state.is_paused():
             return replace(status, phase="paused")
-        if self._is_stuck(status, state):
+        self._note_progress(status, state)
+        if self._is_stuck(status):
             if status.ended:
                 return status
             self._mark_crashed(f"it wrote no status for too long (phase: {status.phase})")
@@ -125,15 +126,17 @@ class SupervisorKeeper:
         # A dying supervisor may write that the run has ended, but only the state of its flow run counts.
         return replace(status, phase="ending") if status.ended else status
 
-    def _is_stuck(self, status: RunStatus, state: Any) -> bool:
+    def _note_progress(self, status: RunStatus, state: Any) -> None:
+        seen = (status.phase, status.seconds, state.type)
+        if seen != self._moved[0]:
+            self._moved = seen, time.monotonic()
+
+    def _is_stuck(self, status: RunStatus) -> bool:
         """Return whether the supervisor has written no new status for too long, in any phase.
 
         A supervisor writes its status once a second while it watches its stages. In other phases a supervisor writes
         its status whenever a step makes progress, and a step may wait for recoveries.
         """
-        seen = (status.phase, status.seconds, state.type)
-        if seen != self._moved[0]:
-            self._moved = seen, time.monotonic()
         longest = self._patience if status.phase == "training" else self._patience + self._window
         return time.monotonic() - self._moved[1] > longest
 

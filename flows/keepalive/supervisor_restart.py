@@ -51,8 +51,8 @@ class Successor:
         """The queue that writes the recovery to storage."""
         return Notes(self.context.store)
 
-    def up(self) -> bool:
-        """Return whether the successor runs or has ended; the first time, record the recovery.
+    def check_up(self) -> bool:
+        """Record the recovery once the successor runs or has ended; return whether it does.
 
         Raises:
             Unreachable: the Prefect server does not answer.
@@ -108,7 +108,7 @@ class SupervisorRestarter:
 def is_up(successor: Successor) -> bool:
     """Return whether the successor runs or has ended; return False if the Prefect server does not answer."""
     try:
-        return successor.up()
+        return successor.check_up()
     except Unreachable:
         return False
 

@@ -33,7 +33,7 @@ class Vitals:
         """Record that the actor answered just now."""
         self._began, self._window = time.monotonic(), None
 
-    def is_starting(self) -> bool:
+    def check_actor(self) -> bool:
         """Check an actor that does not answer; return whether the actor is still being created.
 
         Raises:

@@ -51,6 +51,7 @@ def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: 
     """Connect, and return whether the connection succeeded; if this is the `last` try, raise the error."""
     try:
         _check_head(address, deadline_seconds)
+        _keep_loopback(address)
         _connect(address, namespace)
     except Unreachable:
         if last:
@@ -77,10 +78,7 @@ def _connect(address: str, namespace: str) -> None:
 
 
 def _check_head(address: str, deadline_seconds: float) -> None:
-    """Check that the Ray head answers; if the head listens on loopback only, make Ray use the loopback address."""
-    from ray._private import ray_constants
-    from ray._private import services as ray_services
-
+    """Check that the head answers at the address, and that it accepts this process's token."""
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(
@@ -89,6 +87,14 @@ def _check_head(address: str, deadline_seconds: float) -> None:
     # The token of a private cluster needs no check, because this process has it in its environment.
     if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:
         check_token(address)
+
+
+def _keep_loopback(address: str) -> None:
+    """Make Ray use loopback if the head listens on loopback only."""
+    from ray._private import ray_constants
+    from ray._private import services as ray_services
+
+    host, _, port = address.rpartition(":")
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
         # Otherwise Ray would replace 127.0.0.1 by the host's outside address, where this head does not listen.
         ray_constants.ENABLE_RAY_CLUSTER = False

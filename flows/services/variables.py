@@ -51,7 +51,7 @@ def check_variables() -> None:
     _check_warnings()
 
 
-def check_home(home: Path) -> None:
+def create_home(home: Path) -> None:
     """Create the run home if it does not exist, and check that it is writable.
 
     Raises:

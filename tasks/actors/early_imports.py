@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollflow.tasks.engines.config import EngineConfig
-from rollflow.tasks.policies.quick_imports import quick_imports
+from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.gc_tuning import pause_collector
 
 Kind = Literal["engine", "learner", "rollout", "reward"]
 KIND = "ROLLFLOW_IMPORTS"  # environment variable of a worker process that names the kind of its actor
@@ -138,6 +139,8 @@ def import_all(kind: Kind) -> None:
         from rollflow.tasks.engines.vllm import import_early
 
         import_early()
-    with quick_imports() if kind == "learner" else contextlib.nullcontext():
+    with pause_collector():
+        if kind == "learner":
+            disable_optional_libraries()
         for module in MODULES[kind]:
             import_module(module)

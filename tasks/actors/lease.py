@@ -66,7 +66,7 @@ class Lease:
 
     def _hold(self, role: str) -> None:
         watch = LeaseWatch(self, share=ACTOR_SHARE)
-        while not watch.has_expired():
+        while not watch.check_expiry():
             time.sleep(watch.pause)
         print(f"{role}: {self.sentence}", file=sys.stderr, flush=True)
         end_process()
@@ -95,8 +95,8 @@ class LeaseWatch:
         self._looked = clock()
         self._unwatched = 0.0  # seconds in which the status did not change
 
-    def has_expired(self) -> bool:
-        """Return whether the lease has expired; read the supervisor's status if the last read is old enough."""
+    def check_expiry(self) -> bool:
+        """Read the status, unless the last read was a moment ago; return whether the lease has expired."""
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:

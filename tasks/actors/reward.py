@@ -105,9 +105,9 @@ class RewardActor:
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), scorer.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
-        return await self.more(ticket)
+        return await self.await_more(ticket)
 
-    async def more(self, ticket: int) -> Verdicts:
+    async def await_more(self, ticket: int) -> Verdicts:
         """Return further scores of the call with this ticket, after a short wait for more of them."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
@@ -180,7 +180,7 @@ class RewardClient:
                 yield [(place, Score.of_columns(columns)) for place, columns in verdicts.scores]
                 if verdicts.ticket is None:
                     return
-                call = actor.more.remote(verdicts.ticket)
+                call = actor.await_more.remote(verdicts.ticket)
         except (ray.exceptions.RayActorError, ValueError, TimeoutError):  # ValueError: no actor of that name
             self._actor = None
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TransformersEngineConfig
-from rollflow.tasks.policies.quick_imports import quick_imports
+from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
 from rollflow.tasks.policies.stop import stop_tokens
+from rollflow.tasks.runtime.gc_tuning import pause_collector
 
 if TYPE_CHECKING:
     from rollflow.tasks.engines.fixed_shape import FixedShapeSampler, RunningRow
@@ -62,7 +63,8 @@ class TransformersEngine:
         self._sampler = await self._on_thread(self._build_sampler)
 
     def _build_sampler(self) -> FixedShapeSampler:
-        with quick_imports():
+        with pause_collector():
+            disable_optional_libraries()
             import torch
 
             from rollflow.tasks.engines.fixed_shape import FixedShapeSampler

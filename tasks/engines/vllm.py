@@ -37,10 +37,10 @@ from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.engines.runnable import CPU_BLOCK_TOKENS, check_head_size, cpu_kv_cache
 from rollflow.tasks.engines.stop_strings import watch_stops
 from rollflow.tasks.policies.context import context_length
-from rollflow.tasks.policies.quick_imports import quick_imports
+from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.runtime.fork_server import fork_server
-from rollflow.tasks.runtime.gc_tuning import spare_collector
+from rollflow.tasks.runtime.gc_tuning import pause_collector, spare_collector
 from rollflow.tasks.runtime.node import find_interface
 
 if TYPE_CHECKING:
@@ -108,12 +108,13 @@ class VllmEngine:
         spare_collector()  # else a full garbage collection spends 0.4 s on vLLM's imports
 
     def _build_llm(self) -> Any:
-        with quick_imports():
+        with pause_collector():
+            disable_optional_libraries()
             _fork_cores()
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-        loggers = [_ray_logger()] if self._told_as else []
+        loggers = [_enable_ray_logger()] if self._told_as else []
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**self._build_arguments()), stat_loggers=loggers)
 
     def _build_arguments(self) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class VllmEngine:
             raise ValueError(f"request {request.id} is already running")
         prefix, prompt = request.prefix, request.prompt.read_tokens("the vLLM engine")
         with self._translate_death():
-            response = self._responses.new(
+            response = self._responses.create(
                 prompt + prefix.tokens,
                 request.max_new_tokens - len(prefix),
                 request.temperature,
@@ -283,8 +284,8 @@ class VllmEngine:
             raise ValueError(str(error)) from None  # another process can unpickle it without vLLM
 
 
-def _ray_logger() -> Any:
-    """Return the logger with which vLLM reports its metrics to Ray."""
+def _enable_ray_logger() -> Any:
+    """Make vLLM find Ray's metrics, and return vLLM's own logger for them."""
     from vllm.v1.metrics import ray_wrappers
 
     if ray_wrappers.ray_metrics is None:  # vLLM sets None if Ray Serve is missing
@@ -306,7 +307,8 @@ def import_early() -> None:
     """
     with _environment(1):
         import_module(CORE_IMPORTS)
-        with quick_imports():
+        with pause_collector():
+            disable_optional_libraries()
             import_module("vllm.engine.arg_utils")
             import_module("vllm.v1.engine.async_llm")
         fork_server([CORE_IMPORTS])

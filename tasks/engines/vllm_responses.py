@@ -123,7 +123,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         self._params = lru_cache(maxsize=256)(self._prepare_params)  # building them takes a third of a request's time
         llm.output_processor = self
 
-    def new(
+    def create(
         self,
         prompt: Int32s,
         max_new_tokens: int,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
-from rollflow.tasks.policies.quick_imports import quick_imports
+from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
+from rollflow.tasks.runtime.gc_tuning import pause_collector
 
 if TYPE_CHECKING:
     from rollflow.tasks.learners.base import Learner, LearnerStart
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
     """Build the learner that `[train]` asks for."""
-    with quick_imports():
+    with pause_collector():
+        disable_optional_libraries()
         match config:
             case DeepSpeedTrain() | TorchTrain() if config.ranks > 1:
                 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner

@@ -185,7 +185,7 @@ class TorchLearner(TrainedModels):
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
         loads: dict[str, Callable[[Named], None]] = {stem: role.load for stem, role in self._roles()}
-        loads[STATE] = lambda saved: self.policy.load(self._of_policy(saved, drawn))
+        loads[STATE] = lambda saved: self.policy.load(self._take_own_state(saved, drawn))
         stems = tuple(loads)
         for stem, files in groupby(state, lambda file: next(stem for stem in stems if file[0].startswith(stem))):
             loads.pop(stem)(tensors_of(files))
@@ -193,8 +193,11 @@ class TorchLearner(TrainedModels):
             load(())
         take_random(drawn, self.device)  # after all else, because reading a model may draw random numbers
 
-    def _of_policy(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's tensors in the state `saved`; put the states of random generators into `drawn`."""
+    def _take_own_state(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Take the KL penalty's weight from the state `saved`, and put the states of random generators into `drawn`.
+
+        Yield the other tensors, which are the policy's.
+        """
         for name, tensor in saved:
             if name in (RNG, DEVICE_RNG):
                 drawn[name] = tensor.clone()

@@ -47,7 +47,7 @@ class Updates:
         added = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in roles.micros(data, roles.select_rows(part, self.before.signal_R)):
             with self.token_logprobs.add_in_place():
-                added += self._backward(micro, partial(self.loss_of, micro=micro, weight_R=weight_R))
+                added += self._backward(micro, partial(self.compute_loss, micro=micro, weight_R=weight_R))
             roles.policy.trained.take_gradients()
         total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), float(added))
         found = {"loss": total, "grad_norm": roles.policy.clip()}
@@ -64,7 +64,7 @@ class Updates:
         weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
         return weight_R
 
-    def loss_of(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:
+    def compute_loss(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:
         """Return the loss of the given tokens of a micro-batch, and add their diagnostics to `seen`."""
         tokens = self._masked_tokens(micro, some, hidden_MH)
         result = self.roles.objective.loss(tokens)

@@ -57,7 +57,7 @@ class LMHead:
             decoder = model.get_decoder()
             self._head = _replace_module(model, decoder, self._given)
             self._linear = _replace_last_layer(self._head, model.get_output_embeddings())
-            off = self._distance(model, decoder)
+            off = self._probe_model(model, decoder)
         except torch.OutOfMemoryError:
             raise  # lack of memory says nothing about the model's code
         except Exception as error:  # a model's own code may raise any error without its decoder
@@ -87,8 +87,10 @@ class LMHead:
             yield
 
     @torch.no_grad()
-    def _distance(self, model: Any, decoder: Any) -> float:
-        """Return the largest difference between the head's log-probs and those of the model's forward, in nats."""
+    def _probe_model(self, model: Any, decoder: Any) -> float:
+        """Note what the model returns for a few tokens; return the largest difference, in nats, between the head's
+        log-probs and those of the model's forward.
+        """
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
         self.vocabulary = theirs_TV.shape[-1]

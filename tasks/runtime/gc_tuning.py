@@ -8,6 +8,8 @@ imported modules and on requests in flight, where it finds no garbage.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG = 50_000  # net allocations between two collections of the youngest generation; Python's default is 700
 OLDER = 20  # number of collections of a generation for each collection of the next older generation
@@ -18,3 +20,13 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, OLDER, OLDER)
+
+
+@contextmanager
+def pause_collector() -> Iterator[None]:
+    """Pause the collector in the block, which imports modules: modules stay in memory and are no garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

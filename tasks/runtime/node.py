@@ -40,10 +40,11 @@ def _find_home() -> Path:
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
     own = Path(os.path.expanduser("~/.rollflow"))  # `Path.expanduser` raises for a user without a home
-    return own if own.is_absolute() and _is_writable(own) else _create_temporary()
+    return own if own.is_absolute() and _create_writable(own) else _create_temporary()
 
 
-def _is_writable(folder: Path) -> bool:
+def _create_writable(folder: Path) -> bool:
+    """Create the folder if it does not exist; return whether this process may write into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

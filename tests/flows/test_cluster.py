@@ -48,6 +48,7 @@ def test_returning_head_is_attached(monkeypatch: pytest.MonkeyPatch, fast: list[
             raise Unreachable(trouble.pop())
 
     monkeypatch.setattr(cluster, "_check_head", lambda *_: fail_or_not(1))
+    monkeypatch.setattr(cluster, "_keep_loopback", lambda _: None)
     monkeypatch.setattr(cluster, "_connect", lambda address, _: (fail_or_not(0), connected.append(address)))
     cluster.attach("127.0.0.1:1", "test", deadline_seconds=600)
     assert (trouble, connected) == ([], ["127.0.0.1:1"])

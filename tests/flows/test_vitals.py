@@ -34,7 +34,7 @@ class World:
         until, said = self.now + seconds, set[bool]()
         while self.now < until:
             self.now, self.used = self.now + 0.5, self.used + 0.5 * self.share
-            said.add(vitals.is_starting())
+            said.add(vitals.check_actor())
         return said
 
 

@@ -226,14 +226,14 @@ def test_dead_or_hung_rank_is_named(
     folder: Path, sent: signal.Signals, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank is between a forward and a backward pass at that moment."""
-    made, loss_of = in_parts(folder, seconds=20.0), Updates.loss_of
+    made, loss_of = in_parts(folder, seconds=20.0), Updates.compute_loss
     made.step(batch(0), 0)
 
     def leave(*given: Any) -> Tensor:
         os.kill(made._others._started[1].process.pid or 0, sent)
         return loss_of(*given)
 
-    monkeypatch.setattr(Updates, "loss_of", leave)
+    monkeypatch.setattr(Updates, "compute_loss", leave)
     with pytest.raises(RankFailed, match=sentence):
         made.step(batch(1), 1)
 
@@ -244,9 +244,9 @@ def test_nonfinite_loss_changes_nothing(folder: Path, monkeypatch: pytest.Monkey
     made, quiet = in_parts(folder), whole(folder)
     for one in (made, quiet):
         one.step(batch(0), 0)
-    before, loss_of = saved(made), Updates.loss_of
+    before, loss_of = saved(made), Updates.compute_loss
     with monkeypatch.context() as patched:
-        patched.setattr(Updates, "loss_of", lambda *given: loss_of(*given) * math.nan)
+        patched.setattr(Updates, "compute_loss", lambda *given: loss_of(*given) * math.nan)
         with pytest.raises(NotFinite):
             made.step(batch(1), 1)
     assert saved(made) == before

@@ -15,12 +15,19 @@ from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.reward import RewardActor
 from rollflow.tasks.actors.rollout import RolloutActor
 from rollflow.tasks.engines.config import VllmEngineConfig
-from rollflow.tasks.runtime.gc_tuning import OLDER, YOUNG
+from rollflow.tasks.runtime.gc_tuning import OLDER, YOUNG, pause_collector
 from tests.support.small_run import prepare_small
 from tests.support.tiny_policy import make_policy
 from tests.support.waiting import HANG_SECONDS
 
 IMPORTED = 20_000  # at least this many objects are frozen once all is imported
+
+
+def test_collector_is_paused_in_the_block_only() -> None:
+    with pause_collector():
+        paused = not gc.isenabled()
+    assert paused
+    assert gc.isenabled()
 
 
 async def settings(actor: Any) -> tuple[tuple[int, int, int], int]:

@@ -52,7 +52,7 @@ class Looks:
         began = self.now
         while self.now - began < seconds:
             self.now += step
-            if self.watch.has_expired():
+            if self.watch.check_expiry():
                 return self.now - began
         return None
 
@@ -97,7 +97,7 @@ def test_pause_of_the_actor_does_not_count() -> None:
     looks = Looks()
     assert looks.run_out_after(100) is None
     looks.now += 86_400
-    assert not looks.watch.has_expired()
+    assert not looks.watch.check_expiry()
     assert looks.run_out_after(300) is None
 
 

@@ -194,14 +194,14 @@ def assert_gathered_beside_a_step(made: MultiRankLearner, monkeypatch: pytest.Mo
     made.step(batch(1), 1)
     expected = saved(made)
     made.load(*before)
-    given, loss_of = (made.weights(), made.state()), Updates.loss_of
+    given, loss_of = (made.weights(), made.state()), Updates.compute_loss
 
     def gather() -> None:
         if len(found) < 2:
             found.append(tuple(map(joined, given)))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Updates, "loss_of", lambda *given, **named: (loss_of(*given, **named), gather())[0])
+        patched.setattr(Updates, "compute_loss", lambda *given, **named: (loss_of(*given, **named), gather())[0])
         made.step(batch(1), 1, gather)
     assert found == [before, before]
     assert saved(made) == expected
@@ -223,9 +223,9 @@ def test_nonfinite_loss_changes_nothing(folder: Path, zero: int, offload: str, m
     made, quiet = sharded(folder, zero, offload=offload), begun(folder, TorchTrain(learning_rate=1e-4))
     for one in (made, quiet):
         one.step(batch(0), 0)
-    before, loss_of = saved(made), Updates.loss_of
+    before, loss_of = saved(made), Updates.compute_loss
     with monkeypatch.context() as patched:
-        patched.setattr(Updates, "loss_of", lambda *given: loss_of(*given) * math.nan)
+        patched.setattr(Updates, "compute_loss", lambda *given: loss_of(*given) * math.nan)
         with pytest.raises(NotFinite):
             made.step(batch(1), 1)
     assert saved(made) == before
@@ -269,14 +269,14 @@ def test_killed_rank_is_named_and_its_state_continues(folder: Path, zero: int, m
     made.step(batch(0), 0)
     stored = saved(made)
     made.step(batch(1), 1)
-    expected, loss_of = saved(made), Updates.loss_of
+    expected, loss_of = saved(made), Updates.compute_loss
 
     def kill(*given: Any) -> Tensor:
         os.kill(rank_of(made), signal.SIGKILL)
         return loss_of(*given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Updates, "loss_of", kill)
+        patched.setattr(Updates, "compute_loss", kill)
         with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL while version 3 was trained"):
             made.step(batch(2), 2)
     again = sharded(folder, zero)

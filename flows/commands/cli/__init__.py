@@ -62,14 +62,14 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _prepare_environment(options: argparse.Namespace) -> None:
     """Apply a settings file, and check the environment of a command that starts services."""
     from rollflow.flows.locations import run_home
-    from rollflow.flows.services.variables import bypass_proxies, check_home, check_variables, give_home
+    from rollflow.flows.services.variables import bypass_proxies, check_variables, create_home, give_home
 
     bypass_proxies(os.environ)
     if getattr(options, "settings", None):
         _apply_settings(options)
     if options.verb in WITH_SERVICES and not getattr(options, "end", False):
         check_variables()
-        check_home(run_home())
+        create_home(run_home())
         give_home(os.environ, run_home())
 
 

@@ -62,7 +62,7 @@ def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
         ended, first = not (follow and logs), True
         while True:
             ended = ended or ((status := read_status(context)) is not None and status.ended)
-            new = [line for log in logs for line in log.new(ended=ended)]
+            new = [line for log in logs for line in log.read_new(ended=ended)]
             yield from new
             if ended:
                 return
@@ -82,7 +82,7 @@ class _Log:
         self._file, self._own = file, own
         self._begun = ""
 
-    def new(self, *, ended: bool) -> Sequence[str]:
+    def read_new(self, *, ended: bool) -> Sequence[str]:
         """Return the run's whole lines since the last look; with `ended`, also an unfinished last line."""
         *lines, self._begun = (self._begun + self._file.read()).split("\n")
         last = [self._begun] if ended and self._begun else []

@@ -97,9 +97,9 @@ class Critic:
     def load(self, saved: Named) -> None:
         """Replace the critic's state by the tensors `saved`, which `tensors` returned."""
         self.begun = False
-        self.optimized.load(self._without_weights(saved))
+        self.optimized.load(self._take_weights(saved))
 
-    def _without_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
+    def _take_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
         """Load the critic's weights from `saved`; yield the other tensors."""
         for name, tensor in saved:
             self.begun = True

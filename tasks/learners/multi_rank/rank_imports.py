@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.policies.quick_imports import quick_imports
+from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
+from rollflow.tasks.runtime.gc_tuning import pause_collector
 
-with quick_imports():
+with pause_collector():
+    disable_optional_libraries()
     import transformers.models.auto.modeling_auto  # noqa: F401
 
     import rollflow.tasks.learners.multi_rank.rank_process  # noqa: F401

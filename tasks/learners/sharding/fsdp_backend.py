@@ -119,11 +119,11 @@ class FsdpTensors(ShardingBackend):
         """See `TrainedTensors`. Masters are loaded after all other tensors, because `given` may load weights, too."""
         self.clear()
         masters = dict[str, Tensor]()
-        super().load(self._without_masters(given, masters))
+        super().load(self._split_off_masters(given, masters))
         for name, own in masters.items():
             self._put_master(name, own)
 
-    def _without_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _split_off_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the saved tensors, except master weights, whose shards are put into `masters`."""
         for saved, value in given:
             key, _, name = saved.partition("/")

@@ -303,7 +303,7 @@ class ShardedUpdates(Updates):
         """Return the loss of a micro-batch; zero, with a gradient of zero, if the micro-batch does not count."""
         hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
-            return self.loss_of(slice(None), hidden_MH, micro, weight_R)
+            return self.compute_loss(slice(None), hidden_MH, micro, weight_R)
         return self.token_logprobs.of(hidden_MH, micro.targets.to(self.device))[0].sum() * 0.0
 
     def _update_critic(self, part: list[int]) -> dict[str, float]:
