@@ -165,8 +165,8 @@ def _modified_at() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="serve rollflow's flows as Prefect deployments")
-    parser.add_argument("--begin", type=Path, help="a file; after its imports the process waits until this file exists")
-    parser.add_argument("--ready", type=Path, help="a file that is created when the deployments are registered")
+    parser.add_argument("--begin", type=Path, help="file for which the process waits after its imports")
+    parser.add_argument("--ready", type=Path, help="file that is created as soon as the deployments are registered")
     parser.add_argument(
         "--no-automations",
         action="store_true",

@@ -75,8 +75,8 @@ class Nightly(Section):
     )
     from_last: bool = Field(
         False,
-        description="whether a night starts from the version that the last night ended with, instead of the "
-        "recipe's policy",
+        description="whether a night starts from the last version of the previous night; false: it starts from "
+        "the recipe's policy",
     )
     z: float = Field(
         1.645,
@@ -86,7 +86,7 @@ class Nightly(Section):
         "accuracy",
     )
     answers: int = Field(
-        100, ge=1, description="smallest number of held-out answers with which two versions are compared"
+        100, ge=1, description="smallest number of held-out answers that a comparison of two versions needs"
     )
     alias: str = Field(
         "best", pattern=r"^[A-Za-z][\w-]*$", description="alias of the best version in MLflow's model registry"

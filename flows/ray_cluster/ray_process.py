@@ -87,7 +87,7 @@ def _raylet_pid(node: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="a node of a private Ray cluster")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--port", type=int, help="host and port at which a new Ray head listens")
+    where.add_argument("--port", type=int, help="port at which a new Ray head listens")
     where.add_argument("--join", help="address of the Ray head that the node joins")
     parser.add_argument(
         "--ip",
@@ -101,10 +101,10 @@ def main() -> None:
     parser.add_argument("--labels", default="{}")
     parser.add_argument("--object-store-bytes", type=int, required=True)
     parser.add_argument(
-        "--spares", type=Path, help="folder for requests to spare workers; with this option spare workers are kept"
+        "--spares", type=Path, help="folder for requests to spare workers; without a folder there are no spare workers"
     )
     parser.add_argument("--kinds", help="kinds of the spare workers, separated by commas")
-    parser.add_argument("--keep-spares", action="store_true", help="replace each spare worker that was taken")
+    parser.add_argument("--keep-spares", action="store_true", help="start another spare worker as soon as one is used")
     parser.add_argument("--ready", type=Path, required=True)
     parser.add_argument("--lost", type=Path, help="folder with records of the workers that died while they started")
     raise SystemExit(f"ended: {serve(parser.parse_args())}")

@@ -36,7 +36,7 @@ class EngineBase(Section):
 
 
 class VllmEngineConfig(EngineBase):
-    kind: Literal["vllm"] = Field("vllm", description="vLLM, on GPUs or on a CPU")
+    kind: Literal["vllm"] = Field("vllm", description="the engine is vLLM, on GPUs or on a CPU")
     kv_cache_bytes: int | None = Field(
         None,
         gt=0,
@@ -67,7 +67,8 @@ def check_temperature(key: str, temperature: float) -> None:
 
 class TransformersEngineConfig(EngineBase):
     kind: Literal["transformers"] = Field(
-        "transformers", description="Hugging Face transformers: slower, but reproducible bit for bit"
+        "transformers",
+        description="the engine is Hugging Face transformers: slower than vLLM, but reproducible bit for bit",
     )
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
@@ -93,12 +94,12 @@ class TimedEngineConfig(EngineBase):
         0.0,
         ge=0,
         description="c in this formula: with n running requests and t tokens in the KV cache, a request decodes 1 + "
-        "c(n - 1) + r t times slower than alone",
+        "c(n - 1) + r t times slower than alone (r is kv_read_cost)",
     )
     kv_read_cost: float = Field(
         0.0,
         ge=0,
-        description="r in the formula of batch_slowdown: the slowdown of each request by each token in the KV cache",
+        description="r in the formula of batch_slowdown: slowdown of every request for each token in the KV cache",
     )
     kv_tokens: int | None = Field(None, gt=0, description="capacity of the KV cache, in tokens; default: no limit")
     prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt takes in the KV cache")
@@ -108,7 +109,9 @@ class TimedEngineConfig(EngineBase):
         description="seconds that the whole engine stops for each prompt token that it computes, and, after a "
         "weight update, for each token in its KV cache",
     )
-    speed: float = Field(1.0, gt=0, description="speed of this engine; it divides the seconds per token and per prompt")
+    speed: float = Field(
+        1.0, gt=0, description="speed of this engine, by which its seconds per token and per prompt are divided"
+    )
     tokens_per_tick: int = Field(
         1,
         gt=0,

@@ -18,7 +18,7 @@ class SingleTurnEnvironment(Section):
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
     kind: Literal["single-turn"] = Field(
-        "single-turn", description="one prompt, one response, and the verifier's reward"
+        "single-turn", description="an episode is one prompt, one response, and the verifier's reward"
     )
 
 

@@ -73,7 +73,7 @@ class TrainBase(Section):
     schedule: Literal["constant", "linear"] = Field(
         "constant",
         description="course of the learning rate after the warm-up. constant: learning_rate; linear: in proportion "
-        "to the versions left, but at least a tenth of learning_rate",
+        "to the number of remaining versions, but at least a tenth of learning_rate",
     )
     weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
     betas: tuple[float, float] = Field(
@@ -186,7 +186,7 @@ class RankedTrain(TrainBase):
 
 
 class TorchTrain(RankedTrain):
-    kind: Literal["torch"] = Field("torch", description="torch; each rank has one device")
+    kind: Literal["torch"] = Field("torch", description="training by torch; each rank has one device")
     sharded: bool = Field(
         False,
         description="whether each rank holds only a shard of the weights, gradients and moments instead of all of "
@@ -227,7 +227,7 @@ class DeepSpeedTrain(RankedTrain):
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="what is kept in CPU memory. optimizer: master weights and moments; all (only with zero = 3): "
-        "the weights, too",
+        "also the weights",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

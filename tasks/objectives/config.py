@@ -22,8 +22,9 @@ class Correction(Section):
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
-        description="what happens to a ratio to the behaviour policy that is out of range. none: no correction; "
-        "second-moment: the tokens with the largest squared log-ratios are dropped",
+        description="what happens to tokens whose ratio to the behaviour policy is out of range. none: nothing; clamp: "
+        "the ratio is clamped; mask: the loss is 0; second-moment (no range): the largest squared log-ratios are "
+        "dropped",
     )
     level: Level = Field(
         "token",
@@ -100,8 +101,8 @@ class Advantage(Section):
         0.0,
         ge=0,
         le=1,
-        description="length penalty: the last part of engine.max_new_tokens, as a share of it, over which the "
-        "reward falls linearly by up to 1",
+        description="share at the end of engine.max_new_tokens in which a penalty for the length of a response rises "
+        "linearly from 0 to 1; 0: no penalty",
     )
     positive_weight: float = Field(1.0, ge=0, le=HEAVIEST, description="factor that multiplies positive advantages")
     negative_weight: float = Field(
@@ -186,9 +187,9 @@ class ObjectiveBase(Section):
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="how token losses are averaged. token-mean: over all tokens; the others: over responses, each "
-        "of which counts with the mean of its token losses, with their sum, or with their sum divided "
-        "by engine.max_new_tokens (constant)",
+        description="how token losses are averaged. token-mean: over all tokens; sequence-mean, sequence-sum and "
+        "constant: over responses, each of which has the mean of its token losses, their sum, or their sum divided "
+        "by engine.max_new_tokens",
     )
 
 

@@ -37,7 +37,7 @@ class Clip(Section):
     """PPO's clip of the ratio."""
 
     kind: Literal["clip"] = Field(
-        "clip", description="PPO's loss: the smaller of A x ratio and A x clipped ratio, with advantage A"
+        "clip", description="PPO maximizes the smaller of A x ratio and A x clipped ratio, where A is the advantage"
     )
     low: float = Field(0.2, gt=0, le=1, description="amount by which a ratio may be below 1 before PPO clips it")
     high: float = Field(
@@ -56,7 +56,8 @@ class PolicyGradient(Section):
 
     kind: Literal["policy-gradient"] = Field(
         "policy-gradient",
-        description="REINFORCE: weight x A log pi, where A is the advantage and the weight is the clamped ratio",
+        description="REINFORCE maximizes weight x A log pi, where A is the advantage, pi the token's probability, and "
+        "the weight the clamped ratio",
     )
     positive: Range = Field(
         (1.0, 1.0),
@@ -86,22 +87,35 @@ class BinaryTv(Section):
 
     kind: Literal["binary-tv"] = Field(
         "binary-tv",
-        description="advantage times ratio, while pi - mu is within bounds; mu is the probability of the token "
-        "under the policy of `ratio.to`",
+        description="maximizes advantage x ratio, but only for tokens whose pi - mu is within the bounds; pi is the "
+        "token's probability under the trained policy, and mu under the policy of `ratio.to`",
     )
     low: float = Field(
-        0.2, gt=0, le=UNBOUNDED, description="lower bound: a token with negative advantage counts while pi - mu >= -low"
+        0.2,
+        gt=0,
+        le=UNBOUNDED,
+        description="largest amount by which the probability of a token with negative advantage may have fallen; "
+        "beyond it the token has no loss",
     )
     high: float = Field(
-        0.2, gt=0, le=UNBOUNDED, description="upper bound: a token with positive advantage counts while pi - mu <= high"
+        0.2,
+        gt=0,
+        le=UNBOUNDED,
+        description="largest amount by which the probability of a token with positive advantage may have risen; "
+        "beyond it the token has no loss",
     )
 
 
 class Kimi(Section):
     """The advantage times the log-prob, minus a squared log-ratio."""
 
-    kind: Literal["kimi"] = Field("kimi", description="A log pi - tau/2 (log ratio)^2, with advantage A")
-    tau: float = Field(0.1, gt=0, le=HEAVIEST, description="tau: the weight of the squared log-ratio")
+    kind: Literal["kimi"] = Field(
+        "kimi",
+        description="maximizes A log pi - tau/2 (log ratio)^2, where A is the advantage and pi the token's probability",
+    )
+    tau: float = Field(
+        0.1, gt=0, le=HEAVIEST, description="tau in the formula of kimi, the weight of the squared log-ratio"
+    )
 
 
 Surrogate = Annotated[Clip | PolicyGradient | BinaryTv | Kimi, Field(discriminator="kind")]

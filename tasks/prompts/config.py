@@ -99,7 +99,9 @@ class ColumnSumsPrompts(PromptBase):
 class SortingPrompts(PromptBase):
     """Digits to sort, as one word. The verifier is `exact`."""
 
-    kind: Literal["sorting"] = Field("sorting", description="several digits that the policy must sort")
+    kind: Literal["sorting"] = Field(
+        "sorting", description="questions that consist of several digits, which the policy must sort"
+    )
     digits: int = Field(5, ge=2, le=8, description="number of digits in each question")
     held_out: float = Field(
         0.2, gt=0, lt=1, description="share of the multisets of digits that are held out for evaluation"

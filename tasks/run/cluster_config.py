@@ -39,8 +39,8 @@ class PlacementConfig(Section):
     )
     reserve_cpus: bool = Field(
         False,
-        description="whether Ray reserves CPUs for the threads of the run's actors; otherwise other work may use "
-        "these CPUs",
+        description="whether Ray reserves CPUs for the threads of the run's actors; false: other work may use these "
+        "CPUs",
     )
     engine: RolePlacement = RolePlacement()
     learner: RolePlacement = RolePlacement()

@@ -53,13 +53,13 @@ class StoreConfig(Section):
     keep_every: int = Field(
         10,
         gt=0,
-        description="interval of versions that are kept permanently: every n-th version, in addition to keep_last",
+        description="number n: every n-th version is kept permanently, in addition to the newest keep_last versions",
     )
     state_every: int = Field(
         1,
         gt=0,
-        description="interval of versions that store the learner's state: every n-th version; recovery trains the "
-        "versions after the newest stored state again",
+        description="number n: the learner's state is stored with every n-th version; a recovery repeats the training "
+        "of the versions after the newest stored state",
     )
     keep_prompts_bytes: int = Field(
         2**28,
@@ -112,8 +112,8 @@ class TrackingConfig(Section):
 
     uri: str | None = Field(
         None,
-        description="URI of the MLflow tracking store; a file is relative to the recipe; default: SQLite in the run "
-        "home",
+        description="URI of the MLflow tracking store; the path of a file is relative to the recipe; default: SQLite "
+        "in the run home",
     )
     experiment: str | None = Field(
         None, min_length=1, description="name of the MLflow experiment; default: the recipe's name"

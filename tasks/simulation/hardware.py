@@ -50,12 +50,12 @@ class EnginesHardware(Section):
         0.0,
         ge=0,
         description="c in this formula: with n running requests and t tokens in the KV cache, a request decodes 1 + "
-        "c(n - 1) + r t times slower than alone",
+        "c(n - 1) + r t times slower than alone (r is kv_read_cost)",
     )
     kv_read_cost: float = Field(
         0.0,
         ge=0,
-        description="r in the formula of batch_slowdown: the slowdown of each request by each token in the KV cache",
+        description="r in the formula of batch_slowdown: slowdown of every request for each token in the KV cache",
     )
     kv_tokens: int | None = Field(
         None,
@@ -65,10 +65,13 @@ class EnginesHardware(Section):
     )
     speeds: tuple[float, ...] = Field(
         (),
-        description="speeds of the first engines, in their order; a speed divides the seconds per token and per prompt",
+        description="speeds of the first engines, in order; a speed divides an engine's seconds per token and prompt",
     )
     speed_spread: float = Field(
-        0.0, ge=0, description="sigma of the lognormal distribution of the other engines' speeds, whose median is 1"
+        0.0,
+        ge=0,
+        description="sigma of the lognormal distribution of the speeds of engines that `speeds` leaves out; the median "
+        "is 1",
     )
 
     @model_validator(mode="after")
@@ -142,7 +145,8 @@ class LearnerHardware(Section):
         0.0, ge=0, description="seconds of one GPU that each response token takes to train"
     )
     measured: tuple[float, ...] = Field(
-        (), description="measured seconds of whole train steps, one for each version in order; they replace the formula"
+        (),
+        description="measured seconds of whole train steps, one for each version; they replace computed seconds",
     )
 
 
@@ -160,7 +164,7 @@ class UpdateHardware(Section):
 class EngineDeath(Section):
     """The death of one engine."""
 
-    at_seconds: float = Field(ge=0, description="time of the death, in seconds from the start of the run")
+    at_seconds: float = Field(ge=0, description="time at which the engine dies, in seconds from the start of the run")
     engine: int = Field(ge=0, description="number of the engine that dies; the first engine has number 0")
 
 

@@ -33,7 +33,7 @@ class MachinePrice(Section):
 class StoragePrice(Section):
     """The price of the object store, and how much a version writes to it."""
 
-    gb_month: float = Field(ge=0, description="price of one GB per month")
+    gb_month: float = Field(ge=0, description="price of one GB of storage per month")
     weights_gb: float = Field(ge=0, description="size of the weights of one version, in GB")
     state_gb: float = Field(0.0, ge=0, description="size of the learner's state of one version, in GB")
 

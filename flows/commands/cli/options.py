@@ -57,7 +57,7 @@ def _add_training(commands: Commands) -> None:
         "The file has the keys of the default kinds; `rollflow keys` prints the keys of all kinds.",
         "rollflow init mine.toml",
     )
-    init.add_argument("file", type=Path, metavar="FILE", help="a new file")
+    init.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist yet")
 
     check = commands.add(
         "check",
@@ -67,7 +67,7 @@ def _add_training(commands: Commands) -> None:
     )
     _recipe_arguments(check)
     _settings_argument(check)
-    check.add_argument("--offline", action="store_true", help="contact no service: no store, MLflow, Prefect or Ray")
+    check.add_argument("--offline", action="store_true", help="do not contact a store, MLflow, Prefect or Ray")
     whole = check.add_mutually_exclusive_group()
     whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
     whole.add_argument("--json", action="store_true", help="print the whole recipe as JSON")
@@ -80,7 +80,7 @@ def _add_training(commands: Commands) -> None:
     )
     _recipe_arguments(run)
     _settings_argument(run)
-    run.add_argument("--run-id", help="default: the recipe's name and the time")
+    run.add_argument("--run-id", help="id of the run; default: the recipe's name and the time")
 
     sweep = commands.add(
         "sweep",
@@ -88,11 +88,13 @@ def _add_training(commands: Commands) -> None:
         "The runs are trained one after the other and compared at the end.",
         "rollflow sweep mine.toml --set train.learning_rate=1e-4,3e-4 --seeds 3",
     )
-    sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
-    _set_argument(sweep, "one or more values of a key", "KEY=VALUE[,VALUE...]")
+    sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe, a TOML file")
+    _set_argument(sweep, "set a key of the recipe to one or more values", "KEY=VALUE[,VALUE...]")
     _settings_argument(sweep)
-    sweep.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each combination (default: 1)")
-    sweep.add_argument("--study", help="a name for all runs; the name of a stopped study continues it")
+    sweep.add_argument(
+        "--seeds", type=_positive, default=1, metavar="N", help="number of runs of each combination (default: 1)"
+    )
+    sweep.add_argument("--study", help="name of the study; a stopped study of this name is continued")
 
     resume = commands.add(
         "resume",
@@ -101,7 +103,7 @@ def _add_training(commands: Commands) -> None:
         "rollflow resume --set versions=200",
     )
     _run_argument(resume)
-    _set_argument(resume, "another value of a key; docs/recovery.md lists the keys that may change")
+    _set_argument(resume, "set a key of the config to another value; docs/recovery.md lists the keys that may change")
 
     stop = commands.add(
         "stop",
@@ -111,7 +113,7 @@ def _add_training(commands: Commands) -> None:
     )
     _run_argument(stop)
     stop.add_argument("--now", action="store_true", help="end the run at once; unfinished work is repeated on resume")
-    stop.add_argument("--no-wait", action="store_true", help="do not wait until the run has ended")
+    stop.add_argument("--no-wait", action="store_true", help="return at once and do not wait for the end of the run")
 
 
 def _add_watching(commands: Commands) -> None:
@@ -123,8 +125,8 @@ def _add_watching(commands: Commands) -> None:
     )
     _run_argument(status)
     status.add_argument("--watch", action="store_true", help="show the live view until the run ends")
-    status.add_argument("--all", action="store_true", help="list the runs of the store, the newest last")
-    status.add_argument("--json", action="store_true", help="print JSON: one object for each run")
+    status.add_argument("--all", action="store_true", help="list all runs of the store, with the newest run last")
+    status.add_argument("--json", action="store_true", help="print one JSON object for each run")
 
     log = commands.add(
         "log",
@@ -133,8 +135,8 @@ def _add_watching(commands: Commands) -> None:
         "rollflow log --processes --follow",
     )
     _run_argument(log)
-    log.add_argument("--processes", action="store_true", help="print the log lines of the processes, not the entries")
-    log.add_argument("--follow", action="store_true", help="also print new lines, until Ctrl-C")
+    log.add_argument("--processes", action="store_true", help="print the log lines of the run's processes")
+    log.add_argument("--follow", action="store_true", help="print new lines as they appear, until Ctrl-C")
     log.add_argument("--json", action="store_true", help="print one JSON object per line")
 
     inspect = commands.add(
@@ -144,7 +146,9 @@ def _add_watching(commands: Commands) -> None:
         "rollflow inspect 12.0.3",
     )
     _run_argument(inspect)
-    inspect.add_argument("what", nargs="?", metavar="VERSION|TRAJECTORY", help="e.g. 7 or 12.0.3")
+    inspect.add_argument(
+        "what", nargs="?", metavar="VERSION|TRAJECTORY", help="version (e.g. 7) or trajectory (12.0.3)"
+    )
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
 
     compare = commands.add(
@@ -153,9 +157,11 @@ def _add_watching(commands: Commands) -> None:
         "The command prints a table and writes a page with curves. Without RUN, it compares the two newest runs.",
         "rollflow compare sorting-a sorting-b --html compare.html",
     )
-    compare.add_argument("runs", nargs="*", metavar="RUN", help="run ids, or paths or URIs of runs' storage")
+    compare.add_argument("runs", nargs="*", metavar="RUN", help="id of a run, or path or URI of its storage")
     _store_argument(compare, "the runs")
-    compare.add_argument("--html", type=Path, metavar="FILE", help="the page; default: compare.html in the run home")
+    compare.add_argument(
+        "--html", type=Path, metavar="FILE", help="file for the page; default: compare.html in the run home"
+    )
     compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
 
 
@@ -167,17 +173,17 @@ def _add_proving(commands: Commands) -> None:
         "rollflow audit --deep",
     )
     _run_argument(audit)
-    audit.add_argument("--deep", action="store_true", help="check from the first entry on, and check every object")
+    audit.add_argument("--deep", action="store_true", help="check the log from its first entry, and every object")
     audit.add_argument(
         "--anchor",
         action="append",
         default=[],
         metavar="N:SHA256",
-        help="compare entry N with a hash that was kept elsewhere; `mlflow` takes the hashes from MLflow; repeatable",
+        help="compare entry N of the log with a hash that was stored elsewhere; `mlflow`: with the hashes in MLflow",
     )
     audit.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
     audit.add_argument("--repair", action="store_true", help="show how a damaged log can be repaired")
-    audit.add_argument("--yes", action="store_true", help="with --repair: make the repair")
+    audit.add_argument("--yes", action="store_true", help="make the repair that --repair shows")
 
     replay = commands.add(
         "replay",
@@ -186,9 +192,9 @@ def _add_proving(commands: Commands) -> None:
         "rollflow replay --all",
     )
     _run_argument(replay)
-    replay.add_argument("version", nargs="?", metavar="VERSION", help="default: the newest")
-    replay.add_argument("--all", action="store_true", help="train every version again, from the first")
-    replay.add_argument("--ranks", type=int, metavar="N", help="training processes; default: as many as the run has")
+    replay.add_argument("version", nargs="?", metavar="VERSION", help="version to train again (default: the newest)")
+    replay.add_argument("--all", action="store_true", help="train every version again, in order from version 1")
+    replay.add_argument("--ranks", type=int, metavar="N", help="number of training processes; default: as in the run")
     replay.add_argument("--json", action="store_true", help="print one JSON object for each version")
 
 
@@ -200,8 +206,8 @@ def _add_keeping(commands: Commands) -> None:
         "rollflow export 150 policy/",
     )
     _run_argument(export)
-    export.add_argument("version", type=int, metavar="VERSION", help="e.g. 150")
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
+    export.add_argument("version", type=int, metavar="VERSION", help="number of the version, e.g. 150")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
 
     gc = commands.add(
         "gc",
@@ -210,8 +216,9 @@ def _add_keeping(commands: Commands) -> None:
         "rollflow gc --dry-run",
     )
     _run_argument(gc)
-    gc.add_argument("--dry-run", action="store_true", help="only list the objects")
-    gc.add_argument("--older-than", default="1h", metavar="AGE", help="e.g. 30m, 1h (the default), 2d")
+    gc.add_argument("--dry-run", action="store_true", help="list the objects and delete nothing")
+    age = "delete only objects older than this age, e.g. 30m or 2d (default: 1h)"
+    gc.add_argument("--older-than", default="1h", metavar="AGE", help=age)
     gc.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -225,28 +232,40 @@ def _add_planning(commands: Commands) -> None:
     )
     _recipe_arguments(plan)
     where = plan.add_mutually_exclusive_group(required=True)
-    where.add_argument("--hardware", type=Path, metavar="FILE", help="a TOML file, or the name of a shipped one")
+    where.add_argument("--hardware", type=Path, metavar="FILE", help="hardware file (TOML), or name of a shipped one")
     where.add_argument(
-        "--from-run", metavar="RUN", help="take the latencies of a recorded run, and compare with that run"
+        "--from-run", metavar="RUN", help="use the latencies of a recorded run, and compare with that run"
     )
-    plan.add_argument("--gpus", type=_positive, metavar="N", help="search for the best use of N GPUs")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    plan.add_argument("--gpus", type=_positive, metavar="N", help="search for the best way to use N GPUs")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
 
     simulation = plan.add_argument_group("without --gpus")
-    simulation.add_argument("--versions", type=_positive, metavar="N", help="default: the recipe's")
-    simulation.add_argument("--plot", type=Path, metavar="OUT", help="draw the timeline: OUT.png, OUT.html; OUT: both")
-    simulation.add_argument("--save-hardware", type=Path, metavar="FILE", help="with --from-run: write its hardware")
+    simulation.add_argument(
+        "--versions", type=_positive, metavar="N", help="versions to simulate (default: the recipe's)"
+    )
+    simulation.add_argument(
+        "--plot", type=Path, metavar="OUT", help="draw a timeline: OUT.png, OUT.html, or OUT (both)"
+    )
+    simulation.add_argument(
+        "--save-hardware", type=Path, metavar="FILE", help="write the hardware of --from-run to FILE"
+    )
     _store_argument(simulation, "the run of --from-run")
 
     search = plan.add_argument_group("with --gpus")
-    search.add_argument("--alpha", type=float, metavar="MAX", help="largest alpha to try (default: 8)")
-    search.add_argument("--quick", action="store_true", help="at most 40 shorter simulations instead of 80")
-    search.add_argument("--best", type=_positive, metavar="N", help="rows of the table (default: 6)")
-    search.add_argument("--max-bias", type=float, metavar="SHARE", help="limit, of the mean length (default: 0.02)")
-    search.add_argument("--max-waste", type=float, metavar="SHARE", help="limit, of all tokens (default: 0.15)")
-    search.add_argument("--write", type=Path, metavar="FILE", help="write the recipe, and FILE-hardware.toml beside it")
+    search.add_argument("--alpha", type=float, metavar="MAX", help="largest alpha (async_ratio) to try (default: 8)")
+    search.add_argument("--quick", action="store_true", help="make at most 40 short simulations, not 80 longer ones")
+    search.add_argument("--best", type=_positive, metavar="N", help="number of rows of the table (default: 6)")
     search.add_argument(
-        "--cost", type=Path, metavar="FILE", help="prices per hour: print what a version and the run cost"
+        "--max-bias", type=float, metavar="SHARE", help="largest bias of the mean length (default: 0.02)"
+    )
+    search.add_argument(
+        "--max-waste", type=float, metavar="SHARE", help="largest share of wasted tokens (default: 0.15)"
+    )
+    search.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the recommended recipe and FILE-hardware.toml"
+    )
+    search.add_argument(
+        "--cost", type=Path, metavar="FILE", help="file of prices; print what a version and the run cost"
     )
 
 
@@ -258,12 +277,12 @@ def _add_serving(commands: Commands) -> None:
         "same run home use them.",
         "rollflow serve --background",
     )
-    serve.add_argument("--background", action="store_true", help="return when the servers are up; they keep running")
-    serve.add_argument("--end", action="store_true", help="end the servers of this run home; their data is kept")
+    serve.add_argument("--background", action="store_true", help="return when the servers run, and leave them running")
+    serve.add_argument("--end", action="store_true", help="end the servers of this run home, and keep their data")
     for name in ("prefect", "mlflow", "ray"):
-        port = "a port on loopback; default: the last one of this home"
+        port = "port on the loopback interface; default: the port that this run home used last"
         serve.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=port)
-    database = "for Prefect, e.g. postgresql+asyncpg://user@host/prefect; default: the last one of this home, or SQLite"
+    database = "Prefect's database, e.g. postgresql+asyncpg://user@host/prefect; default: the last one used, or SQLite"
     serve.add_argument("--database", metavar="URL", help=database)
 
     deploy = commands.add(
@@ -272,7 +291,7 @@ def _add_serving(commands: Commands) -> None:
         "`rollflow serve` serves the forms. --work-pool is for a Prefect work pool of your own.",
         "rollflow deploy flows/recipes/",
     )
-    deploy.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of recipes")
+    deploy.add_argument("folder", type=Path, metavar="FOLDER", help="folder with recipes (*.toml)")
     pool = "print a prefect.yaml instead, which deploys the recipes and stages to this work pool"
     deploy.add_argument("--work-pool", metavar="NAME", help=pool)
 
@@ -282,7 +301,7 @@ def _add_serving(commands: Commands) -> None:
         "`rollflow serve` starts them at the time that the file gives.",
         "rollflow nightly nightly.toml",
     )
-    nightly.add_argument("file", type=Path, metavar="FILE", help="a TOML file; docs/prefect.md describes it")
+    nightly.add_argument("file", type=Path, metavar="FILE", help="nightly file (TOML); see docs/prefect.md")
 
 
 def _add_looking_up(commands: Commands) -> None:
@@ -294,9 +313,9 @@ def _add_looking_up(commands: Commands) -> None:
         "rollflow keys --hardware",
     )
     which = keys.add_mutually_exclusive_group()
-    which.add_argument("--hardware", action="store_true", help="print the keys of a hardware file for `plan` instead")
-    which.add_argument("--markdown", action="store_true", help="print both lists as the page docs/configuration.md")
-    keys.add_argument("--json", action="store_true", help="print one JSON list")
+    which.add_argument("--hardware", action="store_true", help="print the keys of a hardware file for `rollflow plan`")
+    which.add_argument("--markdown", action="store_true", help="print all keys as the page docs/configuration.md")
+    keys.add_argument("--json", action="store_true", help="print the keys as one JSON list")
 
     doctor = commands.add(
         "doctor",
@@ -305,10 +324,10 @@ def _add_looking_up(commands: Commands) -> None:
         "rollflow doctor --cluster mine.toml",
     )
     doctor.add_argument("--json", action="store_true", help="print the results as JSON")
-    cluster = "check the nodes of the recipe's Ray cluster instead, or those of --set cluster.address=HOST:PORT"
+    cluster = "check the nodes of the recipe's Ray cluster, or of the cluster in --set cluster.address=HOST:PORT"
     doctor.add_argument("--cluster", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=cluster)
-    _set_argument(doctor, "with --cluster: another value of a key")
-    settings = "check this settings file, and contact the places that it names"
+    _set_argument(doctor, "set a key of the recipe for --cluster to another value")
+    settings = "check this settings file, and contact the services that it names"
     doctor.add_argument("--settings", type=Path, metavar="FILE", help=settings)
 
 
@@ -327,8 +346,8 @@ GROUPS = {
 
 
 def _recipe_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file")
-    _set_argument(command, "another value of a key, e.g. train.learning_rate=1e-4")
+    command.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe, a TOML file")
+    _set_argument(command, "set a key of the recipe to another value, e.g. train.learning_rate=1e-4")
 
 
 def _set_argument(command: argparse.ArgumentParser, meaning: str, value: str = "KEY=VALUE") -> None:
@@ -336,12 +355,12 @@ def _set_argument(command: argparse.ArgumentParser, meaning: str, value: str = "
 
 
 def _settings_argument(command: argparse.ArgumentParser) -> None:
-    given = "variables, store, cluster and tracking of an installation; see docs/cluster.md"
+    given = "settings file with the variables, store, cluster and tracking of an installation; see docs/cluster.md"
     command.add_argument("--settings", type=Path, metavar="FILE", help=given)
 
 
 def _run_argument(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", nargs="?", metavar="RUN", help="a run id, path or URI; default: the newest run")
+    command.add_argument("run", nargs="?", metavar="RUN", help="id, path or URI of a run; default: the newest run")
     _store_argument(command, "the run")
 
 
