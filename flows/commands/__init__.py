@@ -1,1 +1,3 @@
-"""The commands of the command line: one file for each. `cli/` reads the options and runs the command."""
+"""Implements the commands of the command line, one module for each command. The package `cli` reads the options and
+runs the command.
+"""

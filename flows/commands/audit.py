@@ -1,4 +1,6 @@
-"""`rollflow audit`: proves a run's invariants from its storage alone; with `--repair`, repairs a damaged log."""
+"""Implements `rollflow audit`: proves from a run's storage alone that the run kept its guarantees, or repairs a damaged
+log (`--repair`).
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ REPORT = TypeAdapter(AuditReport)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Audit the run and print the report, or repair the run's log. Return `FAILED` if there is a violation, or damage
-    that was not repaired.
+    """Audit the run and print the report, or repair the run's log. Return `FAILED` if there is a violation, or if
+    damage was not repaired.
     """
     context = chosen_run(options)
     try:
@@ -36,7 +38,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _audit(context: RunContext, options: argparse.Namespace) -> bool:
-    """Print the report; return whether the run is clean."""
+    """Audit the run and print the report; return whether there is no violation."""
     anchors = [anchor for said in options.anchor for anchor in _collect_anchors(context, said)]
     report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
     report.violations += check_anchors(context.store, anchors)
@@ -48,17 +50,17 @@ def _audit(context: RunContext, options: argparse.Namespace) -> bool:
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchors that the user gives, or those in MLflow."""
+    """Return the anchor that the user gives, or, for "mlflow", the anchors in the run's MLflow."""
     if said != "mlflow":
         return [parse_anchor(said)]
-    # a late import, because it imports Prefect, which takes seconds
+    # This module is imported here because it imports Prefect, which takes seconds.
     from rollflow.flows.post_training import tracking_place
 
     return read_anchors(context, tracking_place(context.config))
 
 
 def _read_shares(context: RunContext) -> dict[str, float]:
-    """Return the configured shares of the domains; an empty mapping if the config is too damaged to read."""
+    """Return the configured shares of the domains; return an empty mapping if the config is too damaged to read."""
     try:
         return context.config.shares
     except Corrupt:
@@ -66,8 +68,8 @@ def _read_shares(context: RunContext) -> dict[str, float]:
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Say how the run's log can be repaired, and repair it if the user has `agreed`; return whether the log is
-    undamaged.
+    """Print how the run's log can be repaired, and repair it if `agreed` is true; return whether the log is undamaged
+    afterwards.
 
     Raises:
         Missing: there is no such run.

@@ -1,8 +1,8 @@
-"""`rollflow check RECIPE`: the preflight of a run, without the run.
+"""Implements `rollflow check RECIPE`, which checks a recipe without starting a run.
 
-`rollflow check` rejects what `rollflow run` would reject before its first token, with the same sentence. The check
-downloads nothing, and with `--offline` it contacts no service. The check prints a note for each part that it could not
-check.
+`rollflow check` rejects each recipe that `rollflow run` would reject before it starts, with the same message. The
+command downloads nothing, and with `--offline` it contacts no service. The command prints a note for each check that it
+had to skip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollflow.flows.preflight import preflight
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipe and print the result."""
+    """Check the recipe, and print the result or the resolved config."""
     config = load_recipe(options.recipe, options.set)
     tell = functools.partial(print, file=sys.stderr, flush=True)
     found = preflight(config, download=False, ask=not options.offline, tell=tell)

@@ -1,4 +1,4 @@
-"""`rollflow compare`: compares the configs, results and costs of runs, as a table and a page."""
+"""Implements `rollflow compare`: compares the configs, results and costs of runs, in a table and on a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollflow.tasks.run.context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:
-    """Read the runs, print the table, write the page."""
+    """Compare the runs: print the table and write the page."""
     named = [find_run(run, options.store) for run in options.runs]
     contexts = named or newest_runs(options.store, 2)
     _check_apart(contexts)
@@ -49,8 +49,8 @@ def _check_apart(contexts: Sequence[RunContext]) -> None:
 
 
 def compared_table(runs: Sequence[ComparedRun]) -> Table:
-    """Build a table with a column for each run; the rows above the first horizontal line are the config keys that
-    differ.
+    """Build a table with one column for each run: first the config keys that differ, then results, costs and idle
+    shares.
     """
     table = Table(title=f"{len(runs)} runs", title_justify="left", box=SIMPLE)
     table.add_column("", overflow="fold", min_width=20)

@@ -1,4 +1,4 @@
-"""`rollflow deploy FOLDER`: makes each recipe of a folder a deployment in the Prefect UI."""
+"""Implements `rollflow deploy FOLDER`: makes each recipe of a folder a deployment in the Prefect UI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes, and register their folder with `rollflow serve` or print a `prefect.yaml` for a work pool."""
+    """Check the recipes of a folder; then add the folder to those that `rollflow serve` serves, or print a
+    `prefect.yaml` for a work pool.
+    """
     recipes = recipes_of(options.folder)
     if options.work_pool:
         print(_render_for_pool(recipes, options.work_pool), end="")
@@ -24,8 +26,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
-    """Return the text of a `prefect.yaml`. The text contains whole configs, because Prefect checks each config against
-    its own form.
+    """Return the text of `prefect.yaml` for a work pool. `prefect.yaml` contains the whole config of each recipe,
+    because Prefect checks it against the deployment's form.
     """
     from dataclasses import replace
 

@@ -1,10 +1,9 @@
-"""`rollflow doctor`: shows what is installed, which services answer, and which engine a run would use.
+"""Implements `rollflow doctor`: shows what is installed, which services answer, and which engine a run would use.
 
-With `--settings FILE` the doctor checks a settings file (exit code 2 if the file itself is wrong) and contacts every
-place in the file.
+With `--settings FILE` the command also checks a settings file, and contacts each service that the file names.
 
-Guarantees: nothing heavy is imported (versions come from package metadata), every wait is bounded, and no result
-contains a secret: credentials are reported as present or absent.
+Guarantees: no large library is imported (versions come from package metadata), every wait is bounded, and no secret is
+shown.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ UNTRACKED = "SQLite in the run home"
 
 
 def command(options: argparse.Namespace) -> int:
-    """Run the checks and print them."""
+    """Run the checks of this machine and print their results."""
     if options.cluster is not None:
-        from rollflow.flows.commands.cli import doctor_cluster  # a late import, because it imports Ray
+        from rollflow.flows.commands.cli import doctor_cluster  # imported here because it imports Ray
 
         return doctor_cluster.command(options)
     checks = run_checks(run_home(), options.settings)
@@ -61,8 +60,8 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One checked item: its name, its state, and the finding. The state "missing" means that the default recipe cannot
-    run.
+    """The result of one check: the name of what was checked, the outcome, and the finding as text. The outcome
+    "missing" means that the default recipe cannot run.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Check:
 
 
 def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
-    """Check everything that a run with this home needs, and the places that `settings` names."""
+    """Check everything that a run with this run home needs, and the services that `settings` names."""
     return [
         _check_python(),
         *[_check_package(name) for name in NEEDED],
@@ -89,7 +88,7 @@ def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
 
 
 def print_checks(checks: list[Check], stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """Print the checks as a table."""
+    """Print the results of the checks as a table."""
     console = console or Console(file=stream, highlight=False)
     table = Table.grid(padding=(0, 2))
     for check in checks:
@@ -128,7 +127,7 @@ def _check_cuda() -> Check:
 
 
 def _check_environment() -> Check:
-    """Check the environment variables of a run's services."""
+    """Check the environment variables that the services of a run inherit."""
     try:
         check_variables()
     except ConfigError as error:
@@ -157,7 +156,7 @@ def _check_unnamed_places() -> list[Check]:
 
 
 def _check_places(settings: Settings) -> list[Check]:
-    """Contact each place that a settings file names, as `rollflow check` does for a recipe."""
+    """Check the files and services that a settings file names, as `rollflow check` does for a recipe."""
     config = settings.config
     store, address, tracking = store_uri(config), config.cluster.address, config.tracking.uri
     return [
@@ -188,7 +187,7 @@ def _check_file(variable: str, path: str) -> Check:
 
 
 def _check_unused(name: str, variable: str, key: str, otherwise: str) -> Check:
-    """Report a service that a run uses only if its recipe names it."""
+    """Report a service that is set by an environment variable, although runs use it only if their recipe names it."""
     if value := os.environ.get(variable):
         return Check(f"{name} server", "note", f"{variable} = {redact(value)!r} is not used; name it in {key}")
     return Check(f"{name} server", "ok", f"{otherwise}, unless a recipe has {key}")
@@ -213,7 +212,7 @@ def _check_credentials() -> Check:
 
 
 def _has_profile(variable: str, default: str) -> bool:
-    """Return whether the file contains a profile, without reading the profile's values."""
+    """Return whether an AWS file contains a profile, without reading the profile's values."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(os.path.expanduser(os.environ.get(variable, default)))

@@ -1,4 +1,4 @@
-"""`rollflow init FILE`: writes a recipe to start from, with the default and the meaning of every key in comments."""
+"""Implements `rollflow init FILE`: writes a new recipe, with the default and the meaning of every key in comments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = """# A recipe. A line that begins with "#:" is a key with its default: re
 
 
 def command(options: argparse.Namespace) -> int:
-    """Write the recipe to a new file; never overwrite an existing file."""
+    """Write a new recipe to a file; never overwrite an existing file."""
     try:
         with options.file.open("x", encoding="utf-8") as file:
             file.write(build_recipe(options.file.stem))
@@ -33,14 +33,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def build_recipe(name: str) -> str:
-    """Return a recipe that sets only a name and the default prompts; all other keys are in comments."""
+    """Return the text of a recipe that sets only the name and the default prompts; all other keys are comments."""
     config = RunConfig()
     prompts = to_toml({"prompts": [source.model_dump(mode="json") for source in config.prompts]})
     return "\n".join([HEAD, f"name = {json.dumps(name)}", *_section_lines(config, ""), "", prompts])
 
 
 def _section_lines(section: Section, path: str) -> Iterator[str]:
-    """Yield a section's own keys, then the sections below this section, each under its heading."""
+    """Yield the lines of a section: its own keys, then the sections below it, each with its heading."""
     below: list[tuple[str, Section]] = []
     for name, info in type(section).model_fields.items():
         value, meaning = getattr(section, name), info.description or ""
@@ -56,7 +56,5 @@ def _section_lines(section: Section, path: str) -> Iterator[str]:
 
 
 def _to_toml(value: Any) -> str:
-    """Return a value in TOML. JSON and TOML write all defaults in the same form, because no default is a non-empty
-    table.
-    """
+    """Return a value in TOML. JSON is valid TOML here, because no default is a non-empty table."""
     return json.dumps(value, ensure_ascii=False)

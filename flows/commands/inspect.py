@@ -1,4 +1,6 @@
-"""`rollflow inspect`: shows a run, a version or a trajectory, and its lineage, from the run's storage alone."""
+"""Implements `rollflow inspect`: shows a run, a version or a trajectory and where it comes from, from the run's storage
+alone.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
-SHOWN = 12  # largest number of keys in a list; further keys are only counted
+SHOWN = 12  # largest number of group keys in a list; further keys are only counted
 
 
 def command(options: argparse.Namespace) -> int:
@@ -57,7 +59,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
-    """Return what `rollflow inspect` shows, as JSON values."""
+    """Return the run, version or trajectory that `what` names, as JSON values."""
     if what is None:
         return run_value(context)
     if (version := _parse_version(what)) is not None:
@@ -66,10 +68,10 @@ def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
 
 
 def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
-    """Print the run, the version `7`, or the trajectory `PROMPT.ATTEMPT[.SAMPLE]`.
+    """Print the run, a version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`).
 
     Raises:
-        ConfigError: there is no such version or trajectory.
+        ConfigError: the run has no such version or trajectory.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there
@@ -130,7 +132,7 @@ def _describe_batches(state: RunState) -> str:
 
 
 def _discard_table(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
-    """Build a table of the discarded groups, by reason."""
+    """Build a table of the run's discarded groups by reason."""
     table = Table(title="discards", title_justify="left")
     table.add_column("reason")
     for name in ("groups", "response tokens", "tokens a group"):
@@ -144,7 +146,7 @@ def _print_quarantined(context: RunContext, console: Console) -> None:
     state = context.log.state
     console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
-        return  # without quarantined batches, the log need not be read
+        return  # if no batch is quarantined, the log need not be read
     for record in iterate_written(context.log, 0, state.n):
         if isinstance(body := record.entry.body, BatchVoided):
             file = context.batches.read_commit(body.entry).file.path
@@ -166,7 +168,7 @@ def _print_recoveries(context: RunContext, console: Console) -> None:
 
 
 def find_published(context: RunContext, version: int) -> PolicyVersion:
-    """Return the version that the user names; raise `ConfigError` if it is not published."""
+    """Return a published version; raise `ConfigError` if the version is not published."""
     newest = context.policies.newest()
     if not 0 <= version <= newest:
         there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
@@ -198,9 +200,7 @@ def _describe_parent(context: RunContext, number: int) -> str:
 
 
 def _add_batch_rows(context: RunContext, entry: int, table: Table) -> None:
-    """Add rows for the batch: its groups, its tokens by version, and the prompts issued and discarded while the batch
-    was formed.
-    """
+    """Add rows about a version's batch: its groups, tokens by version, issued prompts and discarded groups."""
     batch = context.batches.read_commit(entry)
     groups = f"{len(batch.groups)} groups: {_format_keys([group.key for group in batch.groups])}"
     table.add_row("batch", f"{batch.number} (entry {entry}), {groups}")
@@ -259,7 +259,7 @@ def _print_trajectory(
 
 
 def _read_question(context: RunContext, prompt: int) -> str:
-    """Return the question's text, or the reason why the text is missing: a run may not keep its prompts in storage."""
+    """Return the text of a prompt, or the reason why it is not available (a run may store no prompts)."""
     try:
         return context.prompts().prompt(prompt).text
     except (ConfigError, Corrupt) as error:
@@ -269,7 +269,7 @@ def _read_question(context: RunContext, prompt: int) -> str:
 def _show_trajectories(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
 ) -> Table | None:
-    """Add one trajectory in full to `table`; without `sample`, return the group's trajectories as a table instead."""
+    """Add rows about one trajectory to `table`; if `sample` is None, return a table of the group's trajectories."""
     chosen = trajectories_of(context, key, batch, sample)
     one = chosen[0]
     table.add_row("question", Text(context.tokenizer.decode(prompt_tokens(one))))
@@ -290,7 +290,7 @@ def _show_trajectories(
 
 
 def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
-    """Describe the reward parts, the outcome, the branch and the foreign parts of a trajectory, where recorded."""
+    """Yield rows for the values of a trajectory that are not recorded in every run, such as reward parts and branch."""
     if one.reward_parts:
         yield "reward parts", _describe_parts(one)
     if one.outcome is not None:
@@ -306,7 +306,7 @@ def _describe_parts(one: Trajectory) -> str:
 
 
 def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Table:
-    """Show a multi-turn trajectory part by part; only the policy's tokens have loss mask 1."""
+    """Build a table of a multi-turn trajectory with a row for each part; only the policy's tokens have loss mask 1."""
     table = Table(title="turns", title_justify="left")
     for name in ("turn", "by", "tokens", "mask", "versions", "log-probs", "text"):
         table.add_column(name, justify="right" if name in ("turn", "mask") else "left", overflow="fold")
@@ -347,7 +347,7 @@ def _decode_response(context: RunContext, trajectory: Trajectory) -> str:
 
 
 def _describe_spans(trajectory: Trajectory) -> str:
-    """Show which version generated which of the policy's tokens."""
+    """Return a text that says which policy version generated which tokens."""
     written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
     spans, start = [], 0
     for version, run in groupby(written):
@@ -368,7 +368,7 @@ def _grid() -> Table:
 
 
 def _format_keys(keys: Sequence[GroupKey]) -> str:
-    """Format at most `SHOWN` group keys, each as PROMPT.ATTEMPT."""
+    """Format at most `SHOWN` group keys, each as PROMPT.ATTEMPT, and count the rest."""
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"

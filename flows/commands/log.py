@@ -1,6 +1,6 @@
-"""`rollflow log`: prints the history of a run, one line for each entry of its log.
+"""Implements `rollflow log`: prints the history of a run, one line for each entry of its log.
 
-`--processes` prints the log lines of the run's processes instead.
+`rollflow log --processes` prints the log lines of the run's processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.tasks.run.context import RunContext
 
-LOOK_SECONDS = 1.0  # interval in seconds at which a followed log is read
-SHOWN = ("reward", "loss")  # metrics that are shown for each version
+LOOK_SECONDS = 1.0  # seconds between reads of a log that is followed
+SHOWN = ("reward", "loss")  # names of the metrics that are shown for each version
 
 
 def command(options: argparse.Namespace) -> int:
@@ -46,11 +46,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def print_log(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:
-    """Print every entry, and with `follow` each new one until the user ends the command.
+    """Print every entry of the run's log; with `follow`, also print new entries until the user ends the command.
 
     Raises:
         ConfigError: there is no such run.
-        Missing, Corrupt: the log is damaged; the entries before the damage were printed.
+        Missing, Corrupt: the log is damaged; the entries before the damage have been printed.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there

@@ -1,9 +1,9 @@
-"""`rollflow plan`: simulates a recipe on other hardware. With `--gpus`, finds by simulation the best GPU split between
-rollout and training, and the best alpha.
+"""Implements `rollflow plan`: simulates a recipe on other hardware. With `--gpus`, `rollflow plan` searches by
+simulation for the best split of the GPUs between rollout and training, and for the best alpha.
 
-The search prints the best candidates beside proven bounds. On request it writes the changed recipe and the divided
-hardware, ready for `rollflow run` and `rollflow plan`; the comments of both files are kept. The command needs neither
-Ray nor torch.
+The search prints the best candidates and the proven bounds on their step times. With `--write`, the search writes a
+recipe and a hardware file for the recommended plan, with the comments of the originals. This module imports neither Ray
+nor torch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Plan, plan
 from rollflow.tasks.simulation.prices import Prices, cost_of
 
-WIDTH = 180  # width of the table in characters if there is no terminal
-# the lines that an earlier `_write_files` put above a recipe
+WIDTH = 180  # width of the table in characters if the output is not a terminal
+# the comment that `_write_files` has put at the top of an earlier plan's recipe
 EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")
 HEADINGS = (
     "rollout:train", "alpha", "step s", "traj/s", "speed-up", "idle", "staleness", "wasted", "length bias",
@@ -49,7 +49,7 @@ HEADINGS = (
 
 
 def command(options: argparse.Namespace) -> int:
-    """Simulate the recipe as it is, or search for the best plan for `--gpus` GPUs and print it."""
+    """Simulate the recipe as it is; with `--gpus`, search for the best plan and print it."""
     config = load_recipe(options.recipe, options.set)
     if options.gpus is None:
         _simulate(config, options)
@@ -59,7 +59,9 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _simulate(config: RunConfig, options: argparse.Namespace) -> None:
-    """Simulate on the given hardware, or on hardware that fits a recorded run, and compare with that run."""
+    """Simulate the recipe on the given hardware, or on hardware that is fitted to a recorded run, and compare with that
+    run.
+    """
     outputs = Outputs.of(options.plot, options.json)
     if options.from_run is None:
         run_simulation(config, load_hardware(options.hardware), options.versions, outputs)
@@ -81,11 +83,11 @@ def _build_request(options: argparse.Namespace) -> PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options of the search, and the files to write."""
+    """The options of a search for a plan, and the files to write."""
 
     recipe: Path
-    text: str  # text of the recipe, with its comments
-    hardware_text: str  # text of the hardware file, with its comments
+    text: str  # text of the recipe, including its comments
+    hardware_text: str  # text of the hardware file, including its comments
     gpus: int
     largest: float
     best: int
@@ -97,12 +99,12 @@ class PlanRequest:
 
     @property
     def hardware_file(self) -> Path:
-        """The file for the divided hardware."""
+        """The path of the hardware file that is written for the plan."""
         assert self.write is not None
         return self.write.with_name(f"{self.write.stem}-hardware.toml")
 
     def check(self) -> None:
-        """Check the request before minutes are spent on it.
+        """Check the request before the search, which takes minutes.
 
         Raises:
             ConfigError: a number is out of its range, or a file cannot be written.
@@ -118,7 +120,7 @@ class PlanRequest:
 
 
 def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Plan:
-    """Search, print the result, write the files."""
+    """Search for the best plan, print the result, and write the files."""
     asked.check()
     console = console or _console()
     budget, began = QUICK if asked.quick else FULL, time.monotonic()
@@ -147,7 +149,7 @@ def _console() -> Console:
 
 @contextmanager
 def _show_progress(most: int) -> Iterator[Callable[[int, CandidateOutcome], None]]:
-    """Show progress on standard error: a bar on a terminal, otherwise a line for each simulation."""
+    """Show the progress of a search on standard error: as a bar on a terminal, else as a line for each simulation."""
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
         yield lambda count, one: console.print(
@@ -172,7 +174,7 @@ def _describe_outcome(one: CandidateOutcome) -> str:
 
 
 def build_table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
-    """Build the table of the best candidates and the synchronous mode."""
+    """Build a table of the best candidates, with the synchronous mode."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
     )
@@ -210,14 +212,14 @@ def _row(one: CandidateOutcome, planned: Plan, limits: PlanLimits) -> list[str]:
 
 
 def describe_split(candidate: Candidate) -> str:
-    """Describe the GPUs for rollout and for training."""
+    """Return the split of the GPUs as text, such as "96:32" (engines : GPUs for training)."""
     if candidate.colocated:
         return f"{candidate.learner_gpus:g} in turns"
     return f"{candidate.engines}:{candidate.learner_gpus:g}"
 
 
 def describe_redundancy(candidate: Candidate) -> str:
-    """Describe the groups issued beyond a batch, and what happens to slow groups."""
+    """Return text about the groups that a candidate generates beyond a batch, and about its handling of slow groups."""
     parts = [f"+{candidate.redundant_groups} groups"] if candidate.redundant_groups else []
     parts += [f"+{candidate.redundant_responses} responses"] if candidate.redundant_responses else []
     parts += ["tail batching"] if candidate.tail_batching else []
@@ -228,7 +230,7 @@ def describe_redundancy(candidate: Candidate) -> str:
 
 
 def describe_plan(planned: Plan, asked: PlanRequest, seconds: float) -> Iterator[str]:
-    """Yield sentences about the chosen plan: the reasons for the choice, and its limits."""
+    """Yield sentences about the recommended plan: the reasons for the choice, and its limits."""
     limits = asked.limits
     yield _describe_choice(planned, asked)
     fastest = planned.finals[0]
@@ -287,7 +289,7 @@ def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
 
 
 def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
-    """Describe the gain of a larger staleness bound with the same number of responses in flight."""
+    """Return a sentence about the gain of a larger bound on staleness, with the same number of responses in flight."""
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.max_batches_ahead = "
         f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
@@ -303,7 +305,7 @@ def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
 def _write_files(
     one: CandidateOutcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console
 ) -> None:
-    """Write the recipe and the hardware; a comment at the top of each says how the plan was found."""
+    """Write the recipe and the hardware file of a plan, each with a comment at the top that describes the plan."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
     divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {describe_split(one.candidate)}"})
@@ -325,7 +327,7 @@ def _write_files(
 def plan_to_json(
     planned: Plan, config: RunConfig, hardware: Hardware, limits: PlanLimits, prices: Prices | None = None
 ) -> dict[str, Any]:
-    """Return the whole result as a JSON object."""
+    """Return the whole result of a search as a JSON object."""
 
     def one(outcome: CandidateOutcome) -> dict[str, Any]:
         return {

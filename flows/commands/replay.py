@@ -1,12 +1,14 @@
-"""`rollflow replay`: retrains published versions and compares them, from the run's storage alone.
+"""Implements `rollflow replay`: trains published versions again and compares the results, from the run's storage alone.
 
-A replay needs neither Ray nor Prefect nor an engine, and writes nothing. A replay restores the parent of a version,
-trains on the batch that the version's entry names, and compares each file with the published file.
+A replay needs neither Ray nor Prefect nor an engine, and writes nothing. To replay a version, its parent is restored
+and trained on the batch that the version's log entry names, and each resulting file is compared with the published
+file.
 
-Each version is trained under its own config from the log. A replay with the number of ranks in the recorded config
-gives the same bits. Another number of ranks adds numbers in another order. With another number of ranks, each version
-is trained from its published parent, and must come close to the published version (`replay_diff`). Versions without
-these weights in storage are skipped.
+Each version is trained with the config that the run had at that version. A replay with the recorded number of ranks
+gives exactly the published weights. With another number of ranks, numbers are added in another order, so the weights
+differ by rounding. With another number of ranks, each version is trained from its published parent, and must come close
+to the published version (`replay_diff`). A version is skipped if its published weights, or the earlier weights that it
+needs, are not stored.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 
 
 def command(options: argparse.Namespace) -> int:
-    """Retrain the version, or all versions, and compare the results with the published versions."""
+    """Train the version or all versions again, and compare the results with the published versions."""
     context = chosen_run(options)
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks = {options.ranks}: choose 1 or more")
@@ -53,12 +55,14 @@ def _parse_version(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """The result of a version that `ranks` processes retrained, and that `recorded` processes trained in the run."""
+    """The result of a replay of one version; `ranks` and `recorded` are the numbers of ranks in the replay and in the
+    run.
+    """
 
     replayed: ReplayedVersion
     ranks: int
     recorded: int
-    # distance of the weights from the published ones; None if the distance is zero or cannot be computed
+    # distance between the replayed and the published weights; None if it is zero or cannot be computed
     apart: ReplayDistance | None
 
     @property
@@ -88,12 +92,13 @@ def replay(
     tell: Callable[[ReplayOutcome], None],
     ranks: int | None = None,
 ) -> bool:
-    """Retrain `version` (default: the newest), or `every` version from 1 on; return whether all results are right.
+    """Replay `version` (by default the newest), or all versions if `every` is true; return whether all results are
+    right.
 
-    `tell` gets each outcome, `say` gets every other message.
+    `tell` is called with each outcome, and `say` with every other message.
 
     Raises:
-        ConfigError: there is no such version to retrain.
+        ConfigError: the run has no such version, or version 0 is named.
     """
     policies, batches = context.policies, context.batches
     first, last = _select_range(context, version, policies.newest(), every)
@@ -123,11 +128,11 @@ def replay(
 
 
 def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[str], None]) -> Sequence[int]:
-    """Return the versions that can be compared: all weights from the newest state before the version up to the version
-    are kept.
+    """Return the versions that can be replayed with another number of ranks, because all weights that they need are
+    stored.
 
     Raises:
-        ConfigError: there is no such version.
+        ConfigError: no version can be replayed.
     """
     newest, retention = policies.newest(), policies.retention
 
@@ -147,8 +152,8 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
 
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance | None:
-    """Return the distance of the differing weights from the published ones, or None if the published weights are not in
-    storage.
+    """Return the distance between the replayed and the published weights; return None if they are equal, or if the
+    published weights are not stored.
     """
     from rollflow.tasks.run.replay_diff import measure_distance
 
@@ -161,7 +166,7 @@ def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion
 
 
 def _select_range(context: RunContext, version: int | None, newest: int, every: bool) -> tuple[int, int]:
-    """Return the first and the last version to retrain."""
+    """Return the first and the last version to replay."""
     if newest < 1:
         raise ConfigError(f"run {context.run_id!r}: no version has been trained yet; there is nothing to replay")
     if every:
@@ -175,13 +180,13 @@ def _select_range(context: RunContext, version: int | None, newest: int, every: 
 
 
 def describe_outcome(outcome: ReplayOutcome) -> str:
-    """Describe the retrained version and the outcome."""
+    """Return a sentence about the replay of a version."""
     number, batch = outcome.replayed.version.number, outcome.replayed.batch
     return f"version {number}: parent {number - 1}, {_describe_batch(batch)}: {_describe_outcome(outcome)}"
 
 
 def value_of(outcome: ReplayOutcome) -> dict[str, Any]:
-    """Return the outcome as a JSON object."""
+    """Return the outcome of a replay as a JSON object."""
     replayed, apart = outcome.replayed, outcome.apart
     version, batch = replayed.version, replayed.batch
     return {
@@ -214,7 +219,7 @@ def _describe_outcome(outcome: ReplayOutcome) -> str:
 
 
 def _describe_hash(version: PolicyVersion) -> str:
-    """Return the hash of the weights, or of each shard."""
+    """Return the hash of the version's weights, or of each shard of the weights."""
     if len(version.weights) == 1:
         return f"sha256 {version.weights[0].sha256[:12]}"
     return ", ".join(f"{name_of(o).rpartition('/')[2]} {o.sha256[:12]}" for o in version.weights)

@@ -1,4 +1,4 @@
-"""`rollflow resume`: continues a run that was stopped or has ended; with `--set`, under another config."""
+"""Implements `rollflow resume`: continues a run that was stopped or has ended; `--set` changes its config."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rollflow.tasks.run.config_changes import change_config, check_change, tree_
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.user_code import changed_code, check_own_parts
 
-ALIVE_SECONDS = 5.0  # a supervisor writes its status once a second
+ALIVE_SECONDS = 5.0  # seconds within which a living supervisor writes a new status
 
 
 def command(options: argparse.Namespace) -> int:
-    """Follow the run to its end, from the state in its storage."""
+    """Continue the run from the state in its storage, and follow it to its end."""
     context = chosen_run(options)
     with hold_run(run_home(), context):
         if options.set:
@@ -34,15 +34,15 @@ def command(options: argparse.Namespace) -> int:
         for key in changed_code(context.config, context.created.own_code):
             note = f"{key}.path: the file has changed since the run's start; the next versions use the new file"
             print(note, file=sys.stderr)
-        context.prompts()  # raises if the prompts have changed since the run's start
+        context.prompts()  # raises an error if the prompts have changed since the run's start
         return run.drive(context)
 
 
 def record_change(context: RunContext, overrides: Sequence[str]) -> None:
-    """Record that the run continues with another config, unless the run already has that config.
+    """Record a changed config in the run's log, unless the run already has that config.
 
     Raises:
-        ConfigError: a key cannot change, or the run is under way.
+        ConfigError: one of the keys cannot change, or a supervisor is working on the run.
     """
     before = context.config
     after = override_config(tree_of(before), overrides)
@@ -61,7 +61,7 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
 
 
 def is_under_way(context: RunContext) -> bool:
-    """Return whether a supervisor keeps writing the run's status; `resume` deposes a supervisor that is silent."""
+    """Return whether a supervisor is working on the run, which writes the run's status once a second."""
     first = read_status(context)
     if first is None or first.ended:
         return False

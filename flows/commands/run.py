@@ -1,4 +1,6 @@
-"""`rollflow run RECIPE`: starts the services of a run, shows the run until it ends, and prints its summary."""
+"""Implements `rollflow run RECIPE`: starts the services of a run, shows the run until it ends, and prints its
+summary.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from rollflow.tasks.run.expectations import expected_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Prepare a run and follow the run to its end."""
+    """Prepare a new run and follow it to its end."""
     config = load_recipe(options.recipe, options.set)
     run_id = new_run_id(config.name) if options.run_id is None else options.run_id
     context = prepare(config, run_id, lambda note: print(note, file=sys.stderr, flush=True))
@@ -40,10 +42,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def drive(context: RunContext) -> int:
-    """Start the run's services, show the run until it ends, and print its summary."""
+    """Start the services of a run, show the run until it ends, and print its summary."""
     began = time.time()
     print(f"run {context.run_id} in {context.store.uri}", flush=True)
-    # a job scheduler ends a command by SIGTERM, which is treated like Ctrl-C
+    # Job schedulers end a command by SIGTERM, which has the same effect as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _announce(context, began)
@@ -54,7 +56,7 @@ def drive(context: RunContext) -> int:
     except RollflowError as error:  # a service does not start
         record_end(context, "failed", str(error))
         raise
-    if status.phase == "stopped":  # the user stopped the run by another command
+    if status.phase == "stopped":  # the user stopped the run with `rollflow stop`
         return _report_stop(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
@@ -72,8 +74,8 @@ def drive(context: RunContext) -> int:
 
 
 def _suggest_next_step(reason: str, uri: str) -> str:
-    """Say what the user can do after a failure. If the config was the reason, resuming the unchanged run would fail
-    again.
+    """Return a sentence that says what the user can do after a failure. If an invalid config was the reason, resuming
+    the unchanged run would fail again.
     """
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
@@ -82,8 +84,8 @@ def _suggest_next_step(reason: str, uri: str) -> str:
 
 
 def _complete_summary(context: RunContext) -> dict[str, Any]:
-    """Return the run's summary with the final CPU seconds, because some flows still ran when the summary was
-    written.
+    """Update the CPU seconds in the run's summary, because some flows were running when it was written; return the
+    summary.
     """
     summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     summary["cpu_seconds"] = read_usage(context.store).totals()
@@ -92,9 +94,10 @@ def _complete_summary(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Publish that the run starts: `rollflow stop` works from here on, and earlier requests are removed.
+    """Write a status that says that the run is starting, and remove old stop requests, so that `rollflow stop` works
+    from now on.
 
-    If the store does not answer, nothing is published: the run waits for the store when it is trained.
+    A store that does not answer is ignored here, because the run waits for the store later.
     """
     with contextlib.suppress(Unreachable, StoreFailed):
         take_back(context.store, began)
@@ -104,7 +107,9 @@ def _announce(context: RunContext, began: float) -> None:
 
 
 def _show(session: Session, context: RunContext, began: float) -> RunStatus:
-    """Submit the run and show it until it ends; return its last status. Ctrl-C cancels the run first."""
+    """Start the supervisor's flow run, and show the run until it ends; return its last status. Ctrl-C cancels the
+    run.
+    """
     status = kept = RunStatus(context.run_id)
     try:
         print(f"Prefect {session.page}{session.login}", flush=True)
@@ -112,7 +117,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                # the status stays unchanged while the store does not answer, and the saved copy must then grow older
+                # An unchanged status is not saved again, because its age must grow while the store does not answer.
                 if status != kept:
                     save_last_status(run_home(), context.uri, status)
                     kept = status
@@ -124,7 +129,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
 
 
 def _report_stop(context: RunContext) -> int:
-    """Say what is stored and how to resume the run, after Ctrl-C or after a stop by another command."""
+    """Print what is stored and how to resume the run, after Ctrl-C or after `rollflow stop`."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())

@@ -1,6 +1,4 @@
-"""`rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs: until Ctrl-C, or in the
-background (`--background`) until `rollflow serve --end`.
-"""
+"""Implements `rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import MODULES
 
-START_SECONDS = 300.0  # deadline of servers that start in the background
+START_SECONDS = 300.0  # longest wait in seconds for servers that start in the background
 POLL_SECONDS = 0.1
 
 
 def command(options: argparse.Namespace) -> int:
-    """Serve the deployments and both UIs, or end the servers of this home."""
+    """Serve the deployments, the Prefect UI and MLflow, or end the servers of this run home."""
     if options.end:
         ended = stack.end(run_home())
         print(f"the servers of {run_home()} {'have ended' if ended else 'are not up'}")
@@ -42,7 +40,7 @@ def command(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    # late imports, because they import Prefect and MLflow, which takes seconds
+    # These modules are imported here because they import Prefect and MLflow, which takes seconds.
     from rollflow.flows.session import open_session
     from rollflow.flows.tracking.tracking import VIEW
 
@@ -68,9 +66,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _serve_in_background(options: argparse.Namespace) -> int:
-    """Start a process that serves and restarts itself, and wait until it serves. Only report servers that are up."""
+    """Start a background process that serves and is restarted when it dies; wait until it serves. If the servers are
+    running already, only print their addresses.
+    """
     place, limit = run_home(), time.monotonic() + START_SECONDS
-    while _is_begun(place) and time.monotonic() < limit:  # wait for a stack that is starting
+    while _is_begun(place) and time.monotonic() < limit:  # wait for servers that another command is starting
         if found := stack.find(place):
             print(f"the servers are up already\n{found.pages}")
             return OK
@@ -96,7 +96,7 @@ def _serve_in_background(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         serving.terminate()
         raise
-    if serving.poll() is not None and _is_begun(place):  # another command started a stack at the same time
+    if serving.poll() is not None and _is_begun(place):  # another command started the servers at the same time
         return _serve_in_background(options)
     serving.terminate()
     output = log.read_bytes()[begun:].decode(errors="replace").strip()
@@ -114,10 +114,10 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
-    """Return the addresses that the user requests, and which the run home stores.
+    """Return the ports and the database that the user requests, which are stored in the run home.
 
     Raises:
-        ConfigError: an address cannot be used.
+        ConfigError: a port or the database cannot be used.
     """
     ports = {"prefect": options.prefect_port, "mlflow": options.mlflow_port, "ray": options.ray_port}
     given = {

@@ -1,5 +1,5 @@
-"""`rollflow status`: shows the status of a run: once, or with `--watch` until the run ends. `--all` lists the runs of a
-store.
+"""Implements `rollflow status`: shows the status of a run, once or until the run ends (`--watch`). `rollflow status
+--all` lists the runs of a store.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.run.context import RunContext
 
-STORE_SECONDS = 6.0  # deadline of all reads together; with the imports, the command takes at most ten seconds
-# age at which a status counts as old; a supervisor writes the status once a second while it follows its stages
+# longest time in seconds for all reads together, so that the whole command takes at most ten seconds
+STORE_SECONDS = 6.0
+# age in seconds from which a status is shown with a hint; a supervisor writes one every second
 SILENT_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # interval in seconds of the live view
+LOOK_SECONDS = 1.0  # seconds between updates of the live view
 COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
 
 
 @dataclass(frozen=True)
 class StoredStatus:
-    """A run's status as read from the store. `age` is the time since the status was written, in seconds."""
+    """The status of a run, as read from the run's store. `age` is the number of seconds since the status was
+    written.
+    """
 
     context: RunContext
     status: RunStatus | None
@@ -45,14 +48,14 @@ class StoredStatus:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Show one run, or list all runs."""
+    """Show the status of one run, or list all runs of a store."""
     if options.all:
         return _list_runs(options)
     return _watch(find_run(options.run, options.store)) if options.watch else _show(options)
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print the run's status as the live view does; if the store does not answer, print the last status seen here."""
+    """Print the run's status; if the store does not answer, print the last status that this machine has seen."""
     try:
         found = call_in_time(lambda: _read_store(options), STORE_SECONDS, "the run's store")
     except Unreachable as error:
@@ -83,7 +86,7 @@ def _read_store(options: argparse.Namespace) -> StoredStatus:
 
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
-    """Print the last status that this machine has seen, because the store does not answer."""
+    """Print the last status of the run that this machine has seen, because the run's store does not answer."""
     if options.run:
         seen = read_last_status(run_home(), locate_run(options.run, options.store or default_store()).uri)
     else:
@@ -112,7 +115,7 @@ def _watch(context: RunContext) -> int:
 
 
 def _list_runs(options: argparse.Namespace) -> int:
-    """Print a line for each run, the newest last."""
+    """Print a line for each run of the store, from the oldest to the newest."""
     rows = sorted(map(_read_row, list_runs(options.store)), key=lambda row: row["began"] or 0.0)
     if options.json:
         for row in rows:
@@ -132,8 +135,8 @@ def _list_runs(options: argparse.Namespace) -> int:
 
 
 def _read_row(context: RunContext) -> dict[str, Any]:
-    """Return the values that `--json` prints for one run. `state` is the last recorded phase; `why` says why a run is
-    unreadable.
+    """Return the values that `rollflow status --all --json` prints for one run. `state` is the phase in the run's last
+    status; `why` is the reason why a run cannot be read.
     """
     row: dict[str, Any] = dict.fromkeys((*COLUMNS, "versions")) | {
         "run": context.uri.rpartition("/")[2],

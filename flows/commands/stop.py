@@ -1,6 +1,7 @@
-"""`rollflow stop`: ends a run at its next version, or at once with `--now`, from any place that reaches its storage.
+"""Implements `rollflow stop`: ends a run at its next version, or immediately with `--now`, from any machine that can
+write to the run's storage.
 
-The run can be resumed.
+A stopped run can be resumed.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
-# time without a new status after which the supervisor counts as dead; it writes the status once a second
+# seconds without a new status after which the supervisor counts as dead; it writes one every second
 SILENT_SECONDS = 120.0
 WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end at once"}
 
 
 def command(options: argparse.Namespace) -> int:
-    """Ask the run to stop, and wait until the run has ended."""
+    """Ask the run to stop, and wait until it has ended unless `--no-wait` is given."""
     return end_run(chosen_run(options), "cancel" if options.now else "stop", wait=not options.no_wait)
 
 
 def end_run(context: RunContext, how: How, *, wait: bool) -> int:
-    """Ask the run to end, and say in one sentence what happened."""
+    """Ask the run to end, and print one sentence about the result."""
     context.created  # noqa: B018 - says which run is not there
     status = read_status(context)
     if status is None or status.ended or status.phase == "paused":

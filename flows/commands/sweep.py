@@ -1,9 +1,10 @@
-"""`rollflow sweep RECIPE`: runs each of several values and seeds, one after another, and compares them at the end.
+"""Implements `rollflow sweep RECIPE`: trains a run for each combination of values and seeds, one after another, and
+compares the runs.
 
     rollflow sweep RECIPE --set train.learning_rate=1e-4,3e-4 --seeds 3       six runs
 
-In MLflow the runs lie below a parent run, the study. The same command with the name of a stopped study continues it:
-runs that are done are not repeated.
+The runs of a sweep form a study, which is their parent run in MLflow. To continue a stopped study, give the same
+command with the study's name; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import LONGEST_RECIPE
 from rollflow.tasks.runtime.names import run_id as checked
 
-MOST = 1000  # largest number of runs of a study
+MOST = 1000  # largest number of runs in a study
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run of a study: its id, its config, and a text for users about its difference from the other runs."""
+    """One run of a study: its id, its config, and a text that says how it differs from the other runs."""
 
     run_id: str
     config: RunConfig
@@ -49,12 +50,14 @@ class SweepRun:
 
     @property
     def context(self) -> RunContext:
-        """The run's context, prepared or not."""
+        """The context of the run, which may not exist yet."""
         return context_of(store_uri(self.config), self.run_id)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check every run before the first run begins; a run that fails does not stop the other runs."""
+    """Check all runs of the study, then train them one after another and compare them; a failed run does not stop the
+    others.
+    """
     points = points_of(options)
     checked_configs = set[str]()
     for point in points:
@@ -78,14 +81,14 @@ def command(options: argparse.Namespace) -> int:
 
 
 def points_of(options: argparse.Namespace) -> list[SweepRun]:
-    """Return the runs of a study in their order: all seeds of the first value, then of the next.
+    """Return the runs of a study in order: all seeds of the first combination of values, then of the next.
 
     Raises:
-        ConfigError: a value, or the study's name, is invalid.
+        ConfigError: a value or the name of the study is invalid.
     """
     _check_values(options.set)
     varied = list(combine_values(options.set))
-    # the recipe is loaded with the first varied values, because it may be incomplete without them
+    # The first combination of values is applied here, because the recipe may be incomplete without it.
     first = load_recipe(options.recipe, varied[0])
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
@@ -106,7 +109,7 @@ def points_of(options: argparse.Namespace) -> list[SweepRun]:
 
 
 def _check_values(sets: Sequence[str]) -> None:
-    """Reject an override without a value or with a repeated value, and a repeated key."""
+    """Reject a key that is given twice, a missing value, and a value that is given twice."""
     keys = set[str]()
     for override in sets:
         key, _, text = (part.strip() for part in override.partition("="))
@@ -122,8 +125,8 @@ def _check_values(sets: Sequence[str]) -> None:
 
 
 def combine_values(sets: Sequence[str]) -> Iterator[list[str]]:
-    """Yield every combination of the values of overrides: `a=1,2` has two. Commas within brackets or quotes do not
-    separate.
+    """Yield every combination of the values in overrides such as `a=1,2`, which has two values. Commas within brackets
+    or quotes do not separate values.
     """
     for chosen in product(*(_list_values(one) for one in sets)):
         yield list(chosen)
@@ -135,7 +138,7 @@ def _list_values(override: str) -> list[str]:
 
 
 def _split_values(text: str) -> list[str]:
-    """Split at commas: each part is the shortest that is a TOML value, or a word."""
+    """Split a text into values at its commas, except at commas within brackets or quotes."""
     parts, begun = list[str](), ""
     for piece in text.split(","):
         begun = f"{begun},{piece}" if begun else piece
@@ -146,7 +149,7 @@ def _split_values(text: str) -> list[str]:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether the text does not end within brackets or quotes."""
+    """Return whether the text is a complete value, without an open bracket or quote."""
     if not text.strip().startswith(("[", "{", '"', "'")):
         return True
     try:
@@ -157,12 +160,12 @@ def _is_whole(text: str) -> bool:
 
 
 def _list_fixed(sets: Sequence[str]) -> list[str]:
-    """Return the overrides that have only one value, which all runs share."""
+    """Return the overrides with only one value, which all runs share."""
     return [one for override in sets if len(values := _list_values(override)) == 1 for one in values]
 
 
 def _is_begun(point: SweepRun) -> bool:
-    """Return whether the run exists; raise `ConfigError` if a run of that name has other values."""
+    """Return whether the run exists; raise `ConfigError` if an existing run of that name has other values."""
     context = point.context
     if not context.store.exists(entry_path(0)):
         return False
@@ -172,7 +175,7 @@ def _is_begun(point: SweepRun) -> bool:
 
 
 def _complete_run(point: SweepRun, number: int, count: int) -> bool:
-    """Follow a run to its end, unless the run is already done; return whether the run is done."""
+    """Train a run to its end, unless it is already done; return whether it is done."""
     context = point.context
     print(f"--- {number + 1} of {count}: {point.words}", flush=True)
     if read_summary(context).get("audit") == "clean":
@@ -187,13 +190,13 @@ def _complete_run(point: SweepRun, number: int, count: int) -> bool:
 
 
 def drive(context: RunContext) -> int:
-    """Run `rollflow resume` in a child process and return its exit code; `INTERRUPTED` if the user ended it or this
+    """Run `rollflow resume` in a child process, and return its exit code, or `INTERRUPTED` if the user ended this
     command.
 
-    The child has its own servers and Ray cluster. The child is stopped together with this process.
+    The child process starts its own servers and Ray cluster. The child process is stopped together with this process.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
-    # the child has a new session, so that Ctrl-C does not reach it twice
+    # A new session keeps Ctrl-C away from the child, which is ended by `end`.
     child = subprocess.Popen(command, start_new_session=True)
     signals = list[int]()
 

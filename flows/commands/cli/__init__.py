@@ -1,6 +1,7 @@
-"""The command line: reads the options, runs the command, prints each error as one sentence on standard error.
+"""Runs the command line: reads the options, runs the command, and prints an error as one sentence to standard error.
 
-Importing this module loads little, so that `rollflow --help` is quick: each command's module imports what it needs.
+Importing this module imports little, so that `rollflow --help` is quick; the module of each command imports what the
+command needs.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from rollflow.flows.commands.cli.options import parse_options
 from rollflow.storage.errors import ConfigError, RollflowError
 
 WITH_SERVICES = ("run", "resume", "sweep", "serve")  # commands that start services
-STDERR = 2  # the highest file descriptor of the standard streams
+STDERR = 2  # file descriptor of standard error, the highest of the standard streams
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, which is `command(options)` of its module; return the exit code.
+    """Run one command, the function `command(options)` of the command's module; return the exit code.
 
-    The process ends silently if the reader of its output is gone, as in `rollflow keys | head`.
+    If the reader of the output has ended, as in `rollflow keys | head`, the process ends without a message.
     """
     _open_streams()
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # flush inside the `try`, because an error at the interpreter's end could not be caught
+            sys.stdout.flush()  # flush here, because an error at the interpreter's exit could not be caught
     except BrokenPipeError:
         gone = [stream for stream in (sys.stdout, sys.stderr) if _is_reader_gone(stream)]
-        if not gone:  # the broken pipe is not a standard stream
+        if not gone:  # the broken pipe is another pipe, not a standard stream
             raise
         for stream in gone:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -60,7 +61,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _prepare_environment(options: argparse.Namespace) -> None:
-    """Apply a settings file, and check the environment of a command that starts services."""
+    """Apply the settings file, if one is given, and check the environment of a command that starts services."""
     from rollflow.flows.locations import run_home
     from rollflow.flows.services.variables import bypass_proxies, check_variables, create_home, give_home
 
@@ -74,7 +75,7 @@ def _prepare_environment(options: argparse.Namespace) -> None:
 
 
 def _apply_settings(options: argparse.Namespace) -> None:
-    """Set a settings file's variables, and those of its keys that no `--set` gives."""
+    """Set the variables of the settings file, and add its keys to the overrides unless `--set` gives the same key."""
     from rollflow.flows.commands.cli.settings import load_settings
 
     options.settings = load_settings(options.settings)
@@ -85,7 +86,9 @@ def _apply_settings(options: argparse.Namespace) -> None:
 
 
 def _open_streams() -> None:
-    """Open the null device for closed standard streams; otherwise the next opened file would take a stream's place."""
+    """Open the null device for each standard stream that is closed, because the next opened file would become that
+    stream.
+    """
     while (null := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
     os.close(null)
@@ -95,8 +98,8 @@ def _open_streams() -> None:
 
 
 def _escape_unprintable() -> None:
-    """Escape letters that the terminal's encoding lacks. The change affects only this process, because services write
-    to files.
+    """Make the standard streams escape characters that the terminal's encoding lacks. Only this process is affected,
+    because services write to files.
     """
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):
@@ -105,10 +108,10 @@ def _escape_unprintable() -> None:
 
 
 def _is_reader_gone(stream: TextIO) -> bool:
-    """Return whether nobody reads from the other end of the stream's pipe."""
+    """Return whether the process that reads the stream's pipe has ended."""
     try:
         polled = select.poll()
         polled.register(stream, 0)
-    except (OSError, ValueError):  # the stream is not a file, or is closed
+    except (OSError, ValueError):  # the stream has no file descriptor, or is closed
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))

@@ -1,12 +1,10 @@
-"""`python -m rollflow.flows.commands.cli`: the same as `rollflow`."""
+"""Makes `python -m rollflow.flows.commands.cli` the same command as `rollflow`."""
 
 import sys
 
 from rollflow.flows.commands.cli import main
 
 code = main()
-# If an interrupt arrived while a library executed a string of code (as dataclasses do), the interpreter keeps a
-# flag even after the interrupt was caught, and `python -m` would end by SIGINT whatever the exit code. Executing
-# another string clears the flag.
+# An interrupt during an earlier `exec` leaves a flag that would end this process by SIGINT; `exec` clears the flag.
 exec("")
 sys.exit(code)

@@ -1,4 +1,4 @@
-"""Decides which run a command is about."""
+"""Finds the run that a command's options name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollflow.tasks.run.context import RunContext
 
 
 def chosen_run(options: argparse.Namespace) -> RunContext:
-    """Return the run that the options name. Without a name, return the newest run, and print its id to standard error.
+    """Return the run that the user names; if none is named, return the newest run and print its id to standard error.
 
     Raises:
-        ConfigError: there is no such run, or no run at all.
+        ConfigError: the named run does not exist, or the store has no run.
     """
     context = find_run(options.run, options.store)
     if options.run is None:

@@ -1,4 +1,6 @@
-"""`rollflow --completion SHELL`: the script with which a shell completes commands, options and files."""
+"""Implements `rollflow --completion SHELL`: prints a script with which the shell completes commands, options and
+files.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script for bash, or for zsh with bash completion. The shell completes files if nothing else fits."""
+    """Return the completion script for bash or zsh; for zsh it uses zsh's support of bash completion. The shell
+    completes file names where no command or option fits.
+    """
     (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = {verb: _options(command) for verb, command in commands.items()} | {"--completion": "bash zsh"}
     cases = [f'    *:{verb}) words="{completed}" ;;' for verb, completed in words.items()]

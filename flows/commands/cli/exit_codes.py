@@ -1,6 +1,6 @@
-"""The exit codes of every command.
+"""Defines the exit codes of all commands.
 
-0: success. 1: the command ran and failed. 2: the user must change something. 130: Ctrl-C ended the command.
+The code is 0 after success, 1 if the command ran and failed, 2 if the user must change something, and 130 after Ctrl-C.
 """
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130

@@ -1,6 +1,4 @@
-"""Rules of the command line that argparse cannot express: earlier names, options that exclude or need others, and a
-version that stands where a run could.
-"""
+"""Checks rules of the command line that argparse cannot express, such as options that exclude or need each other."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ EARLIER: Mapping[str, str] = {
     "top": "status --watch",
     "up": "serve --background",
 }
-# for each command: an option, and those that it excludes
+# command -> option -> the options that it excludes
 EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "status": {"watch": ("all", "json"), "all": ("run",)},
     "audit": {"repair": ("deep", "anchor", "json")},
@@ -28,7 +26,7 @@ EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "serve": {"end": ("background", "prefect_port", "mlflow_port", "ray_port", "database")},
     "plan": {"gpus": ("from_run", "versions", "plot", "save_hardware", "store")},
 }
-# for each command: an option, and those that have no effect without it
+# command -> option -> the options that have no effect without it
 NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "audit": {"repair": ("yes",)},
     "doctor": {"cluster": ("set",)},
@@ -37,21 +35,23 @@ NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "from_run": ("save_hardware", "store"),
     },
 }
-SECOND = {"inspect": "what", "replay": "version"}  # arguments after RUN that may be the only one
+SECOND = {"inspect": "what", "replay": "version"}  # command -> the argument after RUN, which may be given without RUN
 
 
 def check_earlier_name(arguments: Sequence[str]) -> None:
-    """Reject the earlier name of a command, and give the new one."""
+    """Reject an old name of a command; the error gives the new name."""
     if arguments and (new := EARLIER.get(arguments[0])):
         raise ConfigError(f"`rollflow {arguments[0]}` is now `rollflow {new}`")
 
 
 def move_version(options: argparse.Namespace) -> None:
-    """Take a single number for a version or a trajectory of the newest run, because a number is no run id."""
+    """Treat a number in place of a run as a version or trajectory of the newest run, because a run id is never a
+    number.
+    """
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:
         return
-    from rollflow.tasks.runtime.names import is_number  # a late import, because it imports pydantic
+    from rollflow.tasks.runtime.names import is_number  # imported here because it imports pydantic
 
     if is_number(options.run):
         setattr(options, second, options.run)
@@ -59,7 +59,7 @@ def move_version(options: argparse.Namespace) -> None:
 
 
 def check_combination(options: argparse.Namespace) -> None:
-    """Reject an option that another option excludes, or that has no effect without another option."""
+    """Reject two options that exclude each other, and an option without the option that it needs."""
     for option, excluded in EXCLUDED.get(options.verb, {}).items():
         for other in excluded:
             if _is_given(options, option) and _is_given(options, other):

@@ -1,4 +1,4 @@
-"""Defines every command and its options, in groups. Each command is implemented in the module of the same name."""
+"""Defines all commands and their options, in groups. The module of a command has the command's name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ABOUT = "Asynchronous RL post-training of language models. A command of a run ta
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the words of a command line.
+    """Parse the arguments of a command line.
 
     Raises:
-        ConfigError: the command has another name now, or two options exclude each other.
-        SystemExit: argparse printed the help, or what is wrong.
+        ConfigError: the command was renamed, or two options exclude each other.
+        SystemExit: argparse has printed the help or an error.
     """
     check_earlier_name(arguments)
     options = build_parser().parse_args(arguments)
@@ -28,7 +28,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands."""
+    """Build the argument parser of all commands."""
     top = argparse.ArgumentParser(
         prog="rollflow",
         usage="rollflow COMMAND [OPTION...]",

@@ -1,4 +1,4 @@
-"""The parser of a command line whose help lists its commands in groups."""
+"""Provides an argument parser whose help lists the commands in groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HelpFormat(argparse.HelpFormatter):
-    """Wraps descriptions, but keeps indented lines as they are."""
+    """Wraps the lines of a description, except indented lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -17,19 +17,19 @@ class HelpFormat(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses a command's words. Options may stand between arguments: `inspect one --json 7`."""
+    """Parses the arguments of one command. Options may be given between arguments: `inspect one --json 7`."""
 
     _mixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._mixed:  # the call by `parse_known_intermixed_args`
+        if self._mixed:  # this call comes from `parse_known_intermixed_args`
             return super().parse_known_args(args, namespace)
         self._mixed = True
         return self.parse_known_intermixed_args(args, namespace)
 
 
 class Commands:
-    """The commands of a parser; `lines` lists them in groups, for the help."""
+    """The commands of a parser; `lines` has the help's list of commands, in groups."""
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
         self._parsers = top.add_subparsers(
@@ -38,11 +38,13 @@ class Commands:
         self.lines: list[str] = []
 
     def begin_group(self, title: str) -> None:
-        """List the next commands below this title."""
+        """Begin a group of commands with this title in the help."""
         self.lines += ["", title]
 
     def add(self, verb: str, summary: str, more: str, example: str) -> argparse.ArgumentParser:
-        """Add a command. The list of commands shows the summary; the command's own help shows all three texts."""
+        """Add a command. The help of `rollflow` shows `summary`; the command's own help shows `summary`, `more` and
+        `example`.
+        """
         self.lines.append(f"  {verb:<9} {summary}")
         parser: argparse.ArgumentParser = self._parsers.add_parser(
             verb,
@@ -55,7 +57,7 @@ class Commands:
 
 
 class PrintVersion(argparse.Action):
-    """Prints the version, which is looked up only on request."""
+    """Prints rollflow's version; it is looked up only now, because that takes time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -65,7 +67,7 @@ class PrintVersion(argparse.Action):
 
 
 class PrintCompletion(argparse.Action):
-    """Prints the completion script of a shell."""
+    """Prints the completion script for a shell."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, option: object = None) -> None:
         from rollflow.flows.commands.cli.completion import completion_script

@@ -1,4 +1,4 @@
-"""Reads the prices for `rollflow plan --cost`, and describes the costs of a plan in sentences."""
+"""Reads the prices for `rollflow plan --cost`, and describes the costs of a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_prices(path: Path) -> Prices:
 
 
 def describe_costs(planned: Plan, prices: Prices, config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """Say what the recommended plan, the synchronous mode and the run's storage cost."""
+    """Yield sentences about the costs of the recommended plan, of the synchronous mode and of the run's storage."""
 
     def cost(outcome: CandidateOutcome) -> Cost:
         return cost_of(outcome, prices, config, hardware)

@@ -1,8 +1,8 @@
-"""`rollflow plan --from-run`: fits hardware to a recorded run's latencies, and compares the prediction with the
-run.
+"""Implements `rollflow plan --from-run`: fits simulated hardware to the measured times of a recorded run, and compares
+the prediction with the run.
 
-The comparison reads the run's storage alone: batches (lengths, generation and reward seconds), versions (train seconds,
-waits) and updates (pauses).
+The measured times come from the run's storage: batches (lengths, generation and reward seconds), versions (train
+seconds, waits) and updates (pauses).
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.fit import RecordedVersion, fit_hardware
 
-FEWEST = 5  # smallest number of versions after the warm-up that a comparison needs
-SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")  # keys that the schedule depends on
+FEWEST = 5  # smallest number of versions after the warm-up with which a prediction is compared
+# config keys that affect the step time
+SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")
 
 
 def compare(
     config: RunConfig, context: RunContext, versions: int | None, outputs: Outputs, save: Path | None = None
 ) -> float:
-    """Simulate `config` on the hardware that fits run `context`; return (predicted step time / measured step time) - 1.
+    """Simulate `config` on hardware that is fitted to the run `context`; return the relative error of the predicted
+    step time.
 
     Raises:
-        ConfigError: the run is too short, or belongs to another recipe.
+        ConfigError: the run has too few versions.
     """
     console = Console(highlight=False)
     recorded = read_recorded(context)
@@ -64,12 +66,12 @@ def compare(
 
 
 def _list_differences(config: RunConfig, other: RunConfig) -> list[str]:
-    """List the keys that the schedule depends on and whose values differ."""
+    """Return the keys in `SCHEDULED` whose values differ between the two configs."""
     return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
 
 
 def read_recorded(context: RunContext) -> list[RecordedVersion]:
-    """Return the run's versions after its warm-up.
+    """Return the recorded times of the run's versions after its warm-up.
 
     Raises:
         ConfigError: the run has too few versions after its warm-up.

@@ -1,7 +1,7 @@
-"""`rollflow log --processes`: prints the log lines of a run's processes on this machine.
+"""Implements `rollflow log --processes`: prints the log lines of a run's processes on this machine.
 
-A command that trains a single run writes its own log file. `rollflow serve` writes one log for all runs; of that shared
-log, only the lines of this run are printed.
+`rollflow run` writes a log file for its run. `rollflow serve` writes one log file for all runs, of which only the lines
+of the given run are printed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LOOK_SECONDS = 0.5
 
 
 def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> None:
-    """Print the log lines of the run's processes, and with `follow` each new line until the run has ended.
+    """Print the log lines of the run's processes; with `follow`, also print new lines until the run has ended.
 
     Raises:
-        ConfigError: the run has no log lines on this machine.
+        ConfigError: this machine has no log line of the run.
     """
     context.created  # noqa: B018 - says which run is not there
     found = False
@@ -43,9 +43,7 @@ def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> No
 
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
-    """Return the log files that may have lines of the run, each with a test that selects the run's lines; a run may
-    have lines in both.
-    """
+    """Return the log files that may have lines of the run, each with a function that selects the run's lines."""
     logs = run_home() / "logs"
     wanted = {
         logs / context.key / "runner.log": lambda line: True,
@@ -55,7 +53,7 @@ def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
 
 
 def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
-    """Yield the run's lines, and with `follow` each new line until the run has ended."""
+    """Yield the log lines of the run; with `follow`, also yield new lines until the run has ended."""
     wanted = _log_files(context)
     with contextlib.ExitStack() as opened:
         logs = [_Log(opened.enter_context(file.open(errors="replace")), own) for file, own in wanted.items()]
@@ -76,14 +74,14 @@ def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
 
 
 class _Log:
-    """A log file that is still being written."""
+    """A log file to which a process still writes."""
 
     def __init__(self, file: TextIO, own: Callable[[str], bool]) -> None:
         self._file, self._own = file, own
         self._begun = ""
 
     def read_new(self, *, ended: bool) -> Sequence[str]:
-        """Return the run's whole lines since the last look; with `ended`, also an unfinished last line."""
+        """Return the run's complete lines since the last call; if `ended` is true, include an incomplete last line."""
         *lines, self._begun = (self._begun + self._file.read()).split("\n")
         last = [self._begun] if ended and self._begun else []
         return [line for line in lines + last if self._own(line)]

@@ -1,4 +1,5 @@
-"""A settings file: an installation's settings for every run, written by Terraform (`infra/terraform`) or by hand.
+"""Reads settings files, which have the settings of an installation for all runs; Terraform (`infra/terraform`) or a
+user writes the file.
 
     [variables]                                     # environment variables of a command
     PREFECT_API_URL = "http://127.0.0.1:4200/api"
@@ -6,11 +7,11 @@
     uri = "s3://bucket/store"
 
 Guarantees:
-- A file that loads names only variables that rollflow or one of its libraries reads, and only keys of a recipe.
-- A secret in the file is rejected, and its value is never shown. Variables for secrets count as secrets, and passwords
-  in addresses do, too.
-- `--settings FILE` sets the variables and then the keys. `--set` has priority over the file, and the file over the
-  recipe.
+- A settings file may set only variables that rollflow or one of its libraries reads, and only keys of a recipe.
+- A secret in a settings file is rejected, and its value is not shown. Variables for secrets, and passwords in
+  addresses, count as secrets.
+- `--settings FILE` sets the variables, and then the keys of the recipe. `--set` has priority over the settings file,
+  and the settings file over the recipe.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ VARIABLES = (
     *("PREFECT_API_URL", "PREFECT_PROFILE", "RAY_AUTH_MODE", "RAY_USE_TLS"),
     *("ROLLFLOW_HOME", "ROLLFLOW_LOG_FORMAT", "ROLLFLOW_STORE"),
 )
-# variables with secrets whose names do not indicate a secret
+# variables that contain secrets although their names do not show it
 SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The variables of a settings file, its keys in the form of `--set`, and the config of a recipe with those keys
-    alone.
+    """The content of a settings file: its variables, its keys as `--set` would give them (`overrides`), and the default
+    config with these keys.
     """
 
     variables: Mapping[str, str]
@@ -65,10 +66,10 @@ class Settings:
 
 
 def load_settings(path: Path) -> Settings:
-    """Read a settings file and check it. Relative paths in the file are relative to the file's folder.
+    """Read and check a settings file. Relative paths in a settings file are relative to the file's folder.
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: the file is invalid, or contains a secret.
     """
     tree = read_toml(path, "settings file")
     variables = tree.pop("variables", {})
@@ -96,7 +97,7 @@ def _check_variables(variables: object) -> None:
         raise ConfigError("variables is a value, not a section; write [variables] above the names")
     for name, value in variables.items():
         key = f"variables.{name}"
-        if name not in VARIABLES:  # the error names only the variable, because its value may be a secret
+        if name not in VARIABLES:  # the error does not show the value, which may be a secret
             if name in SECRETS or SECRET_NAME.search(name):
                 instead = f"name its file in {name}_PATH" if f"{name}_PATH" in FILES else "export it before the command"
                 raise ConfigError(f"{key} is a secret, which this file must not hold; remove it, and {instead}")
@@ -127,9 +128,7 @@ def _check_address(key: str, value: str) -> None:
 
 
 def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the tree's keys in the form of `--set`; a table that is no section (such as `labels`) counts as one
-    value.
-    """
+    """Yield the tree's keys as `key=value` for `--set`; a table such as `labels`, which is no section, is one value."""
     for name, value in tree.items():
         below = getattr(section, name)
         if isinstance(below, Section):
@@ -139,9 +138,7 @@ def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> I
 
 
 def _in_toml(value: object) -> str:
-    """Return a value on one line of TOML; strings and numbers have JSON's form, except for the character DEL in a
-    string.
-    """
+    """Return a value as one line of TOML; JSON and TOML write strings and numbers alike, except the character DEL."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_in_toml(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Writes TOML: a tree as a new document, or an existing document with changed values and all of its comments."""
+"""Writes TOML: a new document, or an existing document with changed values, in which comments are kept."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tomlkit.items import AoT, Comment, Item, Null, Table, Whitespace
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:
-    """Return the tree as a document; keys without a value (None) are left out."""
+    """Return the tree as a TOML document, without the keys whose value is None."""
     return tomlkit.dumps(_without_none(tree))
 
 
 def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
-    """Return the document `text` with the values of `tree`; comments and the layout of unchanged parts are kept.
+    """Return the TOML document `text` with the values of `tree`, and with the comments and layout of unchanged parts.
 
-    Keys that `tree` does not have, or has as None, are removed. If the layout cannot be kept, the document is written
-    from scratch without comments. Reading the result always gives `tree`.
+    Keys of the document that `tree` does not have, or has as None, are removed. If the layout cannot be kept, a new
+    document without comments is returned. The result, read as TOML, always equals `tree` (without None).
     """
     wanted = _without_none(tree)
     try:
@@ -32,7 +32,7 @@ def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
             table.trivia.indent = above + table.trivia.indent
         found = tomlkit.dumps(document)
         return found if tomllib.loads(found) == wanted else to_toml(wanted)
-    # tomlkit fails for values below a dotted key, or in a section that is split in two
+    # tomlkit cannot edit values below a dotted key, or in a section that is split in two
     except (TOMLKitError, LookupError, tomllib.TOMLDecodeError):
         return to_toml(wanted)
 
@@ -41,13 +41,13 @@ def _update_table(node: MutableMapping[str, Any], wanted: Mapping[str, Any]) -> 
     for key, value in wanted.items():
         if not (key in node and _edit(node[key], value)):
             node[key] = value
-    # Keys are deleted last, because a section that is split in two loses its heading with its last key.
+    # Keys are deleted last, because deleting the last key of a split section deletes its heading.
     for key in [key for key in node if key not in wanted]:
         del node[key]
 
 
 def _edit(found: Any, wanted: Any) -> bool:
-    """Edit `found` in place until it equals `wanted`; return whether that was possible."""
+    """Change the value `found` in place until it equals `wanted`; return whether this was possible."""
     if isinstance(found, MutableMapping) and isinstance(wanted, Mapping):
         _update_table(found, wanted)
         return True
@@ -57,8 +57,8 @@ def _edit(found: Any, wanted: Any) -> bool:
 
 
 def _detach_comments(document: Container) -> list[tuple[Table, str]]:
-    """Take out the comments above each heading: tomlkit assigns such comments to the section before, and adds new keys
-    after the comments.
+    """Remove the comments above each heading, and return them with the heading's table, because tomlkit assigns them to
+    the section above.
     """
     found: list[tuple[Table, str]] = []
     above: list[tuple[Container, int]] = []
@@ -72,7 +72,7 @@ def _detach_comments(document: Container) -> list[tuple[Table, str]]:
 
 
 def _iterate_items(body: Container) -> Iterator[tuple[Container, int, Item]]:
-    """Yield the items of the document, line by line; of tables, only those with a heading."""
+    """Yield the items of the document in the order of its lines; yield only those tables that have a heading."""
     for index, (key, item) in enumerate(list(body.body)):
         for part in item.body if isinstance(item, AoT) else [item]:
             shown = not (isinstance(part, Table) and (part.is_super_table() or (key is not None and key.is_dotted())))
