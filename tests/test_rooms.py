@@ -35,6 +35,8 @@ MAY: dict[str, set[str]] = {
     "tasks/prompts": {"tasks/runtime"},
     "tasks/scorers": {"tasks/runtime", "tasks/policies"},  # a worker reads responses as the policy writes them
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
+    "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
+    "tasks/sandboxes/box": set(),
     "tasks/engines": {"tasks/runtime", "tasks/policies"},
     # The contract, and above its own rooms the torch learner and `build_learner`.
     "tasks/learners": {

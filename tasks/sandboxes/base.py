@@ -1,0 +1,135 @@
+"""The contract of sandboxes: a sandbox runs code of the model where the code can do no harm.
+
+- A program in a sandbox reaches no network, no file of the host and no other process.
+- A sandbox has limits for memory, processes, open files, stored bytes and output. The limits also hold for root.
+- At the deadline of a program, the program and all its children are killed.
+- A new sandbox begins with an empty folder. Closing a sandbox ends everything that was started in it.
+- `ExecResult` separates what the program did from what the infrastructure did: if the sandbox itself fails, the error
+  is `SandboxFailed`, and nothing is known about the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from rollflow.storage.errors import RollflowError
+
+MAIN = "main.py"  # default name of a warm program's file, for its traceback
+NO_VARIABLES: Mapping[str, str] = {}
+
+
+class SandboxFailed(RollflowError):
+    """The sandbox itself failed, so nothing is known about the program: run the program again in a new sandbox."""
+
+
+class ProgramEnd(StrEnum):
+    """Why a program ended."""
+
+    EXITED = "exited"  # by itself, or by a signal that it sent to itself
+    TIMEOUT = "timeout"  # killed at its deadline
+    MEMORY = "memory"  # killed because its processes used too much memory
+    PROCESSES = "processes"  # killed because it started too many processes
+    OUTPUT = "output"  # killed because it wrote too much to stdout or stderr
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """What a program did in a sandbox.
+
+    `return_code` is negative for a program that was ended by a signal. `seconds` is the time from the start of the
+    program to its end.
+    """
+
+    end: ProgramEnd
+    return_code: int
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        """True if the program ended by itself with return code 0."""
+        return self.end is ProgramEnd.EXITED and self.return_code == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program to run in a sandbox.
+
+    A program is either `command`, which starts a new process, or Python source `code`, which runs in a copy of an
+    interpreter that has finished its imports. `channel` is the file descriptor of a socket that the program gets as
+    descriptor 3.
+    """
+
+    command: Sequence[str] = ()
+    code: str = ""
+    name: str = MAIN
+    arguments: Sequence[str] = ()
+    stdin: bytes = b""
+    env: Mapping[str, str] = field(default_factory=lambda: NO_VARIABLES)
+    cwd: str = "."
+    timeout: float = 10.0  # seconds
+    channel: int | None = None
+    keep_children: bool = False  # True: processes that the program started may live on after the program's end
+
+
+class Sandbox(Protocol):
+    """One sandbox, which runs one program at a time."""
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a program and wait for its end.
+
+        Raises:
+            SandboxFailed: the sandbox failed, or is closed.
+        """
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file; `path` is relative to the sandbox's folder. Missing folders are created.
+
+        Raises:
+            SandboxFailed: the sandbox failed, or is closed.
+            OSError: the file cannot be written there.
+        """
+
+    async def download(self, path: str) -> bytes:
+        """Read a file; `path` is relative to the sandbox's folder.
+
+        Raises:
+            SandboxFailed: the sandbox failed, or is closed.
+            OSError: the file cannot be read, is no regular file, or is larger than the sandbox's folder may be.
+        """
+
+    async def close(self) -> None:
+        """End everything in the sandbox and remove its files."""
+
+
+class Sandboxes(Protocol):
+    """Creates sandboxes of one kind."""
+
+    async def start(self) -> None:
+        """Start what all sandboxes share, and try one program.
+
+        Raises:
+            ConfigError: this machine cannot run this kind of sandbox; the message says why and what to change.
+        """
+
+    async def create(self) -> Sandbox:
+        """Create a sandbox with an empty folder.
+
+        Raises:
+            SandboxFailed: no sandbox could be created now.
+        """
+
+    async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
+        """Run a program in a sandbox of its own that holds `files`, and close that sandbox.
+
+        Raises:
+            SandboxFailed: the sandbox failed.
+            OSError: a file cannot be written at its path.
+        """
+
+    async def close(self) -> None:
+        """Close all sandboxes and end what they share."""

@@ -1,0 +1,197 @@
+"""Creates the sandboxes of a box, and runs no code of the model itself.
+
+    owner --"new", a socket--> this process --clone into new namespaces--> keeper <--requests by the socket-- owner
+                                                                             | fork, limits, filter of system calls
+                                                                             v
+                                                                           program
+
+The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
+process, mount and IPC namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
+of these namespaces: nobody in there can send it a signal, and the kernel kills every other process there when the
+keeper ends.
+
+A warm program runs in a fork of its keeper, which is a fork of this process, so its imports are done. No program sees
+what another program left, because keepers and this process run no code of the model. Random generators begin equally
+in each program, so a program that is run again does the same.
+
+The file runs as `python -I -S start.py LIMITS`; `LIMITS` names the descriptor of the owner's socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any, NoReturn
+
+ROOT = __file__.rpartition("/rollflow/")[0]
+sys.path.insert(0, ROOT)
+
+from rollflow.tasks.sandboxes.box.keeper import NODEV, NOEXEC, NOSUID, Keeper, Request, mount, variables_of  # noqa: E402
+from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, check, libc  # noqa: E402
+from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
+
+PR_SET_PDEATHSIG = 1
+NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, process, IPC
+USER = 1000  # user and group of a program, in its own user namespace
+
+
+class Parent:
+    """Creates the keepers of sandboxes, and kills a keeper at the owner's request."""
+
+    def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
+        self._owner, self._limits = owner, limits
+        self._keepers: dict[int, int] = {}  # process id -> number of the sandbox
+        self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(ended)
+
+    def serve(self) -> Request:
+        """Answer the owner's requests; return only in the process of a warm program, with the program's request."""
+        while True:
+            ready, _, _ = select.select([self._owner, self._ended], [], [])
+            if self._ended in ready:
+                os.read(self._ended, CHUNK)
+                self._collect()
+            if self._owner not in ready:
+                continue
+            data, fds, _, _ = socket.recv_fds(self._owner, CHUNK, 1)
+            if not data:
+                os._exit(0)
+            request = json.loads(data)
+            if request["do"] == "new":
+                program = self._create(request["number"], fds[0])
+                if program is not None:
+                    return program
+            else:
+                self._kill(request["number"])
+
+    def _create(self, number: int, fd: int) -> Request | None:
+        """Clone the keeper of a sandbox; return only in this process (None) and in that of a warm program."""
+        wait, go = os.pipe()
+        pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
+        if pid == 0:
+            os.close(go)
+            return self._become_keeper(wait, fd)
+        os.close(wait)
+        with contextlib.suppress(OSError):  # without the maps the keeper cannot mount, and says so
+            check(pid, "clone")
+            self._keepers[pid] = number
+            for name, text in (("setgroups", "deny"), ("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+                with open(f"/proc/{pid}/{name}", "w") as file:
+                    file.write(text if isinstance(text, str) else f"{USER} {text} 1")
+        os.close(go)
+        os.close(fd)
+        return None
+
+    def _become_keeper(self, wait: int, fd: int) -> Request:
+        owner = socket.socket(fileno=fd)
+        try:
+            os.read(wait, 1)  # until the parent has written this process's maps
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(wait)
+            os.close(self._ended)
+            self._owner.close()
+            return Keeper(owner, self._limits).serve()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                owner.sendall(pack({"broken": str(error)}))
+            os._exit(1)
+
+    def _kill(self, number: int) -> None:
+        for pid, one in self._keepers.items():
+            if one == number:
+                os.kill(pid, signal.SIGKILL)
+
+    def _collect(self) -> None:
+        """Collect ended keepers."""
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                self._keepers.pop(pid, None)
+
+
+def become_user(user: int) -> None:
+    """Give up root for this user."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def run_warm(request: Request) -> NoReturn:
+    """Run Python source as the main program of this process, and end the process."""
+    variables = variables_of(request)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [request["name"], *request["arguments"]]
+    sys.path[sys.path.index(ROOT)] = os.getcwd()
+    main = type(sys)("__main__")
+    main.__dict__.update(__file__=request["name"], __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 1
+    try:
+        try:
+            exec(compile(request["code"], request["name"], "exec", dont_inherit=True), main.__dict__)
+            code = 0
+        except SystemExit as error:
+            code = return_code(error)
+        except BaseException as error:  # noqa: BLE001 - as the interpreter itself does
+            shown = error.__traceback__.tb_next if error.__traceback__ else None
+            traceback.print_exception(type(error), error, shown)
+        code = finish(code)
+    finally:
+        os._exit(code & 255)
+
+
+def return_code(error: SystemExit) -> int:
+    """Return the code of a call of `sys.exit`, which may have printed a text instead."""
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def finish(code: int) -> int:
+    """End a program as the interpreter does: wait for its threads, call its exit functions, flush its output."""
+    import atexit
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = code or 120
+    return code
+
+
+def main() -> Request:
+    """Prepare this process and create sandboxes; return only in the process of a warm program."""
+    limits = json.loads(sys.argv[1])
+    owner = socket.socket(fileno=limits["descriptor"])
+    if limits["user"] is not None:
+        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")  # bwrap's hides parts, and then no keeper can mount
+        become_user(limits["user"])
+    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # a change of user takes it, and a keeper's maps need it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.umask(0o022)
+    for name in limits["imports"]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    owner.send(b"{}")
+    return Parent(owner, limits).serve()
+
+
+if __name__ == "__main__":
+    run_warm(main())

@@ -1,0 +1,37 @@
+"""Messages between an owner of sandboxes and the processes in a box: a JSON header, a body, descriptors."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+LENGTHS = struct.Struct("!II")  # bytes of the JSON header, and bytes of the body
+CHUNK = 65536
+
+
+def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
+    """Return a message as bytes."""
+    text = json.dumps(header).encode()
+    return LENGTHS.pack(len(text), len(body)) + text + body
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, list[int]]:
+    """Receive a message: its header, its body and its descriptors; end this process if the other side is gone."""
+    data, fds, _, _ = socket.recv_fds(connection, LENGTHS.size, 1)
+    data += read_exactly(connection, LENGTHS.size - len(data))
+    header, body = LENGTHS.unpack(data)
+    return json.loads(read_exactly(connection, header)), read_exactly(connection, body), list(fds)
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Read this many bytes; end this process if the other side is gone."""
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), 16 * CHUNK))
+        if not part:
+            os._exit(0)
+        data += part
+    return bytes(data)

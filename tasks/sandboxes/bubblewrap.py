@@ -1,0 +1,301 @@
+"""Sandboxes by Linux namespaces: a box that `bwrap` builds, and in it one set of namespaces for each sandbox.
+
+The box is one process tree for all sandboxes of this process. It has no network and sees only the system's libraries
+and a Python interpreter, read-only. The processes in the box (see `box.start`) create the sandboxes.
+
+As root, the box is built as root and then runs as user `NOBODY`. Otherwise, the box is built in a user namespace, which
+some machines do not allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox
+
+NOBODY = 65534
+BOX = Path(__file__).parent / "box"
+IN_BOX = "/box/rollflow/tasks/sandboxes/box"
+GRACE_SECONDS = 5.0  # time for a sandbox to report after its program's deadline
+CREATE_SECONDS = 30.0
+LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = (  # what a link points to, and where the link is
+    *(("/proc/self/fd", "/dev/fd"), ("/proc/self/fd/0", "/dev/stdin"), ("/proc/self/fd/1", "/dev/stdout")),
+    *(("/proc/self/fd/2", "/dev/stderr"), ("/work", "/dev/shm"), ("/work", "/tmp")),
+)
+LONGEST_ERROR = 500  # most characters of bwrap's own message
+LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_files", "output_bytes", "imports")
+
+
+class BubblewrapSandboxes:
+    """Creates sandboxes in one box. See the module's docstring."""
+
+    def __init__(self, config: BubblewrapSandbox) -> None:
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+        self._box: socket.socket | None = None
+        self._starting = asyncio.Lock()
+        self._numbers = 0
+        self._spares: deque[NamespaceSandbox] = deque()
+        self._filling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the box and run one program in it; see `Sandboxes.start`."""
+        try:
+            async with asyncio.timeout(self._config.start_seconds):
+                await self._start_box()
+                result = await self.run(Program(code="print(6 * 7)"))
+            if result.stdout != b"42\n":
+                raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
+        except TimeoutError:
+            await self.close()
+            reason = f"it was not ready after sandbox.start_seconds = {self._config.start_seconds:g}"
+            raise ConfigError(_refusal(reason)) from None
+        except SandboxFailed as error:
+            await self.close()
+            raise ConfigError(_refusal(str(error))) from None
+
+    async def create(self) -> NamespaceSandbox:
+        """Create a sandbox; a box that has died is started again first. See `Sandboxes.create`."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                await self._start_box()
+        assert self._box is not None
+        self._numbers += 1
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers))
+        try:
+            await _send_with(self._box, json.dumps({"do": "new", "number": self._numbers}).encode(), theirs.fileno())
+        finally:
+            theirs.close()
+        await sandbox.wait_ready(CREATE_SECONDS)
+        return sandbox
+
+    async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
+        """Run a program in a sandbox of its own; see `Sandboxes.run`."""
+        sandbox = self._spares.popleft() if self._spares else await self.create()
+        self._fill()
+        try:
+            for path, data in (files or {}).items():
+                await sandbox.upload(path, data)
+            return await sandbox.exec(program)
+        finally:
+            await sandbox.close()
+
+    async def close(self) -> None:
+        """End the box, which ends all its sandboxes."""
+        if self._filling:
+            self._filling.cancel()
+            await asyncio.gather(self._filling, return_exceptions=True)
+        while self._spares:
+            await self._spares.popleft().close()
+        await self._end_box()
+
+    async def _start_box(self) -> None:
+        await self._end_box()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        try:
+            command, fds = build_command(self._config, theirs.fileno()), (theirs.fileno(),)
+            self._process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=fds, stdin=none, stdout=none, stderr=pipe, env={}
+            )
+        finally:
+            theirs.close()
+        self._box = ours
+        if not await asyncio.get_running_loop().sock_recv(ours, CHUNK):
+            raise SandboxFailed(await self._read_error())
+
+    async def _end_box(self) -> None:
+        if self._box:
+            self._box.close()
+        if self._process:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._box = self._process = None
+
+    async def _read_error(self) -> str:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        text = " ".join((await self._process.stderr.read()).decode(errors="replace").split())
+        return text[-LONGEST_ERROR:] or "bwrap ended without a message"
+
+    def _number_killer(self, number: int) -> Callable[[], None]:
+        """Return a function that kills the keeper of sandbox `number`, whatever the keeper does."""
+
+        def kill() -> None:
+            if self._box:
+                with contextlib.suppress(OSError):
+                    self._box.send(json.dumps({"do": "kill", "number": number}).encode())
+
+        return kill
+
+    def _fill(self) -> None:
+        """Create spare sandboxes in the background."""
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.create_task(self._create_spares())
+
+    async def _create_spares(self) -> None:
+        with contextlib.suppress(SandboxFailed):  # `run` will get the same error if it lasts
+            while len(self._spares) < self._config.spares:
+                self._spares.append(await self.create())
+
+
+class NamespaceSandbox:
+    """One sandbox of a box; its keeper is the process at the other end of the socket."""
+
+    def __init__(self, keeper: socket.socket, kill: Callable[[], None]) -> None:
+        self._keeper, self._kill = keeper, kill
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait until the keeper has mounted the sandbox's folder."""
+        header, _ = await self._receive(seconds)
+        if "broken" in header:
+            await self.close()
+            raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a program; see `Sandbox.exec`."""
+        request = {
+            "do": "exec",
+            "command": list(program.command),
+            "code": program.code,
+            "name": program.name,
+            "arguments": list(program.arguments),
+            "env": dict(program.env),
+            "cwd": program.cwd,
+            "timeout": program.timeout,
+            "keep_children": program.keep_children,
+        }
+        found, output = await self._ask(request, program.stdin, program.timeout, program.channel)
+        stdout = found["stdout"]
+        return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file; see `Sandbox.upload`."""
+        await self._ask({"do": "upload", "path": path}, data)
+
+    async def download(self, path: str) -> bytes:
+        """Read a file; see `Sandbox.download`."""
+        return (await self._ask({"do": "download", "path": path}))[1]
+
+    async def close(self) -> None:
+        """End everything in the sandbox; see `Sandbox.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._kill()
+            self._keeper.close()
+
+    async def _ask(
+        self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: int | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request and wait for its answer; `seconds` is the deadline of the program."""
+        async with self._turn:
+            if self._is_closed:
+                raise SandboxFailed("the sandbox is closed")
+            try:
+                async with asyncio.timeout(seconds + GRACE_SECONDS):
+                    message = pack(dict(request), body)
+                    if channel is not None:
+                        await _send_with(self._keeper, message[:1], channel)
+                        message = message[1:]
+                    await asyncio.get_running_loop().sock_sendall(self._keeper, message)
+                header, data = await self._receive(seconds + GRACE_SECONDS)
+            except OSError as error:
+                await self.close()
+                raise SandboxFailed(f"the sandbox has ended: {error}") from None
+            except BaseException:
+                await self.close()  # an answer that comes later would be taken for the next one's
+                raise
+        if "errno" in header:
+            raise OSError(header["errno"], header["error"], request.get("path"))
+        return header, data
+
+    async def _receive(self, seconds: float) -> tuple[dict[str, Any], bytes]:
+        try:
+            async with asyncio.timeout(seconds):
+                header, body = LENGTHS.unpack(await self._read(LENGTHS.size))
+                return json.loads(await self._read(header)), await self._read(body)
+        except TimeoutError:
+            await self.close()
+            raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
+
+    async def _read(self, count: int) -> bytes:
+        data, loop = bytearray(), asyncio.get_running_loop()
+        while len(data) < count:
+            part = await loop.sock_recv(self._keeper, min(count - len(data), 16 * CHUNK))
+            if not part:
+                raise SandboxFailed("the sandbox has ended; its process was killed")
+            data += part
+        return bytes(data)
+
+
+def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
+    """Return the command that starts a box; the box's first process gets the owner's socket as `descriptor`.
+
+    Raises:
+        SandboxFailed: there is no bwrap on this machine.
+    """
+    if (bwrap := shutil.which("bwrap")) is None:
+        raise SandboxFailed("there is no program bwrap; install the package bubblewrap")
+    root = os.geteuid() == 0
+    limits = {name: getattr(config, name) for name in LIMITS}
+    limits |= {"user": NOBODY if root else None, "descriptor": descriptor}
+    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    options += ["--cap-add", "ALL"] if root else ["--unshare-user"]
+    options += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
+    for path in (*LIBRARIES, *FILES):
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            options += ["--ro-bind", path, path]
+    base = Path(sys.base_prefix).resolve()
+    inside = base if base.is_relative_to("/usr") else Path("/python")
+    if inside != base:
+        options += ["--ro-bind", str(base), str(inside)]
+    options += ["--perms", "0755", "--dir", "/dev"]
+    for name in DEVICES:
+        options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    for target, link in LINKS:
+        options += ["--symlink", target, link]
+    options += ["--proc", "/proc", "--dir", "/work", "--ro-bind", str(BOX), IN_BOX, "--remount-ro", "/"]
+    options += ["--setenv", "PATH", f"{inside}/bin:/usr/local/bin:/usr/bin:/bin", "--setenv", "PYTHONHASHSEED", "0"]
+    python = inside / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    start = [str(python), "-S", "-X", "utf8", "-P", f"{IN_BOX}/start.py", json.dumps(limits)]
+    return [bwrap, *options, *start]
+
+
+def _refusal(reason: str) -> str:
+    return f'sandbox.kind = "bubblewrap" cannot run on this machine: {reason}'
+
+
+async def _send_with(connection: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send data and a descriptor; wait while the socket is full."""
+    while True:
+        try:
+            socket.send_fds(connection, [data], [descriptor])
+            return
+        except BlockingIOError:
+            await asyncio.sleep(0.001)
+        except OSError as error:
+            raise SandboxFailed(f"the box has ended: {error}") from None
