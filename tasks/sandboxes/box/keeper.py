@@ -98,6 +98,7 @@ class Keeper:
                 os.dup2(fd, place)
                 os.set_inheritable(place, True)
             os.closerange(len(standard) + len(fds), os.sysconf("SC_OPEN_MAX"))
+            check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # so that the keeper can measure its memory
             set_limits(self._limits, request["timeout"])
             give_up_rights(self._filter)
             os.chdir(os.path.join(FOLDER, request["cwd"]))

@@ -57,11 +57,11 @@ class Parent:
     def serve(self) -> Request:
         """Answer the owner's requests; return only in the process of a warm program, with the program's request."""
         while True:
-            ready, _, _ = select.select([self._owner, self._ended], [], [])
+            ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
             if self._ended in ready:
                 os.read(self._ended, CHUNK)
                 self._collect()
-            if self._owner not in ready:
+            if self._owner.fileno() not in ready:
                 continue
             data, fds, _, _ = socket.recv_fds(self._owner, CHUNK, 1)
             if not data:
@@ -137,6 +137,8 @@ def run_warm(request: Request) -> NoReturn:
     main.__dict__.update(__file__=request["name"], __builtins__=__builtins__)
     sys.modules["__main__"] = main
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "random" in sys.modules:
+        sys.modules["random"].seed(0)  # Python draws a new seed in each fork
     code = 1
     try:
         try:

@@ -106,17 +106,17 @@ def find_excess(limits: dict[str, Any]) -> str:
     """Return "processes" or "memory" if the sandbox's processes exceed that limit, otherwise an empty text.
 
     Pages that several processes share are counted once, which takes longer to measure; this is done only if the sum
-    over all processes exceeds the limit.
+    over all processes exceeds the limit. A process may hide how it shares its pages; then all its pages count.
     """
-    pids = list_processes()
-    found = [_sum_fields(f"/proc/{pid}/status", (*ANONYMOUS, THREADS)) for pid in pids]
-    if sum(fields.get(THREADS, 0) for fields in found) > limits["processes"]:
+    found = {pid: _read_fields(f"/proc/{pid}/status", (*ANONYMOUS, THREADS)) for pid in list_processes()}
+    threads = [fields.pop(THREADS, 0) for fields in found.values()]
+    if sum(threads) > limits["processes"]:
         return "processes"
-    most = limits["memory_bytes"]
-    if 1024 * sum(sum(fields.values()) - fields.get(THREADS, 0) for fields in found) <= most:
+    most = limits["memory_bytes"] // 1024
+    if sum(sum(fields.values()) for fields in found.values()) <= most:
         return ""
-    exact = sum(sum(_sum_fields(f"/proc/{pid}/smaps_rollup", SHARED_OUT).values()) for pid in pids)
-    return "memory" if 1024 * exact > most else ""
+    exact = [_read_fields(f"/proc/{pid}/smaps_rollup", SHARED_OUT) or fields for pid, fields in found.items()]
+    return "memory" if sum(sum(fields.values()) for fields in exact) > most else ""
 
 
 def list_processes() -> list[int]:
@@ -124,8 +124,8 @@ def list_processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
-def _sum_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
-    """Read these fields of a file of /proc; a process that has ended has none."""
+def _read_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
+    """Read these fields of a file of /proc; sizes are in KiB, and a process that has ended has no fields."""
     fields = {}
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:

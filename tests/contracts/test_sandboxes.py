@@ -1,0 +1,240 @@
+"""The contract of sandboxes, on every kind that this machine can run."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.sandboxes import build_sandboxes
+from rollflow.tasks.sandboxes.base import Program, ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.config import MIB, BubblewrapSandbox
+
+SMALL = {"memory_bytes": 128 * MIB, "folder_bytes": 8 * MIB, "folder_files": 200, "output_bytes": 100_000}
+KINDS = {"bubblewrap": BubblewrapSandbox(**SMALL, processes=16, spares=1)}
+LONG = 60.0  # seconds; longer only for a hang
+
+
+@pytest.fixture(params=KINDS)
+async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
+    """Start sandboxes of one kind; skip a kind that this machine cannot run."""
+    created = build_sandboxes(KINDS[request.param])
+    try:
+        await created.start()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    yield created
+    await created.close()
+
+
+def warm(code: str, **more: object) -> Program:
+    """Return a warm Python program with a long deadline."""
+    return Program(code=code, **{"timeout": LONG, **more})  # type: ignore[arg-type]
+
+
+async def test_warm_program_returns_output_and_code(sandboxes: Sandboxes) -> None:
+    code = "import sys; print('out', sys.argv[1], sys.stdin.read()); print('err', file=sys.stderr); sys.exit(3)"
+    found = await sandboxes.run(warm(code, arguments=["one"], stdin=b"in"))
+    assert (found.end, found.return_code) == (ProgramEnd.EXITED, 3)
+    assert (found.stdout, found.stderr) == (b"out one in\n", b"err\n")
+
+
+async def test_command_gets_variables_folder_and_files(sandboxes: Sandboxes) -> None:
+    command = ["sh", "-c", "echo $WORD; pwd; cat ../data.txt"]
+    program = Program(command=command, env={"WORD": "hello"}, cwd="inner", timeout=LONG)
+    found = await sandboxes.run(program, {"data.txt": b"data", "inner/x": b""})
+    assert found.stdout == b"hello\n/work/inner\ndata"
+    assert found.succeeded
+
+
+async def test_error_shows_the_programs_own_lines(sandboxes: Sandboxes) -> None:
+    found = await sandboxes.run(warm("def f():\n    return 1 / 0\nf()", name="answer.py"))
+    assert found.return_code == 1
+    lines = found.stderr.decode().splitlines()
+    assert lines[1] == '  File "answer.py", line 3, in <module>'
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+async def test_exit_functions_and_threads_run_to_their_end(sandboxes: Sandboxes) -> None:
+    code = (
+        "import atexit, threading, time\natexit.register(print, 'exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')"
+    )
+    assert (await sandboxes.run(warm(code))).stdout == b"main\nthread\nexit\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("while True: pass", ProgramEnd.TIMEOUT),
+        ("import time; time.sleep(600)", ProgramEnd.TIMEOUT),
+        ("while True: print('x' * 10000)", ProgramEnd.OUTPUT),
+        (
+            "import mmap, os\nfor _ in range(2): os.fork()\nm = mmap.mmap(-1, 50 << 20)\nm.write(b'x' * (50 << 20))\n"
+            "while True: pass",
+            ProgramEnd.MEMORY,
+        ),
+        ("import os\nfor _ in range(2): os.fork()\nx = b'x' * (50 << 20)\nwhile True: pass", ProgramEnd.MEMORY),
+    ],
+    ids=["loop", "sleep", "output", "shared memory", "memory of several processes"],
+)
+async def test_program_over_a_limit_is_killed(sandboxes: Sandboxes, code: str, end: ProgramEnd) -> None:
+    limit = 1.0 if end is ProgramEnd.TIMEOUT else LONG
+    found = await sandboxes.run(Program(code=code, timeout=limit))
+    assert (found.end, found.return_code) == (end, -9)
+    assert len(found.stdout) <= SMALL["output_bytes"]
+
+
+async def test_one_process_cannot_take_more_memory(sandboxes: Sandboxes) -> None:
+    found = await sandboxes.run(warm("x = []\nwhile True: x.append(bytearray(1 << 20))"))
+    assert found.end is ProgramEnd.MEMORY or b"MemoryError" in found.stderr
+
+
+async def test_fork_bomb_stays_below_the_process_limit(sandboxes: Sandboxes) -> None:
+    code = (
+        "import os, time\ncount = 1\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(600)\n"
+        "        count += 1\nexcept OSError: print(count)"
+    )
+    found = await sandboxes.run(warm(code))
+    assert found.end is ProgramEnd.PROCESSES or int(found.stdout) <= 17
+
+
+async def test_folder_has_limits_for_bytes_and_files(sandboxes: Sandboxes) -> None:
+    many = (
+        "n = 0\ntry:\n    while True:\n        open(f'f{n}', 'w').close(); n += 1\nexcept OSError as e: print(e.errno)"
+    )
+    assert int((await sandboxes.run(warm(many))).stdout) == errno.ENOSPC
+    large = (
+        "n = 0\ntry:\n    while True:\n        open(f'f{n}', 'wb').write(bytes(1 << 20)); n += 1\n"
+        "except OSError as e: print(n)"
+    )
+    assert int((await sandboxes.run(warm(large))).stdout) <= 8
+
+
+async def test_program_reaches_no_host_file_or_network(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = (
+            f"import os, json\nprint(json.dumps([os.path.exists({str(tmp_path)!r}), os.path.exists({os.getcwd()!r}),\n"
+            "    sorted(os.listdir('/proc'))[:3], os.listdir('/work')]))\n"
+            f"import socket\ntry: socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 1)\n"
+            "except OSError: print('refused')"
+        )
+        first, second = (await sandboxes.run(warm(code))).stdout.splitlines()
+    seen = json.loads(first)
+    assert seen[:2] == [False, False]
+    assert seen[2][:2] == ["1", "2"]
+    assert seen[3] == []
+    assert second == b"refused"
+
+
+async def test_programs_leave_nothing_for_each_other(sandboxes: Sandboxes) -> None:
+    write = "import json, builtins\nbuiltins.left = 1\njson.left = 1\nopen('left', 'w').close()"
+    read = "import json, os, builtins\nprint(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir('.'))"
+    assert (await sandboxes.run(warm(write))).succeeded
+    assert (await sandboxes.run(warm(read))).stdout == b"False False []\n"
+
+
+async def test_child_that_leaves_its_session_is_killed(sandboxes: Sandboxes) -> None:
+    before = len(psutil.Process().children(recursive=True))
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n"
+        "    os._exit(0)\nprint('done')"
+    )
+    sandbox = await sandboxes.create()
+    assert (await sandbox.exec(warm(code))).stdout == b"done\n"
+    found = await sandbox.exec(warm("import os; print(sum(name.isdigit() for name in os.listdir('/proc')))"))
+    assert int(found.stdout) == 2
+    await sandbox.close()
+    for _ in range(300):
+        if len(psutil.Process().children(recursive=True)) <= before:
+            break
+        await asyncio.sleep(0.1)
+    assert len(psutil.Process().children(recursive=True)) <= before
+
+
+async def test_files_are_uploaded_kept_and_downloaded(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.create()
+    await sandbox.upload("in/data", bytes(range(256)) * 1000)
+    assert (await sandbox.exec(warm("open('out', 'wb').write(open('in/data', 'rb').read()[::-1])"))).succeeded
+    assert await sandbox.download("out") == (bytes(range(256)) * 1000)[::-1]
+    with pytest.raises(FileNotFoundError):
+        await sandbox.download("none")
+    await sandbox.exec(warm("import os; os.mkfifo('pipe'); os.symlink('/proc/1/environ', 'link')"))
+    for name in ("pipe", "link", "in"):
+        with pytest.raises(OSError, match=r"Invalid|Permission|directory"):
+            await sandbox.download(name)
+    await sandbox.close()
+
+
+async def test_children_live_on_if_asked(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.create()
+    start = Program(command=["sh", "-c", "sleep 600 & echo $!"], keep_children=True, timeout=LONG)
+    number = (await sandbox.exec(start)).stdout.strip().decode()
+    look = Program(command=["sh", "-c", f"test -d /proc/{number}"], keep_children=True, timeout=LONG)
+    assert (await sandbox.exec(look)).succeeded
+    assert (await sandbox.exec(Program(command=["true"], timeout=LONG))).succeeded
+    assert not (await sandbox.exec(look)).succeeded
+    await sandbox.close()
+
+
+async def test_program_talks_through_its_channel(sandboxes: Sandboxes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        code = "import socket\nwith socket.socket(fileno=3) as c: c.sendall(c.recv(100).upper())"
+        running = asyncio.create_task(sandboxes.run(warm(code, channel=theirs.fileno())))
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(ours, b"hello")
+        assert await asyncio.wait_for(loop.sock_recv(ours, 100), LONG) == b"HELLO"
+        assert (await running).succeeded
+
+
+async def test_closed_sandbox_fails_and_others_work(sandboxes: Sandboxes) -> None:
+    first, second = await sandboxes.create(), await sandboxes.create()
+    await first.close()
+    with pytest.raises(SandboxFailed):
+        await first.exec(warm("pass"))
+    assert (await second.exec(warm("pass"))).succeeded
+    await second.close()
+
+
+async def test_cancelled_program_is_killed(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.create()
+    running = asyncio.create_task(sandbox.exec(warm("import time; time.sleep(600)")))
+    await asyncio.sleep(0.3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(SandboxFailed):
+        await sandbox.exec(warm("pass"))
+
+
+async def test_dead_box_is_replaced(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.create()
+    for child in psutil.Process().children(recursive=True):
+        if "bwrap" in child.name():
+            child.kill()
+    with pytest.raises(SandboxFailed):
+        await sandbox.exec(warm("pass"))
+    for _ in range(300):
+        try:
+            assert (await sandboxes.run(warm("print(1)"))).stdout == b"1\n"
+            break
+        except SandboxFailed:
+            await asyncio.sleep(0.1)
+    else:
+        pytest.fail("the box was not replaced within 30 s")
+
+
+async def test_equal_programs_draw_equal_numbers(sandboxes: Sandboxes) -> None:
+    program = warm("import random; print(random.random(), hash('x'))")
+    assert (await sandboxes.run(program)).stdout == (await sandboxes.run(program)).stdout
