@@ -9,7 +9,9 @@ class RollflowError(Exception):
 
 
 class Conflict(RollflowError):
-    """An object of this name already exists, or a log entry cannot follow: read the state again, then retry or stop."""
+    """An object of this name already exists, or the log's rules refuse an entry: read the state again, then retry or
+    stop.
+    """
 
 
 class Missing(RollflowError):

@@ -1,7 +1,7 @@
 """Compares the rows of a batch file with the prompts that they answer, and with the config's limits.
 
-Each row contains the tokens of its prompt, followed by the response. The last letter of an array's name is its length:
-R is the number of rows, and T the number of tokens in all rows.
+Each row contains the tokens of its prompt, followed by the response. The suffix of an array's name stands for the
+array's length: `_R` for the number of rows, and `_T` for the number of tokens in all rows.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Expecting:
             self.limits = None
 
     def resume_config(self, run: ObjectStore, state: RunState) -> None:
-        """Use the config that was in force in `state`, in which an earlier audit ended."""
+        """Use the config that was in force when an earlier audit ended with the run in `state`."""
         n = state.configs[-1].entry
         try:
             self.take_config(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)

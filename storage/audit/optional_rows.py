@@ -1,7 +1,7 @@
 """Checks the optional columns of a batch: reward parts, outcome, turns, branch, routed experts, kept tokens.
 
-The last letter of an array's name is its length: R is the number of trajectories, T the number of tokens in all
-trajectories, S the number of sets of kept tokens, and K the number of tokens in all sets.
+The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_T` for the number of
+tokens in all trajectories, `_S` for the number of sets of kept tokens, and `_K` for the number of tokens in all sets.
 """
 
 from __future__ import annotations

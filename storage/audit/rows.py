@@ -1,7 +1,7 @@
 """Compares each trajectory of a batch file with the log entry that names the file.
 
-The last letter of an array's name is its length: R is the number of trajectories, N the number of groups, T the number
-of tokens in all trajectories, and C the number of tokens that the policy sampled.
+The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_N` for the number of
+groups, `_T` for the number of tokens in all trajectories, and `_C` for the number of tokens that the policy sampled.
 """
 
 from __future__ import annotations

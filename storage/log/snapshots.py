@@ -60,7 +60,7 @@ def from_bytes(data: bytes) -> RunState:
 def newest_snapshot(run: ObjectStore) -> RunState:
     """Return the state of the newest valid snapshot; without a valid snapshot, return the state of an empty log.
 
-    A snapshot is valid if the log still holds the snapshot's entry with the same hash.
+    A snapshot is valid if the log still contains the snapshot's entry with the same hash.
     """
     for path in sorted(run.list(SNAPSHOTS), reverse=True):
         if (name := NAME.fullmatch(path)) is None:

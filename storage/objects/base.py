@@ -154,7 +154,7 @@ class ObjectStore(ABC):
     def folders(self, prefix: str) -> Sequence[str]:
         """List the names of the folders directly below `prefix`, sorted.
 
-        This default implementation lists all objects.
+        The default implementation lists all objects below `prefix`.
         """
         depth = prefix.count("/") + 1
         parts = (path.split("/") for path in self.list(prefix))

@@ -302,7 +302,8 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _unless_done(file: int, target: Path) -> Iterator[None]:
-    """Ignore the error of a link or rename that has succeeded: afterwards `target` names the open file `file`.
+    """Ignore an error of a link or rename if it has succeeded nevertheless, so that `target` names the open file
+    `file`.
 
     A network file system repeats a request whose answer was lost, and then reports that the name exists.
     """
@@ -326,8 +327,8 @@ def _lies_at(file: int, target: Path) -> bool:
 
 
 def _name_conflict(target: Path) -> Conflict:
-    """Return a `Conflict` for an existing name; first sync the name, because its writer may have been killed too
-    early.
+    """Sync an existing name, which its writer may not have synced before it was killed; return a `Conflict` for the
+    name.
     """
     _sync_name(target)
     return Conflict(f"{target} exists")

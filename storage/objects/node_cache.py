@@ -161,7 +161,7 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
 
 
 def _lock_shared(folder: Path) -> int:
-    """Open `folder` with a shared lock; a process that removes a folder holds an exclusive lock only briefly."""
+    """Open `folder` with a shared lock; wait for a process that is removing the folder, which takes only moments."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor

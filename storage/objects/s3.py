@@ -6,8 +6,8 @@ failed write, the writer reads the token of the stored object. The writer's own 
 succeeded. Any other token means `Conflict` for `create`, even if the bytes are the same.
 
 An object's metadata also contains the sha256 of its bytes, and every read is checked against this hash. An object whose
-bytes do not match is read again, and is `Corrupt` if the bytes never match. `s3_requests` describes how requests are
-retried.
+bytes do not match is read again, and is `Corrupt` if the bytes never match. The module `s3_requests` describes how
+requests are retried.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ body arrived incomplete. Before each retry there is a random pause, whose upper 
 module retries (botocore and s3fs are configured to try once), so a request has one deadline and one retry count. A
 caller must ensure that a repeated request is idempotent, or recognise its own first attempt.
 
-An object larger than `PART_BYTES` is transferred in parts, several at a time. A large object is never held in memory as
-a whole.
+An object larger than `PART_BYTES` is transferred in parts, several at a time. This module holds only the parts in
+transfer in memory, never a whole large object.
 
 A connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
 (`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come from the standard AWS variables and files only.
@@ -144,7 +144,7 @@ class S3Connection:
         return f"object storage: no answer to {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
 
     async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request, and retry until it is answered; the answer's body is read in full into `Body`."""
+        """Send one request, and retry until it is answered; a streamed `Body` of the answer is read in full."""
         token = object()
         self._asked[token] = time.monotonic(), method
         try:

@@ -1,11 +1,11 @@
 """Stores the recoveries of a run: one object, `recoveries/<n>.json`, each time a dead process was restarted and made
 progress again.
 
-Restarts are decided by these records: when the code that restarts dead processes was itself restarted, it reads from
-the records how many restarts the run has already used up. The summary, `rollflow inspect`, the live status and MLflow
-only show the records. Any process may append a recovery under the next free number; if another process has created that
-number first, the append tries the number after it. A background thread stores recoveries (see `Notes`), so that no
-restart waits for storage. A damaged recovery is skipped.
+These records limit further restarts: a supervising process that was itself restarted reads from them how many restarts
+of each role were already used. The summary, `rollflow inspect`, the live status and MLflow only show the records. Any
+process may append a recovery under the next free number; if another process has created that number first, the append
+tries the number after it. A background thread stores recoveries (see `Notes`), so that no restart waits for storage. A
+damaged recovery is skipped.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ POLL_SECONDS = 0.02
 class Recovery:
     """The restart of a dead process, up to the moment when the new process had made progress.
 
-    By this record the keepers in `flows/keepalive` decide whether a dead role is restarted once more or the run fails:
+    By this record the code in `flows/keepalive` decides whether a dead role is restarted once more or the run fails.
     `RestartHistory` counts the restarts in all records since a user started the run, and `RestartBudget` adds them to
-    its own restarts. All other readers only show the record.
+    the restarts of the present process. All other readers only show the record.
 
     Times are seconds since the epoch, by the clock of the process that did the recovery.
     """

@@ -17,7 +17,8 @@ from rollflow.storage.objects.base import ObjectStore
 class Update:
     """The update of the engines to `version`, for which the engines paused `pause_seconds`.
 
-    No code of a run decides by this record. Only `rollflow plan` reads it, to fit its simulation to a recorded run.
+    No code of a run decides by this record. Only `rollflow plan` reads this record, to fit its simulation to a recorded
+    run.
 
     The engines resumed at `resumed_at` (seconds since the epoch, by the rollout stage's clock).
     """

@@ -23,8 +23,8 @@ SEEN: TypeAdapter[dict[str, dict[str, float]]] = TypeAdapter(dict[str, dict[str,
 
 
 class CpuCost(NamedTuple):
-    """The CPU seconds that one process has used so far. `process` is an id that no other process has on any machine at
-    any time.
+    """The CPU seconds that one process has used so far; they are only shown to users, and no code decides by them.
+    `process` is an id that no other process has on any machine at any time.
     """
 
     role: str
@@ -34,7 +34,7 @@ class CpuCost(NamedTuple):
 
 @dataclass
 class CpuUsage:
-    """The CPU seconds of each process of each role. No code decides by this record: it is only shown to users."""
+    """The CPU seconds of each process of each role. No code decides by this record, which is only shown to users."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 

@@ -141,7 +141,7 @@ def _read_kind(source: object) -> object:
 
 
 class RunConfig(Section):
-    """The config of a run: what one recipe sets."""
+    """The config of a run, which is the content of one recipe."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "name": "the run's id contains this name",

@@ -24,7 +24,7 @@ class Coalescer(Generic[Question, Answer]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, question: Question) -> Answer:
-        """Ask one question and return its answer; raise the error of the call that carried it."""
+        """Ask one question and return its answer; raise the error of the call that contained the question."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)

@@ -75,8 +75,8 @@ def leave_alive_to_owner() -> None:
 
 
 def be_named(*line: str) -> None:
-    """Set the name (at most 15 bytes) of this forked process, and its command line if the memory of the old one is
-    enough.
+    """Set the name (at most 15 bytes) of this forked process, and its command line if the new one is shorter than the
+    old one.
 
     The package setproctitle cannot be used, because it does nothing if the first environment variable was changed since
     the process started.
