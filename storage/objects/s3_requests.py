@@ -5,8 +5,8 @@ body arrived incomplete. Before each retry there is a random pause, whose upper 
 module retries (botocore and s3fs are configured to try once), so a request has one deadline and one retry count. A
 caller must ensure that a repeated request is idempotent, or recognise its own first attempt.
 
-An object larger than `PART_BYTES` is transferred in parts, several at a time. This module holds only the parts in
-transfer in memory, never a whole large object.
+An object larger than `PART_BYTES` is transferred in parts, several at a time. Only the parts in transfer are
+copied into memory by this module.
 
 A connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
 (`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come from the standard AWS variables and files only.
