@@ -1,4 +1,4 @@
-"""Question sources: see `base` for the contract of a source."""
+"""Question sources, which produce the questions of a run's prompts; `base` has their contract."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rollflow.tasks.prompts.held_out import HeldOut
 
 
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
-    """Build the question source of one `[[prompts]]` entry, with `count` questions kept for evaluation.
+    """Build the question source of one `[[prompts]]` entry, which holds out `count` questions for evaluation.
 
-    The source adds its held-out questions to `held`, and never asks a question that is in `held`.
+    The source adds its held-out questions to `held`, and never uses a question in `held` for training.
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: the entry is unusable; the message says what the user must change.
     """
     match config:
         case ReasoningGymPrompts():

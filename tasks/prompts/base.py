@@ -1,4 +1,4 @@
-"""The contract of question sources, and the interface that turns a question into tokens."""
+"""The contract of question sources, and the interface of the function that converts a question to tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Protocol
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.keys import normalise_text
 
-Reader = Callable[[JsonlPrompts], bytes]  # returns the content of a source's file
+Reader = Callable[[JsonlPrompts], bytes]  # returns the content of a source's prompt file
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt before it is tokenized: its text, the right answer, and the reference for the verifier (as JSON).
+    """A question before it is tokenized, with the right answer and the JSON reference for the verifier.
 
-    Two questions with the same `key` are the same question in two forms. A question without a key has its normalised
-    text as its key.
+    Two questions with the same `key` count as the same question, even if their texts differ. A question without a `key`
+    has its normalised text as its key.
     """
 
     text: str
@@ -27,28 +27,28 @@ class Question:
 
     @property
     def canonical_key(self) -> str:
-        """The question's key; the normalised text of a question without a key."""
+        """The question's `key` or, if it has none, its normalised text."""
         return self.key or normalise_text(self.text)
 
 
 class QuestionSource(Protocol):
-    """The questions of one `[[prompts]]` entry: a pure function of the entry and the run's seed, on any machine.
+    """The questions of one `[[prompts]]` entry, which depend only on the entry and the run's seed.
 
-    A caller may ask for any position at any time and in any order. No training question and no demonstration has the
-    key of a held-out question.
+    A caller may request any position at any time and in any order. No training question and no demonstration has the
+    same key as a held-out question.
     """
 
     def training(self, position: int) -> Question:
         """Return the training question at `position`."""
 
     def demonstration(self, position: int) -> Question:
-        """Return a question for supervised cold start, from a different stream than the training questions."""
+        """Return the question at `position` in the stream of demonstrations for supervised cold start."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Return the first `count` held-out questions for evaluation, or fewer; the keys are distinct."""
+        """Return the first `count` held-out questions, or fewer if there are no more; their keys are distinct."""
 
 
 class Encoder(Protocol):
-    """Turns a question's text into prompt tokens, with or without the chat template."""
+    """Converts a question's text to prompt tokens, with or without the chat template."""
 
     def __call__(self, text: str, chat: bool, system: str | None) -> Sequence[int]: ...

@@ -1,4 +1,4 @@
-"""Sums of several numbers, demonstrated column by column from the right, with the answer in a tag.
+"""A source of sums of several numbers, whose demonstrations add the numbers column by column.
 
     Add 347 + 58 + 906.
     ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
@@ -19,11 +19,11 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
-TRIES = 64  # questions drawn for one position; if all of them are held out, the run fails
+TRIES = 64  # number of questions to draw for a position before the run fails because all are held out
 
 
 class ColumnSumsSource:
-    """A `QuestionSource` of sums; the seed, the stream and the position determine a question."""
+    """A `QuestionSource` of sums; a question depends only on the seed, the stream and the position."""
 
     def __init__(self, config: ColumnSumsPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -37,15 +37,15 @@ class ColumnSumsSource:
             excluded.add(asked)
 
     def training(self, position: int) -> Question:
-        """Return a training question, as `QuestionSource` says."""
+        """Return the training question at `position`."""
         return self._find_allowed("training", position)
 
     def demonstration(self, position: int) -> Question:
-        """Return a demonstration, as `QuestionSource` says."""
+        """Return the question to demonstrate at `position`."""
         return self._find_allowed("demonstration", position)
 
     def held_out(self, count: int) -> list[Question]:
-        """Return held-out questions, as `QuestionSource` says."""
+        """Return the first `count` held-out questions."""
         return list(self._held.values())[:count]
 
     def _create_generator(self, stream: str, position: int) -> random.Random:
@@ -71,7 +71,7 @@ class ColumnSumsSource:
 def build_question(terms: list[int]) -> Question:
     """Build the question for the sum of `terms`.
 
-    The question's answer is the worked solution; the verifier gets only the sum.
+    The answer of the question is the worked solution, whereas the verifier gets only the sum.
     """
     asked = f"Add {' + '.join(map(str, terms))}."
     key = f"add {' '.join(map(str, sorted(terms)))}"
@@ -79,7 +79,10 @@ def build_question(terms: list[int]) -> Question:
 
 
 def write_steps(terms: list[int]) -> str:
-    """Write the worked solution: column by column, then the answer. A term may have at most len(PLACES) digits."""
+    """Write the worked solution of a sum: the steps of each column, then the answer.
+
+    A term may have at most as many digits as `PLACES` has elements.
+    """
     columns, carried = [], 0
     for place in range(len(str(max(terms)))):
         digits = [int(str(term)[-1 - place]) for term in terms if len(str(term)) > place]

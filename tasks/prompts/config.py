@@ -1,4 +1,4 @@
-"""The `[[prompts]]` sections: one class for each kind of question source."""
+"""The `[[prompts]]` sections of a recipe, with one class for each kind of question source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PromptBase(Section):
 
 
 class ReasoningGymPrompts(PromptBase):
-    """Procedural prompts of one reasoning-gym family."""
+    """Procedurally generated prompts of one reasoning-gym family."""
 
     kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="questions that reasoning-gym generates")
     family: str = Field("chain_sum", description="name of the reasoning-gym data set that generates the questions")
@@ -42,7 +42,7 @@ class ReasoningGymPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in statistics."""
+        """Name of this source in statistics."""
         return self.family
 
 
@@ -63,7 +63,7 @@ class JsonlPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in statistics."""
+        """Name of this source in statistics."""
         return Path(self.path).stem
 
 
@@ -92,7 +92,7 @@ class ColumnSumsPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in statistics."""
+        """Name of this source in statistics."""
         return self.kind
 
 
@@ -109,7 +109,7 @@ class SortingPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in statistics."""
+        """Name of this source in statistics."""
         return self.kind
 
 
@@ -123,7 +123,7 @@ class ImportPrompts(Imported, PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of its prompts in statistics."""
+        """Name of this source in statistics."""
         return self.name or self.path.partition(":")[2]
 
 

@@ -1,7 +1,7 @@
-"""The held-out questions of a run.
+"""The held-out questions of a run, which are never trained on.
 
-No source of a run trains on or demonstrates a question that any source of the run holds out. Both the keys and the
-normalised texts of questions are compared.
+A question that any source of a run holds out is neither trained on nor demonstrated by any source of the run. Two
+questions count as the same question if their keys or their normalised texts are equal.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalise_text
 
-Split = Literal["text", "key"]  # the attribute that is compared; "text" in older runs, when questions had no keys
+Split = Literal["text", "key"]  # what is compared; "text" in older runs without keys
 
 
 class HeldOut:
     """A set of held-out questions, shared by all sources of a run.
 
-    With the split "text" each source has a set of its own, and the exact texts are compared.
+    With the split "text", each source has its own set, and only the exact texts of questions are compared.
     """
 
     def __init__(self, split: Split = "key") -> None:
@@ -25,7 +25,7 @@ class HeldOut:
         self._keys: set[str] = set()
 
     def identity(self, question: Question) -> str:
-        """Return the attribute that must be distinct among the held-out questions of a source."""
+        """Return the text or key that must be distinct among the held-out questions of a source."""
         return question.text if self.split == "text" else question.canonical_key
 
     def add(self, question: Question) -> None:

@@ -1,7 +1,4 @@
-"""User-defined prompts: a class derived from `QuestionSource`, created with `seed`, `held_out` and its options.
-
-rollflow's own sources keep the contract by construction. For a user-defined source, this module checks every question.
-"""
+"""Imports a user-defined question source, and checks each of its questions against the contract."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
-TRIES = 64  # most positions tried in place of a position whose question is held out
-STEP = 1_000_003  # distance between two positions that are tried
+TRIES = 64  # number of positions to try before the run fails because all their questions are held out
+STEP = 1_000_003  # distance between two tried positions
 
 
 class ImportedSource:
-    """Wraps the `QuestionSource` that `prompts.path` names."""
+    """Wraps the user-defined `QuestionSource` that `prompts.path` names."""
 
     def __init__(self, config: ImportPrompts, seed: int, count: int, excluded: HeldOut) -> None:
-        """Create the source; raise `ConfigError` if there is no such class or the class takes other options."""
+        """Create the source; raise `ConfigError` if the class does not exist or does not take the recipe's options."""
         self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
         self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)
@@ -34,15 +31,15 @@ class ImportedSource:
             excluded.add(question)
 
     def training(self, position: int) -> Question:
-        """Return a training question, as `QuestionSource` says."""
+        """Return the training question at `position`."""
         return self._find_allowed("training", self._own.training, position)
 
     def demonstration(self, position: int) -> Question:
-        """Return a demonstration, as `QuestionSource` says."""
+        """Return the question to demonstrate at `position`."""
         return self._find_allowed("demonstration", self._own.demonstration, position)
 
     def held_out(self, count: int) -> list[Question]:
-        """Return held-out questions, as `QuestionSource` says."""
+        """Return the first `count` held-out questions."""
         found = build_part(KEY, self._config, lambda: list(itertools.islice(self._own.held_out(count), count)))
         for question in found:
             self._check(f"held_out({count})", question)
@@ -51,7 +48,7 @@ class ImportedSource:
         return found
 
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:
-        """Return the question at `position`, or at a later position if a form of that question is held out."""
+        """Return the question at `position`, or at a later position if the question at `position` is held out."""
         for place in range(position, position + TRIES * STEP, STEP):
             call, question = f"{stream}({place})", build_part(KEY, self._config, partial(ask, place))
             self._check(call, question)
@@ -81,5 +78,5 @@ class ImportedSource:
 
 
 def _is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded in UTF-8; half of a surrogate pair cannot."""
+    """Return whether a text can be encoded in UTF-8, which lone surrogates cannot."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -1,8 +1,9 @@
-"""User-defined prompts in a file: one JSON object per line, with `question` and `answer`.
+"""A source of user-defined prompts in a file with one JSON object per line, which has `question` and `answer`.
 
-The verifier gets the whole object, with any further keys, as its reference.
+The verifier gets the line's whole JSON object, including any further keys, as its reference.
 
-The file is UTF-8, with or without a byte order mark. Lines end in LF or CRLF, and blank lines do not count.
+A prompt file is encoded in UTF-8, with or without a byte order mark. Lines of a prompt file end in LF or CRLF, and
+blank lines are ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def read_file(config: JsonlPrompts) -> bytes:
     """Read the file's current bytes."""
     try:
         return Path(config.path).expanduser().read_bytes()
-    except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or a home that does not exist
+    except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or an unknown home directory
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {why}; name a file") from None
 
 
 class JsonlSource:
-    """A `QuestionSource` over a file. Each pass visits every training line once, in a new random order."""
+    """A `QuestionSource` that reads a file. Each pass over the file visits every training line once, in random order."""
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -42,7 +43,7 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines to train on: the lines that no source of the run holds out."""
+        """The lines to train on, without questions that any source of the run holds out."""
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"
@@ -50,15 +51,15 @@ class JsonlSource:
         return lines
 
     def training(self, position: int) -> Question:
-        """Return a training question, as `QuestionSource` says."""
+        """Return the training question at `position`."""
         return self._at(position, "training")
 
     def demonstration(self, position: int) -> Question:
-        """Return a demonstration, as `QuestionSource` says."""
+        """Return the question to demonstrate at `position`."""
         return self._at(position, "demonstration")
 
     def held_out(self, count: int) -> list[Question]:
-        """Return held-out questions, as `QuestionSource` says."""
+        """Return the first `count` held-out questions."""
         return list(self._held.values())[:count]
 
     def _at(self, position: int, stream: str) -> Question:
@@ -67,22 +68,22 @@ class JsonlSource:
 
 
 def read_questions(config: JsonlPrompts, content: bytes) -> list[Question]:
-    """Return the question of every line, in the file's order; `ConfigError` names the first line without a question.
+    """Return the question of every line in order; raise `ConfigError` for the first line without a question.
 
-    The rows of a new run are checked strictly before (`rows.py`). `read_questions` reads rows as recorded runs always
-    read them.
+    For a new run, `rows.py` has checked the lines more strictly before. `read_questions` must not change how it reads
+    lines, because recorded runs are read again.
     """
     return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]
 
 
 def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]]:
-    """Return the lines that are not blank, with their numbers from 1; raise `ConfigError` if all lines are blank."""
+    """Return the non-blank lines with their numbers, counted from 1; raise `ConfigError` if all lines are blank."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         cure = "save the file as UTF-8"
         raise ConfigError(f"prompts.path = {config.path!r}: byte {error.start} is not UTF-8; {cure}") from None
-    # `splitlines` would also split at other line separators, which a JSON string may contain.
+    # `splitlines` would also split at Unicode line separators, which a JSON string may contain.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name a file with at least one line")
@@ -90,7 +91,7 @@ def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]
 
 
 def judged_part(config: JsonlPrompts, answer: str) -> str:
-    """Return the part of a line's answer that is scored; raise `ValueError` if the answer lacks that part."""
+    """Return the part of an answer that is compared; raise `ValueError` if `answer_after` is not in the answer."""
     mark = config.answer_after
     if mark and mark not in answer:
         raise ValueError(f"its answer does not hold prompts.answer_after = {mark!r}; write it there, or drop that key")
@@ -101,7 +102,7 @@ def _read_question(config: JsonlPrompts, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
         question, answer = str(row["question"]), str(row["answer"])
-        (question + answer).encode()  # raises for half of a surrogate pair, which JSON allows
+        (question + answer).encode()  # raises an error for lone surrogates, which JSON allows
         if question.strip() and row["question"] is not None and row["answer"] is not None:
             row = row if config.answer_after is None else {**row, "answer": judged_part(config, answer)}
             return Question(question, judged_part(config, answer), {"family": None, **row})
@@ -112,7 +113,7 @@ def _read_question(config: JsonlPrompts, number: int, line: str) -> Question:
 
 @lru_cache(maxsize=8)
 def _shuffle_lines(seed: str, count: int) -> list[int]:
-    """Return the order of one pass over `count` lines."""
+    """Return a random order of `count` lines that depends only on `seed`."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order

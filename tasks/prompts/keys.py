@@ -1,7 +1,7 @@
-"""Canonical keys: two questions with the same key are the same question.
+"""Canonical keys of questions; two questions with the same key count as the same question.
 
-All orders of a sum's numbers have the same key, and all spellings of a question have the same key. A source sets the
-key of a question (`Question.key`); the normalised text is the key of a question without one.
+For example, the key of a sum does not depend on the order of its numbers, and no key depends on upper and lower case. A
+source sets a question's key (`Question.key`), or leaves it empty to use the normalised text as the key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def normalise_text(text: str) -> str:
-    """Return `text` in NFKC and lower case, with single spaces and without punctuation at its ends.
+    """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at its ends.
 
     A text that consists only of punctuation keeps the punctuation.
     """
@@ -27,7 +27,7 @@ def normalise_text(text: str) -> str:
 
 
 def _is_outer(letter: str) -> bool:
-    """Return True for blanks, stops and quotation marks, but False for brackets and dashes (a dash may be a sign)."""
+    """Return True for blanks, stops and quotation marks, and False for letters, digits, brackets and dashes."""
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
@@ -37,10 +37,10 @@ def split_words(text: str) -> list[str]:
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """Return a key of text and answer that ignores the order of words, numbers and signs within each line.
+    """Return a key of a text and its answer that ignores the order of words, numbers and signs within each line.
 
     `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their answers
-    differ. The order of lines counts, because lines may be the rows of a grid, and many grids have equal cells.
+    differ. The key depends on the order of lines, because lines may be the rows of a grid.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise_text(answer)])

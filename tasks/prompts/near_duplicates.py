@@ -1,10 +1,10 @@
-"""Counts the held-out questions that have a near duplicate in training, by their n-gram overlap, within a time limit.
+"""Counts the held-out questions that have a near duplicate among the training questions.
 
 Keys find equal questions. A question that differs in one word is a different question, but may still reveal the answer.
 The overlap of two questions is the share of the held-out question's `N`-word sequences (n-grams) that also occur in the
-training question. Two questions with an overlap of `NEAR` or more are near duplicates. N-grams that more than a tenth
-of the held-out questions share belong to a template and do not count. A question with fewer than `N` words counts as
-one n-gram.
+training question. Two questions with an overlap of `NEAR` or more are near duplicates. N-grams that occur in more than
+a tenth of the held-out questions belong to a template and are ignored. A question with fewer than `N` words has a
+single n-gram of all its words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gram = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """The result: `found` of `held_out` held-out questions have a near duplicate in `looked_at` training questions."""
+    """The number of held-out questions with a near duplicate, and the numbers of compared questions."""
 
     found: int
     held_out: int
@@ -45,7 +45,7 @@ class NearDuplicates:
 
 
 def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS) -> NearDuplicates:
-    """Compare the held-out questions with the first `trained` training questions, for at most `seconds` seconds."""
+    """Compare the held-out questions with the first `trained` training questions, as many as `seconds` allow."""
     held = prompts.held_out_questions()
     index, sizes = _index(held)
     near: set[int] = set()
@@ -60,7 +60,7 @@ def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS)
 
 
 def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
-    """Map each n-gram outside templates to the questions with it; also return each question's number of n-grams."""
+    """Map each n-gram that is not part of a template to its questions; also count each question's n-grams."""
     index: dict[Gram, list[int]] = defaultdict(list)
     for which, question in enumerate(held):
         for gram in _list_grams(question):

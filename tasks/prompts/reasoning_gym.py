@@ -1,10 +1,9 @@
-"""Procedural prompts of one reasoning-gym family.
+"""A source of questions that one family of reasoning-gym generates. Reasoning-gym generates item i of a data set from
+the data set's seed plus i. The training, demonstration and evaluation streams of a run have seeds that are far apart,
+so they never overlap. Each position has `STRIDE` items, of which the first one that is not held out is used.
 
-reasoning-gym generates item i from the seed `dataset seed + i`. The three streams of a run are far apart in that
-sequence of items. If a training item is held out, the next item of the position's `STRIDE` items replaces it.
-
-The key of an item consists of the item's answer and the words of its expression, in any order. An item without an
-expression has the words of its question in the key.
+The key of an item consists of its answer and the sorted words of its expression. The key of an item without an
+expression consists of its answer and the sorted words of its question.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.keys import unordered_key
 
-STREAM = 10_000_000_000  # most items of one stream
-STRIDE = 64  # items tried for one position; if all of them are held out, the run fails
+STREAM = 10_000_000_000  # largest number of items in a stream
+STRIDE = 64  # number of items to try for a position before the run fails because all are held out
 SIZE = 2**31 - 1
 
 
 class ReasoningGymSource:
-    """A `QuestionSource` over one reasoning-gym family."""
+    """A `QuestionSource` of the questions that one reasoning-gym family generates."""
 
     def __init__(self, config: ReasoningGymPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._family, self._excluded = config.family, excluded
@@ -37,15 +36,15 @@ class ReasoningGymSource:
             excluded.add(question)
 
     def training(self, position: int) -> Question:
-        """Return a training question, as `QuestionSource` says."""
+        """Return the training question at `position`."""
         return self._find_allowed(self._training, position)
 
     def demonstration(self, position: int) -> Question:
-        """Return a demonstration, as `QuestionSource` says."""
+        """Return the question to demonstrate at `position`."""
         return self._find_allowed(self._demonstrations, position)
 
     def held_out(self, count: int) -> list[Question]:
-        """Return held-out questions, as `QuestionSource` says."""
+        """Return the first `count` held-out questions."""
         return self._held[:count]
 
     def _open(self, config: ReasoningGymPrompts, seed: int) -> Any:
@@ -88,9 +87,9 @@ class ReasoningGymSource:
 
 
 def _build_key(entry: dict[str, Any]) -> str:
-    """Return a key that is the same for all orders of an item's words, or of a sum's numbers in any sentence.
+    """Return an item's key, which depends neither on the order of its words nor on the sentence around its expression.
 
-    Some families store the solution under `expression`, so an expression counts only if the question contains it.
+    An `expression` that the question does not contain is ignored, because some families store the solution there.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

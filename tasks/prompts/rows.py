@@ -1,8 +1,8 @@
-"""The rows of a prompt file: parsed strictly before a run begins, before any row becomes a question.
+"""Parses and checks the rows of a prompt file before a run begins.
 
-Each row is a JSON object. A row's `question` is text, and its `answer` is text or an integer, which is converted to its
-digits. No other value is converted to text: a list, a number with a fraction, `true` or `null` is rejected. An error
-names the line of the first wrong row and counts the rows with the same fault.
+Each row is a JSON object. A row's `question` must be text, and its `answer` text or an integer, which is converted to
+text. A list, a number with a fraction, `true` or `null` is rejected as a question or an answer. An error names the line
+of the first invalid row and counts the rows with the same fault.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import JsonlPrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
 
-DEEPEST = 100  # most levels of nesting; a deeper value could not be sent to another process
-LONGEST_SHOWN = 40  # most characters of a value that an error message shows
+DEEPEST = 100  # deepest nesting of a row that can be sent to another process
+LONGEST_SHOWN = 40  # number of characters of a value that an error message shows
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One row of a prompt file: its line number, its question, and the reference for the verifier."""
+    """One row of a prompt file, with its line number, its question and the verifier's reference."""
 
     line: int
     question: str
@@ -33,10 +33,10 @@ class PromptRow:
 
 
 def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[PromptRow]:
-    """Parse every row of a file; `fault` returns what is wrong with a row's reference, or None.
+    """Parse every row of a prompt file; `fault` returns what is wrong with a row's reference, or None.
 
     Raises:
-        ConfigError: a row is wrong; the error names the first wrong row.
+        ConfigError: a row is invalid; the message names the line of the first invalid row.
     """
     rows, faults = list[PromptRow](), list[tuple[int, str]]()
     for number, line in numbered_lines(config, content):
@@ -51,7 +51,7 @@ def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda refere
 
 
 def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigError:
-    """Build the error that names the first of several wrong lines and counts the other wrong lines."""
+    """Build the error that names the first invalid line and counts the other invalid lines."""
     first, what = faults[0]
     kinds = Counter(_kind(fault) for _, fault in faults)
     alike = kinds[_kind(what)]
@@ -61,7 +61,7 @@ def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigE
 
 
 def shorten_value(value: object) -> str:
-    """Shorten a value of the file for an error message."""
+    """Shorten a value from a prompt file for an error message."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
@@ -71,12 +71,12 @@ def _in_brackets(counts: list[str]) -> str:
 
 
 def _kind(fault: str) -> str:
-    """Return a fault without the value in brackets, so that faults of one kind can be counted together."""
+    """Return a fault's text without the value in brackets, so that equal faults can be counted together."""
     return fault.partition(" (")[0]
 
 
 def _read_row(config: JsonlPrompts, number: int, line: str) -> PromptRow | str:
-    """Parse a row; if the row is wrong, return a sentence that says why."""
+    """Parse a row; if the row is invalid, return a sentence that says why."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()
@@ -112,7 +112,7 @@ def _find_answer_fault(row: Mapping[str, Any]) -> str | None:
 
 
 def _find_text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
-    """Return what is wrong with a value that must be text, or None."""
+    """Return what is wrong with the value of `key`, which must be text, or None."""
     if key not in row:
         return f"it has no {key}; give it one"
     value = row[key]
@@ -129,7 +129,7 @@ def _find_text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> 
 
 
 def _compute_depth(line: str) -> int:
-    """Compute the nesting depth of the lists and objects in a line; brackets inside strings do not count."""
+    """Compute how deeply a line nests lists and objects; brackets inside strings are ignored."""
     depth = deepest = 0
     within = escaped = False
     for letter in line:

@@ -1,12 +1,12 @@
-"""The prompts of all sources: the prompt at `index` depends only on the run's config and seed.
+"""The prompts of all sources of a run. The prompt at an index depends only on the run's config and seed.
 
-- `prompt(index)` takes any index at any time, so a restarted scheduler issues exactly the prompts that were in flight.
+- `prompt(index)` accepts any index at any time, so a restarted scheduler can issue the prompts that were in flight.
 - A training prompt that is too long for the policy's context is replaced by the prompt at a later position. A held-out
   prompt that is too long is omitted.
-- Held-out prompts are chosen first. No training prompt and no demonstration of any source has the key of a held-out
-  prompt.
-- With D sources, `index` is position * D + source, so each source can be issued at its own pace (`rollout/mixing.py`).
-- Demonstrations of several sources are interleaved by the sources' shares, evenly over the whole sequence.
+- Held-out prompts are chosen before any training prompt. No training prompt and no demonstration of any source has the
+  same key as a held-out prompt.
+- With D sources, the index of a prompt is position * D + source, so that each source has its own sequence of positions.
+- Demonstrations of several sources alternate in proportion to the sources' shares.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # number and distance of the positions tried in place of one with a too long prompt
-SAMPLED = 16  # number of training questions that the hash of a source covers
+TRIES, LEAP = 64, 100_003  # number and distance of positions to try for a prompt that is not too long
+SAMPLED = 16  # number of training questions in a source's hash
 
 
 class RunPrompts:
@@ -42,12 +42,11 @@ class RunPrompts:
         read: Reader,
         split: Split = "key",
     ) -> None:
-        """Open the prompts; without `encode`, only the prompts' texts are available.
+        """Open the prompts of a run; without `encode`, only the texts of prompts are available.
 
         Args:
-            longest: the most tokens that a prompt may have.
-            read: returns the content of a source's file.
-            split: the attribute that separates held-out questions from others.
+            longest: largest number of tokens of a prompt. read: returns the content of a source's prompt file. split:
+            the attribute by which questions are compared with held-out questions.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -58,9 +57,9 @@ class RunPrompts:
         self._held_out = held_out
         self._encode = encode
         self._longest = longest
-        self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in that source)
+        self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in the source)
         self._counts = [0] * len(configs)
-        self._replaced: set[int] = set()  # sources with a prompt that was too long
+        self._replaced: set[int] = set()  # sources of which a prompt that was too long was replaced
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
 
@@ -69,17 +68,17 @@ class RunPrompts:
         return self.find(index)[0]
 
     def find(self, index: int) -> tuple[Prompt, Question]:
-        """Return the training prompt at `index`, and the prompt's question."""
+        """Return the training prompt at `index` and the question from which the prompt was made."""
         position, which = divmod(index, len(self.sources))
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)
 
     def question(self, index: int) -> Question:
-        """Return the question at `index`, whatever the question's length in tokens."""
+        """Return the training question at `index`, even if its prompt would be too long."""
         position, which = divmod(index, len(self.sources))
         return self.sources[which].training(position)
 
     def is_held_out(self, which: int, question: Question) -> bool:
-        """Return whether source `which` must not train on the question."""
+        """Return whether the source with number `which` must not train on the question."""
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
@@ -91,7 +90,7 @@ class RunPrompts:
         return prompt, question.answer
 
     def held_out(self) -> list[Prompt]:
-        """Return the evaluation prompts, which are the same for the whole run."""
+        """Return the held-out prompts, which all evaluations of the run use."""
         prompts = list[Prompt]()
         for which, question in self._list_held():
             prompt = self._build_prompt(which, f"held-{len(prompts):06d}", len(prompts), question)
@@ -108,7 +107,7 @@ class RunPrompts:
         return len(self._list_held())
 
     def held_out_questions(self) -> list[Question]:
-        """List the questions of the evaluation prompts."""
+        """List the questions of the held-out prompts."""
         return [question for _, question in self._list_held()]
 
     def _list_held(self) -> list[tuple[int, Question]]:
@@ -125,19 +124,19 @@ class RunPrompts:
         )
 
     def sha256(self, which: int) -> str:
-        """Hash a source's held-out questions and first training questions, with their answers."""
+        """Hash the texts and answers of a source's held-out questions and first training questions."""
         source, share = self.sources[which], -(-self._held_out // len(self.sources))
         asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
-        """Return the texts and answers of `count` demonstrations; a vocabulary is built from these texts."""
+        """Return the texts and answers of `count` demonstrations, from which a tokenizer's vocabulary is built."""
         places = [self._assign_place(index) for index in range(count)]
         questions = [self.sources[which].demonstration(position) for which, position in places]
         return [text for q in questions for text in (q.text, q.answer)]
 
     def _assign_place(self, index: int) -> tuple[int, int]:
-        """Assign a demonstration to a source by smooth weighted round-robin: to the source furthest below its share."""
+        """Assign a demonstration to the source that is furthest below its share, by smooth weighted round-robin."""
         total = self._shares
         while len(self._assigned) <= index:
             for which, config in enumerate(self.configs):
@@ -157,9 +156,9 @@ class RunPrompts:
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
     ) -> tuple[Prompt, Question]:
-        """Return the prompt at `position`; if this prompt is too long, return the prompt at a later position.
+        """Return the prompt at `position`, or at a later position if the prompt at `position` is too long.
 
-        The later position is a function of `position` alone, so every process chooses the same later position.
+        Every process tries the same later positions, so every process returns the same prompt.
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)
@@ -170,9 +169,9 @@ class RunPrompts:
         raise self._build_too_long_error(which, prompt)
 
     def _warn_replaced(self, which: int) -> None:
-        """Warn, once for each source, that a too long prompt was replaced.
+        """Warn, once for each source, that a prompt was too long and was replaced.
 
-        The warning appears among the run's other warnings.
+        The run's output shows the warning among its other warnings.
         """
         if which not in self._replaced:
             self._replaced.add(which)
@@ -190,9 +189,9 @@ class RunPrompts:
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
-    """Return the held-out set of each source: one set for all sources, or in a run without keys, a set for each source.
+    """Return the set of held-out questions for each source; with the split "key" all sources share one set.
 
-    Column sums compare their sorted numbers in a run without keys, too.
+    With the split "text", a source of column sums still compares keys, which contain the sorted numbers.
     """
     if split == "key":
         return [HeldOut()] * len(configs)

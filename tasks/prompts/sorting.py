@@ -1,4 +1,4 @@
-"""Questions that ask to sort digits. The reference solution is Python's `sorted`.
+"""A source of questions that ask to sort digits. The reference answer is computed by Python's `sorted`.
 
     Sort 31415.
     11345
@@ -19,11 +19,11 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # multisets drawn for one position; if all of them are held out, the run fails
+TRIES = 64  # number of multisets to draw for a position before the run fails because all are held out
 
 
 class SortingSource:
-    """A `QuestionSource` of digits to sort. The seed, the stream and the position determine a question."""
+    """A `QuestionSource` of digits to sort. A question depends only on the seed, the stream and the position."""
 
     def __init__(self, config: SortingPrompts, seed: int, excluded: HeldOut) -> None:
         self._seed, self._excluded = seed, excluded
@@ -38,15 +38,15 @@ class SortingSource:
             excluded.add(asked)
 
     def training(self, position: int) -> Question:
-        """Return a training question, as `QuestionSource` says."""
+        """Return the training question at `position`."""
         return self._find_allowed("training", position)
 
     def demonstration(self, position: int) -> Question:
-        """Return a demonstration, as `QuestionSource` says."""
+        """Return the question to demonstrate at `position`."""
         return self._find_allowed("demonstration", position)
 
     def held_out(self, count: int) -> list[Question]:
-        """Return held-out questions, as `QuestionSource` says."""
+        """Return the first `count` held-out questions."""
         return self._held[:count]
 
     def _create_generator(self, stream: str, position: int) -> random.Random:
