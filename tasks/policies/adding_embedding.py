@@ -1,11 +1,11 @@
-"""A model's input embedding that adds its weight's gradient in place, only in the rows that were read.
+"""Lets a model's input embedding add its gradient in place, and only to the rows of tokens that occur.
 
-For each micro-batch, autograd builds a gradient of the whole vocabulary, which is zero except in the rows of the
-micro-batch's tokens. Autograd then adds this gradient to `grad`, so it needs twice the memory of a gradient. The sums
-of this module equal autograd's sums to the bit, unless the last layer has the same weight as the embedding. With a
-shared weight, the order of the sums differs.
+For each micro-batch, autograd allocates a gradient for the whole vocabulary, although only the rows of the
+micro-batch's tokens are not zero. Autograd adds the new gradient to `grad`, so it needs the memory of two gradients.
+The gradients equal autograd's bit for bit, unless the embedding shares its weight with the last layer. With a shared
+weight, gradients are added in another order than by autograd.
 
-Shapes: T tokens, U different tokens among the T tokens, H hidden, V vocabulary.
+Shapes: T is the number of tokens, U of different tokens, H of hidden features, and V of tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-LEAST_BYTES = 2**22  # size from which on an embedding is handled; a smaller embedding stays in the CPU's cache
+LEAST_BYTES = 2**22  # smallest embedding, in bytes, for which this module is used
 
 
 class AddingEmbedding:
-    """The input embedding of `model`, if it is a plain `nn.Embedding`; autograd handles any other embedding."""
+    """The input embedding of `model`; autograd handles an embedding that is not a plain `nn.Embedding`."""
 
     def __init__(self, model: Any) -> None:
         found: Any = None
-        with suppress(NotImplementedError):  # transformers may not find the embedding
+        with suppress(NotImplementedError):  # transformers does not know each model's embedding
             found = model.get_input_embeddings()
         plain = type(found) is nn.Embedding and type(found.weight) is nn.Parameter
         asked = plain and not (found.sparse or found.scale_grad_by_freq or found.max_norm is not None)
@@ -34,15 +34,15 @@ class AddingEmbedding:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Make backward passes in the block add to the `grad` of the embedding's weight directly."""
+        """Let backward passes in a `with` block add directly to the `grad` of the embedding's weight."""
         embedding = self._embedding
-        if embedding is None or "forward" in vars(embedding):  # a library's hook has replaced `forward`
+        if embedding is None or "forward" in vars(embedding):  # a library has replaced `forward`
             yield
             return
         if not embedding.weight.requires_grad or embedding.weight.nbytes < LEAST_BYTES:
             yield
             return
-        # If no input of a function needs a gradient, autograd does not call the function's backward pass.
+        # Autograd calls a function's backward pass only if one of its inputs needs a gradient, so one is passed.
         started = torch.zeros((), requires_grad=True, device=embedding.weight.device)
         embedding.forward = lambda input: _AccumulateRows.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
         try:
@@ -54,7 +54,7 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        ctx.weight_VH = embedding.weight  # autograd does not see the weight, so the weight's hooks do not run
+        ctx.weight_VH = embedding.weight  # not an input, so autograd runs no hooks of the weight
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)
         return nn.functional.embedding(ids, embedding.weight)

@@ -1,11 +1,11 @@
-"""A model's last layer that adds its weight's gradient in place, some rows at a time.
+"""Lets a model's last layer add its gradient in place, some rows at a time.
 
-For each call, autograd builds the whole gradient and then adds it to `grad`, so it needs twice the memory of a
-gradient. At a vocabulary of 151,936 one gradient is larger than the logits of many tokens. This module builds only
-`PIECE_BYTES` of a gradient at a time. The gradients equal autograd's gradients to the bit, because each element is the
-sum of the same terms in the same order.
+Autograd allocates a whole gradient for each call and adds it to `grad`, so it needs the memory of two gradients. With a
+vocabulary of 151,936 tokens, one gradient is larger than the logits of many tokens. This module computes only
+`PIECE_BYTES` of a gradient at a time. The gradients equal autograd's bit for bit, because each element is the sum of
+the same terms in the same order.
 
-Shapes: M positions, H hidden, V vocabulary.
+Shapes: M is the number of positions, H of hidden features, and V of tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # bytes of one piece of a gradient; a piece stays in the CPU's cache while the piece is added
+PIECE_BYTES = 2**22  # bytes of a gradient computed at a time, which fit into the CPU's cache
 ON_GPU = 16  # factor of `PIECE_BYTES` on a GPU, where each piece costs three kernel launches
 
 
 class AddingLinear(nn.Module):
-    """Wrap `linear`, a linear layer without bias.
+    """Wraps `linear`, a linear layer without bias.
 
-    During `add_in_place`, a backward pass adds to the `grad` of the layer's weight directly, and the layer's input must
-    need a gradient.
+    Within `add_in_place`, a backward pass adds directly to the `grad` of the layer's weight. The input of the layer
+    must then need a gradient.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -35,17 +35,17 @@ class AddingLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight of `linear`, as some models read the type of their last layer's weight."""
+        """The weight of `linear`, because some models read the data type of their last layer's weight."""
         return self.linear.weight
 
     @property
     def gains(self) -> bool:
-        """True if the weight's gradient is larger than one piece, so that adding it in place saves memory."""
+        """True if the weight's gradient is so large that adding the gradient in place saves memory."""
         return self.linear.weight.nbytes > _piece_bytes(self.linear.weight)
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Make backward passes in the block add gradients in place; autograd's hooks on the weight do not run."""
+        """Let backward passes in a `with` block add gradients in place; autograd's hooks of the weight do not run."""
         self._adds = self.linear.weight.requires_grad
         try:
             yield
@@ -75,13 +75,13 @@ class _AccumulateLinear(torch.autograd.Function):
 
 
 def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
-    """Add the weight's gradient to the weight's `grad`, piece by piece. Shapes: S rows of a piece."""
+    """Add a weight's gradient to the weight's `grad`, some rows at a time. Shapes: S rows of a piece."""
     first = weight_VH.grad is None
     if first:
         weight_VH.grad = torch.empty_like(weight_VH)
     grad_VH = weight_VH.grad
     assert grad_VH is not None
-    # Pieces have equal sizes. A last piece of a single row would run in another kernel on some processors.
+    # Pieces have equal sizes, because a last piece of one row would use another kernel on some processors.
     pieces = max(1, grad_VH.nbytes // _piece_bytes(grad_VH))
     for some_VH, slope_MS in zip(grad_VH.tensor_split(pieces), slope_MV.tensor_split(pieces, dim=1), strict=True):
         made = slope_MS.t() @ given_MH
@@ -89,5 +89,5 @@ def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
 
 
 def _piece_bytes(tensor: Tensor) -> int:
-    """Return the size in bytes of a piece on the tensor's device."""
+    """Return how many bytes of a gradient to compute at a time on the tensor's device."""
     return PIECE_BYTES * (ON_GPU if tensor.device.type == "cuda" else 1)

@@ -1,8 +1,8 @@
-"""The attention implementation that computes everything that a policy's config asks for.
+"""Chooses an attention implementation that supports everything in a policy's config.
 
-Transformers uses PyTorch's `scaled_dot_product_attention` if a model allows that function. The function ignores terms
-that it does not support, such as the soft-cap of Gemma 2's attention scores. Models with attention sinks do not allow
-the function.
+By default, transformers uses PyTorch's `scaled_dot_product_attention` for models that allow it.
+`scaled_dot_product_attention` silently ignores unsupported terms, such as the soft-cap of Gemma 2's attention scores.
+Models with attention sinks do not allow `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from typing import Any
 
 
 def choose_attention(config: Any) -> str | None:
-    """Return the attention implementation for a transformers config; None if the choice of transformers is exact."""
+    """Return the attention implementation to request for a config, or None if the default of transformers is exact."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return None if capped is None else "eager"

@@ -1,7 +1,7 @@
-"""The chat template of a policy folder, rendered for a fixed time.
+"""Renders the chat template of a policy folder, with a fixed clock.
 
-A template may read the clock (`strftime_now`). The template's clock is fixed at the run's start, in UTC, so that a
-question has the same tokens on every machine and after each restart.
+A template may read the clock (`strftime_now`). The clock that a template reads is fixed at the run's start, in UTC, so
+that a question always has the same tokens.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, cast
 
 from rollflow.storage.errors import ConfigError
 
-QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # texts that no template contains
+QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, which no template contains
 SYSTEM = "You answer."
-ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # changes year, month, day, hour, minute and second
+ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # changes each part of a date and time
 
 
 class ChatTemplate:
-    """Render conversations with the chat template of `tokenizer`, a transformers tokenizer that has a template."""
+    """Renders conversations with the chat template of a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any, now: float) -> None:
         """Fix the template's clock at `now`, in seconds since the epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
     def encode(self, text: str, system: str | None) -> list[int]:
-        """Return the prompt tokens of a question, up to the place where the policy's answer begins.
+        """Return the prompt tokens of a question, after which the policy's answer begins.
 
         Raises:
             ConfigError: the template rejects the question or the system message.
@@ -40,7 +40,7 @@ class ChatTemplate:
         return cast(str, _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=False)))
 
     def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text that follows an answer: the end of its turn, these messages, and the begin of a new answer.
+        """Return the text between two answers, which contains these messages.
 
         Raises:
             ConfigError: the template rejects the messages, or does not show answers as they are.
@@ -59,7 +59,7 @@ class ChatTemplate:
         return cast(str, _attempt(None, lambda: self._apply(conversation, tokenize=False)))
 
     def check(self, system: str | None) -> None:
-        """Reject a template that leaves out the system message or the question, or that is not deterministic.
+        """Reject a template that omits the system message or the question, or that is not deterministic.
 
         Raises:
             ConfigError: the template fails the check; the message says what the user must change.
@@ -67,7 +67,7 @@ class ChatTemplate:
         try:
             rendered = self.render(QUESTION, system)
         except ConfigError:
-            self.render(QUESTION, None)  # this call also fails if the system message is not the cause
+            self.render(QUESTION, None)  # also fails if the system message is not the cause
             raise
         if QUESTION not in rendered:
             raise ConfigError(f"{_CHAT}: the policy's chat template leaves the question out of the prompt; {_NO_CHAT}")
@@ -80,14 +80,14 @@ class ChatTemplate:
             raise ConfigError(f"{_CHAT}: the policy's chat template gives a different prompt each time; {_NO_CHAT}")
 
     def reads_clock(self, system: str | None) -> bool:
-        """Return True if a prompt depends on the time that the template's clock shows."""
+        """Return whether a prompt depends on the current time."""
         later = ChatTemplate(self._tokenizer, (self._moment + ANOTHER_TIME).timestamp())
         return self.render(QUESTION, system) != later.render(QUESTION, system)
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """Return the token in `special` that follows an answer.
+        """Return the special token that the template writes after an answer, or None.
 
-        Return None if no special token follows an answer, or if the template rejects conversations with an answer.
+        The result is None if no token in `special` follows an answer, or if the template rejects answers.
         """
         rendered = ""
         for system in (None, SYSTEM):  # some templates require a system message

@@ -1,10 +1,10 @@
-"""Cold start: train a small new policy on demonstrations until the policy solves some questions, but not all.
+"""Cold start: trains a small new policy on demonstrations until it answers some questions correctly, but not all.
 
-Training is teacher forcing on "question" "answer<end>", with a loss on the answer only. Accuracy is measured on the
-held-out questions, as in the run's evaluation. Between two evaluations the accuracy may rise by twenty percentage
-points, and the exact rise depends on the machine's rounding. The supervised training ends at the first evaluation at or
-above the target accuracy. After the training, a bisection interpolates between the weights of the two newest
-evaluations, until the accuracy is at the target.
+The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. The
+accuracy is measured on the held-out questions, as in the run's evaluations. Between two measurements the accuracy may
+rise by twenty percentage points, depending on rounding errors. The supervised training ends when a measured accuracy
+reaches the target. After the training, a bisection between the weights at the last two measurements finds weights with
+about the target accuracy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rollflow.tasks.policies.head import LMHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
-POOL = 20_000  # number of demonstrations from which each batch is drawn
-WARMUP = 50  # number of supervised steps over which the learning rate rises
+POOL = 20_000  # number of demonstrations from which batches are drawn
+WARMUP = 50  # number of steps over which the learning rate rises
 CLOSE = 0.005  # largest accepted difference between the accuracy and the target accuracy
-LOOKS = 8  # largest number of evaluations in a bisection
+LOOKS = 8  # largest number of measurements in the bisection
 
 
 def cold_start(
@@ -38,10 +38,12 @@ def cold_start(
     report: Callable[[int, float], None],
     seed: int,
 ) -> float:
-    """Train `model` in place; return the model's accuracy. `report(step, accuracy)` is called at each evaluation.
+    """Train `model` on demonstrations in place; return the accuracy that the model reached.
+
+    `report(step, accuracy)` is called at each measurement of the accuracy.
 
     Raises:
-        ConfigError: the model did not reach the target accuracy within `max_steps`.
+        ConfigError: the model did not reach the target accuracy within `max_steps` steps.
     """
     draw = random.Random(f"{seed}:cold start")
     pool = _Demonstrations(prompts, tokenizer, draw)
@@ -84,9 +86,9 @@ def _approach_target(
 ) -> float:
     """Move the weights of `model` towards `before` until the accuracy falls to about `target`; return the accuracy.
 
-    `found` is the accuracy of `model` before the call.
+    `found` is the accuracy that `model` has before the call.
     """
-    after, low, high = _copy_weights(model), 0.0, 1.0  # shares: 0 is `before`, 1 is `after`
+    after, low, high = _copy_weights(model), 0.0, 1.0  # interpolation: 0 is `before`, 1 is `after`
     for _ in range(LOOKS):
         if found - target <= CLOSE:
             break
@@ -103,13 +105,13 @@ def _approach_target(
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
-    """Set the model's weights to an interpolation from `before` (`share` 0) to `after` (`share` 1)."""
+    """Set the model's weights to an interpolation between `before` (`share` = 0) and `after` (`share` = 1)."""
     for parameter, first, last in zip(model.parameters(), before, after, strict=True):
         parameter.copy_(torch.lerp(first, last, share))
 
 
 class _Demonstrations:
-    """Demonstrations as (prompt tokens, answer tokens); a demonstration is built when it is first drawn."""
+    """Demonstrations as pairs of prompt tokens and answer tokens, each built when it is first drawn."""
 
     def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
         self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
@@ -128,7 +130,7 @@ class _Demonstrations:
 
 
 def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Return the mean cross-entropy (nats) of the answers' tokens; `decoder` and `head` are parts of one model."""
+    """Return the mean cross-entropy, in nats, of the answers' tokens under the model with this decoder and head."""
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
     mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
@@ -147,7 +149,7 @@ def generate_answers(
 ) -> list[list[int]]:
     """Generate an answer for each prompt; return the answers' tokens without the end token.
 
-    At temperature 0 sampling is greedy. Prompts of the same length run in one batch.
+    With temperature 0, the most probable token is always chosen. Prompts of the same length run in one batch.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = [[] for _ in prompts]
@@ -169,7 +171,7 @@ def generate_answers(
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Sample the next token of each row; return (rows, 1) tokens."""
+    """Sample the next token of each row; return a tensor of shape (rows, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)

@@ -1,4 +1,4 @@
-"""The `[policy]` section: the source of the policy."""
+"""The `[policy]` section of a recipe, which says where the policy comes from."""
 
 from __future__ import annotations
 

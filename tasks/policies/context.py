@@ -1,6 +1,6 @@
-"""The context length of a policy, and the length of its weight-update probe, both from its `config.json`.
+"""Computes a policy's context length and the length of its weight-update probe from its `config.json`.
 
-This module imports neither torch nor transformers.
+This module imports neither torch nor transformers, so that it is imported quickly.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# Keys of the context length in the config.json of different architectures. In the config of a policy that reads images,
-# these keys are in `text_config`.
+# keys under which the config.json of different architectures has the context length
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -23,16 +22,16 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-PROBE = 32  # number of probe tokens for a policy without sliding windows or scaled positions
-LONGEST_PROBE = 8448  # largest number of probe tokens; a longer probe would take longer than a train step
+PROBE = 32  # number of probe tokens, or of tokens by which the probe exceeds a sliding window
+LONGEST_PROBE = 8448  # largest number of probe tokens; more would take longer than a train step
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the largest length of a prompt with its response, in tokens, at which learner and engines agree.
+    """Return the largest number of tokens of a prompt and its response for which learner and engines agree.
 
-    Linear scaling multiplies the context length. LongRoPE is used up to its original length, because the factors of
-    LongRoPE change at that length. Dynamic scaling is used up to the length in the config, because in a longer sequence
-    a log-prob depends on later tokens.
+    Linear scaling of positions multiplies the context length by its factor. With LongRoPE, the context length is the
+    original length, because the scaling factors change at this length. With dynamic scaling, the context length is the
+    length in the config, because in longer sequences a log-prob depends on later tokens.
 
     Raises:
         ConfigError: the config names no context length.
@@ -60,8 +59,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 def probe_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens that the weight-update probe needs.
 
-    The probe is longer than a sliding window, and longer than the length from which positions are scaled. The probe is
-    never longer than the context, nor than `LONGEST_PROBE`.
+    The probe is longer than the policy's sliding window and than the length from which positions are scaled. The probe
+    is at most as long as the context and `LONGEST_PROBE`.
     """
     text = text_config(config)
     windows = [_window(text)]
@@ -74,7 +73,7 @@ def check_window(config: Mapping[str, Any]) -> None:
     """Reject a config whose sliding window is not a number of tokens.
 
     Raises:
-        ConfigError: the sliding window is not a whole number above 0; the message has the value.
+        ConfigError: the sliding window is not a whole number above 0.
     """
     window = _window(text_config(config))
     if window is not None and (type(window) is not int or window < 1):
@@ -85,18 +84,18 @@ def check_window(config: Mapping[str, Any]) -> None:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with the keys of its text model, which some configs nest in `text_config`."""
+    """Return a config with the keys of its text model at the top level; some configs nest them in `text_config`."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 
 
 def _window(text: Mapping[str, Any]) -> Any:
-    """Return the sliding window in tokens; None if the config does not use one."""
+    """Return the size of the sliding window in tokens, or None if the config uses no sliding window."""
     return text.get("sliding_window") if text.get("use_sliding_window", True) else None
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the scalings of positions: one scaling for all layers, or one scaling for each kind of layer."""
+    """Yield the config's scalings of positions, of which there may be one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):
@@ -105,6 +104,6 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _original_length(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """Return the length in tokens from which positions are scaled; None if the config does not name one."""
+    """Return the number of tokens from which positions are scaled, or None if the config does not say."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

@@ -1,7 +1,7 @@
-"""The policy folder of a run: an ordinary Hugging Face folder with architecture and tokenizer, but without weights.
+"""The policy folder of a run: a Hugging Face model folder with config and tokenizer, but without weights.
 
-Every process of the run reads the policy folder; the weights of each version come from the policy store. This module
-does not import torch, so that a run's policy is checked quickly before the run's processes start.
+Every process of a run reads the run's policy folder, and reads weights from the policy store. This module does not
+import torch, so that a command can check a policy quickly.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ COPIED = (
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
     """Build the files of a small Llama policy with tied embeddings and a byte-level BPE tokenizer trained on `texts`.
 
-    The architecture is Llama, because every tool uses the `tokenizer.json` of a Llama unchanged. For some other model
-    types (Qwen2), transformers uses a pre-tokenizer of its own, whatever the folder says.
+    The architecture is Llama, because every tool reads the `tokenizer.json` of a Llama model unchanged. For some other
+    model types, such as Qwen2, transformers ignores the pre-tokenizer in the folder.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Each digit is a token, so that the policy must compute a sum instead of looking it up. Texts are not split into
-    # words, so that a fixed phrase may become one token.
+    # Each digit is a token, so that the policy computes sums; words are not split, so that a phrase can be one token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -72,7 +71,7 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
 
 
 def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
-    """Return the config.json of a Llama model, without the ids of special tokens."""
+    """Build the contents of a Llama model's config.json, without the ids of special tokens."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -84,19 +83,19 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
         "num_key_value_heads": cold.heads,
         "max_position_embeddings": cold.context,
         "hidden_act": "silu",
-        "initializer_range": 0.06,  # with 0.02 a narrow model needs twice the supervised steps
+        "initializer_range": 0.06,  # with 0.02, a narrow model needs twice as many steps
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "attention_bias": True,  # without these biases, a cold start takes longer
+        "attention_bias": True,  # shortens the cold start
         "attention_dropout": 0.0,
         "bos_token_id": None,
     }
 
 
 def find_local_policy(path: str) -> Path | None:
-    """Return the folder that `policy.path` names, after a check of its files; None if `path` is a hub name."""
-    folder = Path(os.path.expanduser(path))  # expanduser keeps an unknown "~name" unchanged
+    """Return the folder `path`, after checking its files, or None if `path` is the name of a model on the hub."""
+    folder = Path(os.path.expanduser(path))  # `expanduser` leaves an unknown "~name" unchanged
     if folder.is_dir():
         return _check_complete(path, folder)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -108,9 +107,9 @@ def find_local_policy(path: str) -> Path | None:
 
 
 def find_policy(path: str, download: bool = True) -> Path | None:
-    """Find the local folder of `policy.path`: the folder that it names, or a hub name's folder in the hub's cache.
+    """Find the local folder of a policy; a model on the hub has its folder in the hub's cache.
 
-    A hub name that is not in the cache is downloaded, or gives None if `download` is False.
+    A model that is not in the hub's cache is downloaded; with `download=False` the function returns None.
     """
     if (folder := find_local_policy(path)) is not None:
         return folder
@@ -132,24 +131,24 @@ def find_policy(path: str, download: bool = True) -> Path | None:
 
 
 def resolve_policy(path: str) -> Path:
-    """Return the folder of `policy.path`; download the policy from the hub if necessary."""
+    """Return the local folder of a policy; download the policy from the hub if necessary."""
     found = find_policy(path)
     assert found is not None, "what is downloaded is there"
     return found
 
 
 def is_weights(path: str) -> bool:
-    """Return True if a file of a policy's folder belongs to the policy's weights.
+    """Return whether a file in a policy's folder belongs to the policy's weights.
 
-    Some folders on the hub contain the weights a second time, as `consolidated*.safetensors`. Transformers does not
-    read these files.
+    Some folders on the hub contain the weights a second time, as `consolidated*.safetensors`. Files named
+    `consolidated*` are not read by transformers.
     """
     name = path.rpartition("/")[2]
     return name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith("consolidated")
 
 
 def weight_paths(path: str) -> list[Path]:
-    """List the files with the weights of an existing policy."""
+    """List the weight files of an existing policy."""
     files = sorted(file for file in resolve_policy(path).iterdir() if is_weights(file.name))
     if not files:
         raise ConfigError(
@@ -159,7 +158,7 @@ def weight_paths(path: str) -> list[Path]:
 
 
 def weight_files(path: str) -> dict[str, Data]:
-    """Memory-map the weights of an existing policy, with which a run starts; call this on the learner's machine."""
+    """Memory-map the weight files of an existing policy, on the learner's machine."""
     return {file.name: map_file(file) for file in weight_paths(path)}
 
 
@@ -181,16 +180,16 @@ def _check_complete(path: str, folder: Path) -> Path:
 
 
 def copy_folder(path: str) -> dict[str, bytes]:
-    """Read the files of an existing policy that a run stores in its policy folder, without the weights."""
+    """Read those files of an existing policy that belong into a run's policy folder, which has no weights."""
     folder = resolve_policy(path)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Return the files of a policy folder, with `dtype`, the data type of training, in config.json.
+    """Return the files of a policy folder with `dtype`, the data type of training, in config.json.
 
-    Other tools load weights in the data type that config.json names. In another type than that of training, a tool
-    would compute other log-probs.
+    Other tools load weights in the data type that config.json names. A tool that loads weights in another data type
+    than that of training would compute other log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))
@@ -198,7 +197,7 @@ def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
         raise ConfigError(
             f"policy.path: the policy's config.json is not a JSON object ({error}); save the policy again"
         ) from None
-    config.pop("dtype", None)  # all versions of transformers read the older name, `torch_dtype`
+    config.pop("dtype", None)  # all versions of transformers read `torch_dtype`
     return files | {"config.json": _json(config | {"torch_dtype": dtype})}
 
 

@@ -1,4 +1,4 @@
-"""A policy's own head: the model's own forward computes logits from the decoder's hidden states.
+"""The head of a policy, which computes logits from hidden states with the model's own code.
 
     hidden states --> the model's own forward --> logits
                       (hidden states replace the decoder's output)
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.adding_linear import AddingLinear
 
-LOOK = 8  # number of tokens with which a model is tested
-NEAR = {torch.float32: 1e-3}  # largest accepted difference of two computations of a log-prob, in nats, by data type
-HALF = 0.05  # largest accepted difference in nats for data types that are not in `NEAR`, such as bfloat16
+LOOK = 8  # number of tokens with which a model's head is tested
+NEAR = {torch.float32: 1e-3}  # data type -> largest accepted difference of log-probs, in nats
+HALF = 0.05  # largest accepted difference of log-probs, in nats, for data types not in `NEAR`
 
 
 class _FixedDecoder(nn.Module):
-    """A module that replaces a model's decoder and returns a given output."""
+    """Replaces a model's decoder by a module that returns a given output."""
 
     output: Any = None
 
@@ -41,12 +41,14 @@ class _FixedDecoder(nn.Module):
 
 
 class LMHead:
-    """The head of `model`; the model's parameters are not copied. See the module's docstring."""
+    """The head of a model, which shares the model's parameters. See the module's docstring."""
 
     vocabulary: int  # number of logits of each token
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Find the head, and run the model on a few tokens. `judged` is False for a model that has no weights yet.
+        """Find the head of `model`, and run the model on a few tokens.
+
+        `judged` must be False for a model that has no weights yet.
 
         Raises:
             ConfigError: the decoder and the head of the model cannot be run separately; or, with `judged`, their
@@ -59,14 +61,14 @@ class LMHead:
             self._linear = _replace_last_layer(self._head, model.get_output_embeddings())
             off = self._probe_model(model, decoder)
         except torch.OutOfMemoryError:
-            raise  # lack of memory says nothing about the model's code
-        except Exception as error:  # a model's own code may raise any error without its decoder
+            raise  # a lack of memory is not a fault of the model
+        except Exception as error:  # the model's code may raise any error here
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
             raise _refusal(model, f"the log-probs differ by {off:.2g} nats")
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
-        """Return logits (M, V) in the model's data type; the model's forward gets the M hidden states as one row."""
+        """Return logits of shape (M, V), in the model's data type, from hidden states of shape (M, H)."""
         stand_in_1M = torch.zeros((1, len(hidden_MH)), dtype=torch.long, device=hidden_MH.device)
         self._given.output = self._kind(last_hidden_state=hidden_MH[None])
         try:
@@ -76,9 +78,9 @@ class LMHead:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Make backward passes in the block add the last layer's gradient in place, without autograd.
+        """Let backward passes in a `with` block add the last layer's gradient in place.
 
-        See `AddingLinear`. Nothing changes if the last layer is small, or has other parameters than a weight.
+        See `AddingLinear`. A last layer that is small or has a bias is left to autograd.
         """
         if self._linear is None or not self._linear.gains:
             yield
@@ -88,8 +90,9 @@ class LMHead:
 
     @torch.no_grad()
     def _probe_model(self, model: Any, decoder: Any) -> float:
-        """Note what the model returns for a few tokens; return the largest difference, in nats, between the head's
-        log-probs and those of the model's forward.
+        """Record the type and width of the model's output; return the largest difference of log-probs, in nats.
+
+        The log-probs of the head are compared with those of the model's whole forward pass.
         """
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
@@ -101,13 +104,13 @@ class LMHead:
 
 
 def measure_distance(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference between two results; infinity if an element is NaN in only one of them."""
-    same = (one == other) | (one.isnan() & other.isnan())  # broken weights give NaN on both sides
+    """Return the largest difference between two tensors; infinity if an element is NaN in only one of them."""
+    same = (one == other) | (one.isnan() & other.isnan())  # weights with NaN make both results NaN
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
 def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """Return a copy of the model with `other` in the place of `module`; the copy shares all other parts."""
+    """Return a copy of a model in which `other` replaces `module`; the copy shares all other parts with the model."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the decoder is the model itself")
@@ -121,9 +124,9 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | None:
-    """Replace the last layer by an `AddingLinear`, and return the `AddingLinear`.
+    """Replace a model's last layer by an `AddingLinear`, and return it, or None if this is not possible.
 
-    If the last layer has more than a weight, or is not a direct child of the model, change nothing and return None.
+    A last layer that has a bias or is not a direct child of the model stays unchanged.
     """
     name = next((name for name, found in head._modules.items() if found is last), None)
     if name is None or type(last) is not nn.Linear or last.bias is not None:
@@ -133,7 +136,7 @@ def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | Non
 
 
 def _copy_module(module: nn.Module) -> Any:
-    """Return a shallow copy of a module: it shares tensors and child modules, but has lists of hooks of its own."""
+    """Return a shallow copy of a module, which shares tensors and child modules, but not the lists of hooks."""
     made = copy.copy(module)
     held = {name: copy.copy(value) for name, value in vars(module).items() if "hooks" in name}
     vars(made).update(held, _modules=dict(module._modules))

@@ -1,4 +1,4 @@
-"""The renderer of a policy: chat messages to tokens, and a response back to a message."""
+"""Converts chat messages to a policy's tokens, and a response back to a message."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 
 
 class PolicyRenderer:
-    """Renders messages that follow a response: with the chat template, or as plain text.
+    """Renders the messages that follow a response, with the chat template or as plain text.
 
-    Only the new messages are tokenized. A rendered text begins with the template's end of the assistant's turn; if the
-    response already ends with this token, the token is not repeated.
+    Only the new messages are tokenized, not the response before them. The template puts an end token before the
+    messages, which is omitted if the response already ends with this token.
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
@@ -20,7 +20,7 @@ class PolicyRenderer:
         self._tokenizer, self._chat_domains = tokenizer, frozenset(chat_domains)
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """Return the tokens of messages that follow `response`, up to the place where the policy answers them.
+        """Return the tokens to append to `response` so that the messages follow and the policy can answer.
 
         Raises:
             ConfigError: the chat template rejects the messages.
@@ -31,5 +31,5 @@ class PolicyRenderer:
         return tokens[1:] if len(response) and list(tokens[:1]) == [response[-1]] else tokens
 
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
-        """Return generated tokens as a message of the assistant, without the final stop token."""
+        """Convert generated tokens into a message of the assistant, without the final stop token."""
         return {"role": "assistant", "content": self._tokenizer.decode_response(tokens)}

@@ -1,9 +1,9 @@
 """The tokens that end an answer.
 
-A policy folder names end tokens in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
-template's end of turn. When a run is prepared, the union of these tokens is written into the `generation_config.json`
-that the run stores. Engines, learner, export and other tools read the end tokens from this file. The file of a recorded
-run is not changed.
+A policy folder defines end tokens in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
+template. A new run stores the end tokens from all places in its own `generation_config.json`. Engines, learner, export
+and other tools read the end tokens from the run's `generation_config.json`. The `generation_config.json` of a recorded
+run is never changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GENERATION = "generation_config.json"
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of `config.json` and `generation_config.json` (chat models have both)."""
+    """Return the ids of end tokens in `config.json` and `generation_config.json` together."""
     found: list[int] = []
     for name in ("config.json", GENERATION):
         path = folder / name
@@ -30,7 +30,7 @@ def stop_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def config_ends(config: Mapping[str, Any]) -> list[int]:
-    """Return the end-of-sequence ids that one config file names.
+    """Return the ids of end tokens that a config file names.
 
     Raises:
         ConfigError: an id is not a whole number of at least 0.
@@ -44,9 +44,9 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return a list with the id of the tokenizer's end token.
+    """Return a list of the id of the tokenizer's end token, or an empty list.
 
-    The list is empty if the tokenizer names no end token, or one that is not in its vocabulary.
+    The list is empty if the tokenizer has no end token, or if the end token is not in its vocabulary.
     """
     name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
@@ -57,7 +57,7 @@ def tokenizer_end(folder: Path) -> list[int]:
 
 
 def read_token(folder: Path, key: str) -> str | None:
-    """Return the text of the token that the tokenizer's files name under `key`, e.g. "eos_token"; None if none does."""
+    """Return the token's text that the tokenizer's files have under `key`, such as "eos_token", or None."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         found = json.loads(path.read_text()).get(key) if path.exists() else None
@@ -67,7 +67,7 @@ def read_token(folder: Path, key: str) -> str | None:
 
 
 def write_end_tokens(folder: Path, ends: tuple[int, ...]) -> None:
-    """Write the end tokens `ends` into the folder's generation_config.json, unless the file names exactly `ends`."""
+    """Write the ids of end tokens into the folder's generation_config.json, unless the file has exactly these ids."""
     path = folder / GENERATION
     described = json.loads(path.read_text()) if path.exists() else {}
     told = ends[0] if len(ends) == 1 else list(ends)

@@ -1,4 +1,4 @@
-"""Checks of a policy folder's tensors: the model's tensors and the folder's must match exactly.
+"""Checks that the tensors in a policy folder are exactly those of the model.
 
     headers   every file is whole, and an index names each tensor once, with the file that contains the tensor
     names     when transformers loads the folder without values, no tensor is missing, left over or of another shape
@@ -27,14 +27,14 @@ from rollflow.tasks.policies.head import LMHead
 
 PIECE = 2**22  # largest number of values in memory at a time
 SHOWN = 4  # largest number of names in one error message
-TRIED_BYTES = 2**28  # models with weights up to this size are also loaded and tried before a run starts
-TRIED_TOKENS = 8  # number of tokens with which a model is tried
+TRIED_BYTES = 2**28  # largest model, in bytes, that is run before a run starts
+TRIED_TOKENS = 8  # number of tokens with which a model is run as a check
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"
 
 
 def check_tensors(folder: Path, dtype: str) -> int:
-    """Check the weights in `folder`; return the number of tokens for which the model has embeddings and logits.
+    """Check the weights in `folder`; return for how many tokens the model has both embeddings and logits.
 
     Raises:
         ConfigError: a check failed; the message names the tensors or the file.
@@ -54,10 +54,10 @@ def check_tensors(folder: Path, dtype: str) -> int:
 
 
 def _read_headers(folder: Path) -> dict[str, Path]:
-    """Read the headers of the weight files; return the file of each tensor, by the tensor's name.
+    """Read the headers of the weight files; map each tensor's name to its file.
 
     Raises:
-        ConfigError: files and index do not fit each other, or a file is truncated.
+        ConfigError: the files do not agree with the index, or a file is truncated.
     """
     files = sorted(file for file in folder.glob("*.safetensors") if is_weights(file.name))
     indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
@@ -103,7 +103,7 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Load the model on `device` ("meta": without values); return the model and the loading info of transformers."""
+    """Load the model on `device` ("meta" loads no values); return the model and transformers' loading info."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -132,7 +132,7 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
 
 
 def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
-    """Reject tied tensors that the folder stores with different values; engines would use the same value for both."""
+    """Reject tied tensors with different values in the folder, for which engines would use the same values."""
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in where and source in where:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
@@ -154,7 +154,7 @@ def _is_finite(dtype: torch.dtype) -> Any:
 
 
 def _pieces(file: Path, name: str) -> Iterator[Tensor]:
-    """Yield the values of one tensor in order, some rows at a time."""
+    """Yield the values of a tensor in a file, some rows at a time."""
     with safe_open(file, "pt") as opened:
         part = opened.get_slice(name)
         shape = part.get_shape()
@@ -170,7 +170,7 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try_model(folder: Path, dtype: str, empty: Any) -> None:
-    """Load a small model and run it as the learner and an engine will; reject a model whose logits are not finite."""
+    """Run a small model as the learner and an engine do; reject a model with NaN or infinite logits."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")
@@ -184,7 +184,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Silence the reports and progress bars of transformers during the block; `ConfigError` reports a fault."""
+    """Silence the reports and progress bars of transformers in a `with` block."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

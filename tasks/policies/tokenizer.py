@@ -1,8 +1,8 @@
-"""The policy's tokenizer, read from its folder: plain text by `tokenizers`, chat templates by `transformers`.
+"""The tokenizer of a policy folder, with the library `tokenizers` for text and `transformers` for chat templates.
 
-Other tools open the folder with `AutoTokenizer`. For some model types, `AutoTokenizer` builds another tokenizer than
-the one in `tokenizer.json`. `find_other_reading` compares the two tokenizers. If they differ, the policy is neither
-trained nor exported.
+Other tools open a policy folder with `AutoTokenizer` of transformers. For some model types, `AutoTokenizer` builds
+another tokenizer than the one in `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s tokenizer with the
+one in `tokenizer.json`. A policy whose two tokenizers differ is neither trained nor exported.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
 
-# Pieces of text that tokenizers treat differently, alone and together: letters, digits, blanks, signs, marks, scripts.
+# pieces of text that tokenizers may treat differently, alone or in combination
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
 
 
 class PolicyTokenizer:
-    """Encodes questions and decodes responses. `folder` contains tokenizer.json and config.json."""
+    """Encodes questions and decodes responses. The policy folder must contain tokenizer.json and config.json."""
 
     def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
-        """Open the tokenizer. A chat template's clock shows `now`, in seconds since the epoch (default: the time now).
+        """Open the tokenizer and fix the clock of the chat template at `now`, in seconds since the epoch.
 
-        With `single_start`, a prompt has at most one start token, and does not end with an end token. Without
-        `single_start`, a prompt has all tokens that the tokenizer adds, and the context length is
-        `max_position_embeddings`, as in older recorded runs.
+        By default the clock is fixed at the present time. With `single_start`, a prompt begins with at most one start
+        token and does not end with an end token. Without `single_start`, as older recorded runs need it, a prompt has
+        all tokens that the tokenizer adds, and the context length is `max_position_embeddings`.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -54,7 +54,7 @@ class PolicyTokenizer:
         return self._plain(text) if self._single_start else list(self._fast.encode(text).ids)
 
     def encode_prompt(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Encode a question, and reject a prompt that no run can use.
+        """Encode a question as `encode` does, and check the first and last tokens of the prompt.
 
         Raises:
             ConfigError: the chat template rejects the question, or the prompt begins with two start tokens or ends with
@@ -66,17 +66,17 @@ class PolicyTokenizer:
         return tokens
 
     def encode_response(self, text: str) -> Sequence[int]:
-        """Return the tokens of a response with the text `text`, without special tokens that the tokenizer would add."""
+        """Return the tokens of a text, without adding special tokens at its beginning or end."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens`, including special tokens."""
+        """Decode tokens to text, including special tokens."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))
 
     def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
-        """Return the text of a response as a verifier reads it, without the final stop token.
+        """Decode a response to the text that a verifier reads, without the final stop token.
 
-        If `special` is False, all special tokens are left out.
+        With `special=False`, all special tokens are omitted.
         """
         if not special:
             return str(self._fast.decode(list(tokens)))
@@ -84,19 +84,19 @@ class PolicyTokenizer:
         return self.decode(tokens[:-1] if ended else tokens)
 
     def name(self, token: int) -> str:
-        """Return a token's text and id for an error message."""
+        """Return a token's text and id, for an error message."""
         return f"{self._fast.id_to_token(token) or '?'} ({token})"
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Ids of the end-of-sequence tokens."""
+        """Ids of the tokens that end a response."""
         return stop_tokens(self.folder)
 
     @cached_property
     def context(self) -> int:
-        """Largest length of a prompt with its response, in tokens."""
+        """Largest number of tokens of a prompt and its response together."""
         if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
-            return named  # a recorded run has chosen its prompts by this context length
+            return named  # the recorded run chose its prompts by this length
         return context_length(self._config)
 
     @property
@@ -139,7 +139,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Encode a text and put the tokenizer's start tokens before it, unless the text begins with them."""
+        """Encode a text after the tokenizer's start tokens, which are not repeated if the text begins with them."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -160,10 +160,10 @@ class PolicyTokenizer:
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """End tokens with which no prompt may end: the end tokens of the tokenizer and of config.json.
+        """End tokens of the tokenizer and of config.json, with which no prompt may end.
 
-        End tokens in generation_config.json may end a prompt, because some chat models list the token there that begins
-        an answer.
+        A prompt may end with an end token of generation_config.json, where some chat models also list the token that
+        begins an answer.
         """
         return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
 
@@ -190,7 +190,7 @@ class PolicyTokenizer:
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:
-    """Load tokenizer.json without its truncation and padding settings, which other tools ignore.
+    """Load tokenizer.json without its settings for truncation and padding, which other tools ignore.
 
     Raises:
         ConfigError: the file is missing or not a tokenizer.
@@ -207,7 +207,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def _refuse_errors() -> Iterator[None]:
-    """Raise errors of `AutoTokenizer` in the block as `ConfigError`."""
+    """Translate errors of `AutoTokenizer` in a `with` block into `ConfigError`."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - a tokenizer's class may raise anything here
@@ -230,10 +230,10 @@ def _open_as_others(folder: Path) -> Any:
 
 
 def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
-    """Describe how `AutoTokenizer` reads the folder differently from a run; None if there is no difference.
+    """Describe how `AutoTokenizer`'s tokenizer differs from tokenizer.json, or return None.
 
-    The vocabularies of both tokenizers are compared. For `texts`, for each special token and for combinations of
-    `PIECES`, the tokens and the decoded texts are compared, too.
+    The function compares the vocabularies of both tokenizers. The function also encodes and decodes `texts`, special
+    tokens and combinations of `PIECES` with both tokenizers.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot read the folder.
@@ -244,7 +244,7 @@ def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
 
 
 def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | None:
-    """Describe how the tokenizer `theirs` differs from `ours`; None if there is no difference."""
+    """Describe how the tokenizer `theirs` differs from `ours`, or return None."""
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

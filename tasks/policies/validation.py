@@ -1,4 +1,4 @@
-"""Checks of a whole policy folder before a run: config, weights, tokenizer, end tokens and chat template.
+"""Checks a policy folder before a run: config, weights, tokenizer, end tokens and chat template.
 
     files of the folder --> JSON that can be read --> tensors that fit --> a row for each token --> all end tokens
 
@@ -24,7 +24,7 @@ def check_files(folder: Path) -> None:
     """Reject a folder whose JSON files or tokenizer cannot be read, or whose special tokens are not text.
 
     Raises:
-        ConfigError: a file is wrong; the message names the file.
+        ConfigError: a file is invalid; the message names the file.
     """
     for name in ("config.json", "tokenizer.json", *OPTIONAL):
         path = folder / name
@@ -53,7 +53,7 @@ def check_config(folder: Path) -> None:
     """Reject a config.json that transformers cannot read, or whose sliding window is not a number of tokens.
 
     Raises:
-        ConfigError: config.json is wrong; the message has the wrong value, or the reason that transformers gives.
+        ConfigError: config.json is invalid; the message has the invalid value, or the reason that transformers gives.
     """
     from transformers import AutoConfig
 
@@ -67,9 +67,9 @@ def check_config(folder: Path) -> None:
 
 
 def name_end_tokens(folder: Path) -> None:
-    """Write the union of all end tokens of a policy into generation_config.json.
+    """Write all end tokens of a policy into the folder's generation_config.json.
 
-    End tokens are named by config.json, generation_config.json, the tokenizer and the chat template.
+    The end tokens are those of config.json, generation_config.json, the tokenizer and the chat template.
 
     Raises:
         ConfigError: the policy folder names no end token.
@@ -93,7 +93,7 @@ def _config_ends(folder: Path, name: str) -> list[int]:
 
 
 def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
-    """Reject a tokenizer with a token for which the model has no row of embeddings; the model has `rows` rows.
+    """Reject a tokenizer with a token for which the model, which has `rows` embeddings, has no embedding.
 
     Raises:
         ConfigError: the model has too few rows; the message names the first token without a row.
@@ -114,7 +114,7 @@ def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
 
 
 def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer) -> None:
-    """Reject a chat template that leaves out the question, or the system message of a prompt source.
+    """Reject a chat template that omits the question or a prompt source's system message.
 
     Raises:
         ConfigError: the chat template fails a check; the message says what the user must change.
@@ -125,5 +125,5 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
 
 
 def describe_ends(tokenizer: PolicyTokenizer) -> str:
-    """Return a text that lists the end tokens of a tokenizer."""
+    """Return a text for people that lists the tokenizer's end tokens."""
     return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"

@@ -1,4 +1,4 @@
-"""The number of tokens in a policy's vocabulary, according to the policy's folder."""
+"""Reads the size of a policy's vocabulary from the policy's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 
 def read_vocabulary(folder: Path) -> int:
-    """Return `vocab_size` of the folder's `config.json`; `ANY_TOKEN` if the file has none. Token ids are below it."""
+    """Return `vocab_size` from the folder's `config.json`, or `ANY_TOKEN` if the file has none."""
     config = json.loads((folder / "config.json").read_text())
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return int(size or ANY_TOKEN)

@@ -29,7 +29,7 @@ def read_file(config: JsonlPrompts) -> bytes:
 
 
 class JsonlSource:
-    """A `QuestionSource` that reads a file. Each pass over the file visits every training line once, in random order."""
+    """A `QuestionSource` that reads a file. Each pass visits every training line of the file once, in random order."""
 
     def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded

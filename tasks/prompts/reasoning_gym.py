@@ -1,6 +1,8 @@
-"""A source of questions that one family of reasoning-gym generates. Reasoning-gym generates item i of a data set from
-the data set's seed plus i. The training, demonstration and evaluation streams of a run have seeds that are far apart,
-so they never overlap. Each position has `STRIDE` items, of which the first one that is not held out is used.
+"""A source of questions that one family of reasoning-gym generates.
+
+Reasoning-gym generates item i of a data set from the data set's seed plus i. The training, demonstration and evaluation
+streams of a run have seeds that are far apart, so they never overlap. Each position has `STRIDE` items, of which the
+first one that is not held out is used.
 
 The key of an item consists of its answer and the sorted words of its expression. The key of an item without an
 expression consists of its answer and the sorted words of its question.
