@@ -2,16 +2,16 @@
 
     policies/<version>/<claim>/...    trajectories/<batch>-<claim>-...    log_index/<sha256>.json
 
-- The path of an object contains its writer's claim. If the claim is superseded, an object that no entry names is
-  garbage at once, because that claim can append no more entries. If the claim is live, the object is never garbage,
-  because the writer may be about to append an entry that names the object.
+- The path of an object contains its writer's claim. If a newer claim has superseded the claim, an object that no
+  entry names is garbage at once, because the superseded claim can append no more entries. Under a role's newest claim,
+  an object is never garbage, because the writer may be about to append an entry that names the object.
 - A pruned object that still exists is garbage. An object that is named and not pruned is never garbage.
 - The path of an index object contains no claim. An index object that no entry names is garbage once it is a week old.
   An unfinished write (a temporary file, a multipart upload) is garbage at the same age.
-- An object whose writer is unknown stays. If the log does not fold, nothing is garbage.
+- An object whose writer is unknown stays. If the log is damaged, no object counts as garbage.
 
-The log is read after the objects are listed, so an object that is named in between counts as named. Ages are measured
-by the store's clock.
+The log is read after the objects are listed, so an object that an entry names in the meantime is not garbage. Ages are
+measured by the store's clock.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ The rules keep these invariants:
 
 - One writer: an entry is valid only under the newest claim of the writer's role. A role is claimed under the newest
   supervisor's claim, and on that supervisor's cluster. A claim stays valid when the supervisor changes.
-- Exactly once: a dispatch is *open* from its issue until its fate. The prompts of a source are issued in order. A
-  discarded prompt is issued again, as the next attempt, if the discard reason allows another attempt.
+- Exactly once: a dispatch is *open* from its issue until it is committed or discarded. The prompts of a source are
+  issued in order. A discarded prompt is issued again, as the next attempt, if the discard reason allows another
+  attempt.
 - Freshness: every group of batch b was started under a version >= b - alpha, and no token of the group comes from a
   version that did not exist.
 - Order: version v is trained on batch v - 1, as committed by the newest entry of that batch. A batch that was trained

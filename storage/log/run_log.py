@@ -6,11 +6,10 @@
 
 - The writer of entry n has read all entries before it: a writer tries number n + 1 only after *reading* entry n. A free
   number does not prove that every lower number has an entry.
-- An append keeps one id through all its tries and numbers. The append's data object is written once; only the entry is
-  retried.
+- All tries of one append use the same id. The data object of an append is written once, and only the entry is retried.
 - A reader folds every entry that it reads. A refused, damaged or missing entry stops the reader with an error that
-  names the entry, so no process appends after a gap. A damaged entry is read from its segment if the next entry's hash
-  matches.
+  names the entry, so no process appends after a gap. A damaged entry is read from its segment if the next entry
+  names the hash of this copy.
 - An append does not read the log first: if other entries came first, `create` fails with a conflict.
 """
 

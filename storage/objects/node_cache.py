@@ -2,11 +2,11 @@
 
     present? --no--> lock the store's cache --> present now? --no--> make room --> `fill` a temporary folder --> rename
 
-- If several processes of a node request a folder, one process fills it and the others wait.
-- A folder gets its name only when it is complete. The next process that fills removes what a killed process left.
-- A folder stays while a living process holds it. The folders that no process holds are limited in number over all
-  stores, and the least recently used are removed first. If the disk has no room for a new folder, every unheld folder
-  is removed.
+- If several processes of a node request a folder, one process fills the folder and the others wait.
+- A folder gets its name only when it is complete. Incomplete folders of killed processes are removed when the next
+  folder is filled.
+- A folder stays while a living process uses it. The number of unused folders of all stores is limited, and the least
+  recently used folders are removed first. If the disk is too full for a new folder, every unused folder is removed.
 - No file is synced, so a power cut may truncate files. A folder from before the node's last boot is not used.
 
 Locks are the kernel's (`flock`), which releases the locks of a dead process. The cache folder must be on a local disk,

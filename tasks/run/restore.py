@@ -3,11 +3,11 @@
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
 If a version's state was not stored, or a version's objects are damaged, the version is trained again from an earlier
-version and the batches after that version. The result is compared with the published version. Files of the result whose
-hashes equal the published hashes replace damaged objects. So a restored run has all objects that its log names.
+version and the batches after that version. The result is compared with the published version. A file of the result
+replaces a damaged object if their hashes are equal.
 
 Objects are verified first, and remote objects are fetched. The learner then memory-maps one file after the other, so
-that memory holds the learner and at most one file.
+that memory contains the learner and at most one file.
 
 This module imports no torch, so that a process that only starts the learner's actor, or prints a replay, need not
 wait for the import of torch.
