@@ -1,8 +1,8 @@
 """Repairs a damaged log. `plan_repairs` lists the possible steps; `repair` carries out the steps that the user accepts.
 
-A damaged or missing entry before other entries is restored from its segment, if the hash in the next entry matches. A
-damaged newest entry cannot be restored, so it is moved away, and the log ends with the entry before it. The run then
-repeats the work of an entry that was moved away: the batch is formed again, or the version is trained again. Other
+A damaged or missing entry before other entries is restored from its segment, if the next entry names the hash of this
+copy. A damaged newest entry cannot be restored, so it is moved away, and the log ends with the entry before it. The run
+then repeats the work of an entry that was moved away: the batch is formed again, or the version is trained again. Other
 damage cannot be repaired, because the entries after the damage cannot be trusted.
 
 No process may work on the run during a repair. An entry that is moved away stays in storage under another name.

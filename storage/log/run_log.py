@@ -78,7 +78,7 @@ def read_creation(run: ObjectStore) -> Entry:
 def read_origin(run: ObjectStore) -> tuple[int, str] | None:
     """Read a run's format number and the release that created it; return None if entry 0 is missing or damaged.
 
-    The function needs only these two values of entry 0, so it can read the entry of a release with other formats.
+    Only these two values of entry 0 are parsed, so this function can also read the runs of releases with other formats.
     """
     try:
         body = open_sealed(run.get(entry_path(0)))["body"]

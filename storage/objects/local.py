@@ -85,8 +85,8 @@ class LocalStore(ObjectStore):
             _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write both objects, and sync them together. `file` gets its name before it is synced, because no reader knows
-        the name.
+        """Write the data object and the object that names it, and sync both together. `file` gets its name before it is
+        synced, because no reader knows the name.
         """
         target, named, parts = self._free(path), self.local_path(file), split_buffers(data)
         with (
