@@ -1,7 +1,9 @@
-"""Compares the training time of the quick start's recipe at alpha = 2 and at alpha = 0 (synchronous), in turns.
+"""Compares the training time of the quick start's recipe at alpha = 2 with its training time at alpha = 0
+(synchronous).
 
-The benchmark starts whole runs from the command line, shortened to `--versions`. Training time counts from version 0 to
-the last version, without start-up and cold start. Run it as `python -m benchmarks.asynchrony`.
+The benchmark alternately starts whole runs of both kinds from the command line, shortened to `--versions`. Training
+time counts from version 0 to the last version, without start-up and cold start. Run it as
+`python -m benchmarks.asynchrony`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Slower schedulers that asynchronous rollout is measured against. No recipe can choose them.
+"""Defines slower schedulers, with which asynchronous rollout is compared. No recipe can choose these schedulers.
 
-- `BatchScheduler` generates one batch after the other.
+- `BatchScheduler` generates one batch after another.
 - `WholeGroupScheduler`, with `WholeGroupProxy`, generates all responses of a group on one engine.
 
 `BatchRun` and `WholeGroupRun` are simulated runs with these schedulers.

@@ -2,11 +2,11 @@
 
 `python -m benchmarks.chaos` makes 200 kills on the timed engine and 20 on vLLM; `--s3 20` makes 20 more kills on S3
 behind a proxy that corrupts 2% of the answers. A kill counts when the process is gone. A kill counts as survived when
-the role lives again, a version was published after that, *and* storage has a recovery of the same role. "seconds to
-progress" is the time from the kill until all three hold, or `inf` if the run did not recover. "seconds to progress" is
-longer than "seconds to a version", because other roles may publish the next version earlier. "own record" counts the
-kills with a recovery record of their own: two deaths within a second may share one record. Deaths of reward workers are
-not recorded.
+the role runs again, a version was published after that, *and* storage has a recovery of the same role. "seconds to
+progress" is the time from the kill until all three conditions are met, or `inf` if the run did not recover. "seconds to
+progress" is longer than "seconds to a version", because other roles may publish the next version earlier. "own record"
+counts the kills with a recovery record of their own: two deaths within a second may share one record. Deaths of reward
+workers are not recorded.
 
 Lost and duplicated trajectories are those that the audit of each finished run finds. Regenerated trajectories are those
 that the recoveries report. A run allows `RESTARTS` restarts per role, more than the default, because the benchmark
@@ -143,7 +143,9 @@ class Victim:
             time.sleep(0.02)
 
     def strike(self, role: str, draw: random.Random, *, record: bool = True) -> Kill:
-        """Kill one process of `role`. Wait until role and run are back and, with `record`, until this is recorded."""
+        """Kill one process of `role`. Wait until the role and the run are back and, if `record` is true, until the
+        recovery is stored.
+        """
         before = sorted(self._wait_role(role, set()), key=lambda process: process.pid)
         victim, began = draw.choice(before), time.monotonic()
         version, recorded = self.version(), self._recovered(role)
@@ -269,7 +271,7 @@ def one_run(
 
 
 def _struck(victim: Victim, roles: Sequence[str], seed: int, *, settled: bool) -> Outcome:
-    """Make all kills, then wait for the run's end."""
+    """Kill the chosen roles one by one, then wait for the run's end."""
     draw, kills = random.Random(seed), list[Kill]()
     try:
         victim.wait_version(2, 300)

@@ -1,4 +1,4 @@
-"""Compares the data plane with plain ways to move the same bytes: batches, the channel, serialisation, weights.
+"""Compares how rollflow moves batches and weights with plain ways to move the same bytes.
 
     batch commit        TrajectoryStore.commit (join, hash, write, entry)    vs   durable write of the same file
     batch read          TrajectoryStore.read (checked) and open             vs   mmap and open, unchecked

@@ -1,10 +1,10 @@
-"""Finds the fastest choice of depth, order and bound that is neither biased nor wasteful, for several workloads.
+"""Finds, for several workloads, the fastest rollout settings that neither bias training nor waste many tokens.
 
 A choice is unbiased if nothing was discarded, so that every prompt's first responses are trained on, or if the length
 bias after the warm-up (see the planner) is at most 1% in either direction. The standard error of the bias shows the
 effect of chance, which decides what groups are in flight at both ends. An engine draws the same response for a prompt
-that is issued again, as far as the policy is the same, so a dropped response is generated twice. Therefore a choice
-that wastes over 5% of its tokens is no default, however fast. The table also has ROLL's policy at an equal bound, and
+that is issued again, as far as the policy is the same, so a dropped response is generated twice. A choice that wastes
+over 5% of its tokens cannot be a default, however fast it is. The table also has ROLL's policy at an equal bound, and
 at the mean staleness of the choice.
 """
 

@@ -1,11 +1,11 @@
-"""Compares rollflow on a GPU with a CPU's numbers, and measures its memory and speed. `make gpu` runs it.
+"""Compares rollflow's numbers on a GPU and on a CPU, and measures memory and speed on the GPU. `make gpu` runs it.
 
     this process --"head"--> a child with torch --ROW {...}--> the table, and the JSON after each part
                              the next child imports in the meantime
 
 Each part (`gpu_checks`, `gpu_memory`, `gpu_engine`, `gpu_bits`, `gpu_speed`) runs in its own process with a time limit.
-If a part fails, hangs or breaks the device, the table has a row for it. Without a GPU all parts run in one process at a
-small size, and parts that need a GPU are listed as skipped. The exit code is 1 if a check failed.
+If a part fails, hangs or breaks the device, the table has a row that says so. Without a GPU all parts run in one
+process at a small size, and parts that need a GPU are listed as skipped. The exit code is 1 if a check failed.
 
 The program needs torch, transformers, peft, pyarrow and pydantic, but not Ray, Prefect, vLLM or MLflow. It imports
 rollflow from the source tree, installed or not. `--wheels FOLDER` names a folder with wheels of missing packages.

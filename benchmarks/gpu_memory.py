@@ -1,4 +1,4 @@
-"""Measures memory on a GPU: the head of a large vocabulary, a train step, and recomputed activations.
+"""Measures GPU memory of the head of a large vocabulary, of a train step, and of recomputed activations.
 
 Shapes: M tokens, H hidden, V vocabulary.
 """

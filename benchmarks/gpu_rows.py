@@ -1,4 +1,4 @@
-"""Rows of the table of `make gpu`.
+"""Creates, stores and formats the rows of the table of `make gpu`.
 
 A failed check makes the exit code 1; a missed target is only reported. A row without a limit is a figure. This module
 imports only the standard library, because the first process of `make gpu` may have nothing else.

@@ -1,4 +1,4 @@
-"""The learners of `benchmarks.learner_step`. Each runs in its own process, and takes a step on request.
+"""Runs one learner of `benchmarks.learner_step` in its own process, which takes a train step on request.
 
 All learners minimise the same loss: GRPO's clipped surrogate with the ratio to the recorded log-probs, clipping at 0.2
 and 0.28, and the mean over the tokens of the whole batch. Then the gradient norm is clipped to 1, and AdamW takes a

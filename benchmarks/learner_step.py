@@ -1,4 +1,4 @@
-"""Compares a train step with TRL's and with a plain loop: trained tokens per second, and peak memory.
+"""Compares rollflow's train step with TRL's and with a plain loop: trained tokens per second, and peak memory.
 
 All sides have the same policy, ragged batch and loss (see `learner_sides`). Each side runs in its own process, with its
 best setting. The best setting is the setting with the least memory among those within 5% of the side's fastest time.

@@ -1,4 +1,4 @@
-"""Measures the cost of a long run: the same steps on logs of 100 to 100,000 versions.
+"""Measures how the cost of a run's operations grows with its log, on logs of 100 to 100,000 versions.
 
     python -m benchmarks.ledger_growth [--largest N] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""The processes of `benchmarks.publishing`: one trains and publishes, the other restores the published version.
+"""Runs a process of `benchmarks.publishing`, which either trains and publishes or restores the published version.
 
 Run it as `python -m benchmarks.publishing_sides (publish|restore) FOLDER SETTING`, where FOLDER has a policy's
 `config.json`, and SETTING is a `Setting` as JSON. The results are printed as a line of JSON. Bytes are the peak memory

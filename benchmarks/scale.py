@@ -4,8 +4,8 @@
 
 The figures are CPU seconds of one process on the virtual clock. A simulation also pays for its engines and its event
 loop. So the same number of requests also runs on engines and verifiers alone, with equally many at a time. The cost of
-this run is subtracted; the rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response lengths are
-lognormal, one simulated token stands for 500, and Python's garbage collector is off.
+this second run is subtracted; the rest is the cost of scheduler, dispatches, proxy, buffer and batches. Response
+lengths are lognormal, one simulated token stands for 500, and Python's garbage collector is off.
 
 The cost of tokens is measured separately, with all tokens and with the garbage collector. Each group is packed into
 Arrow columns, each batch is encoded as a file, and requests and generations are pickled, `ON_WIRE` at a time.

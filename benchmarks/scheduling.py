@@ -1,4 +1,4 @@
-"""Simulates scheduling on a virtual clock: published results, ROLL's policy, ours, the lower bound, and the bias.
+"""Simulates scheduling on a virtual clock, and compares rollflow with published results and with ROLL's policy.
 
 All simulations use the shipped scheduler, proxy, controller and channel (`rollflow plan`). ROLL's policy is a
 setting of them (`workloads.ROLL`): the batch waits for the groups that were started first, and an update costs a
@@ -140,7 +140,7 @@ def sensitivity() -> Iterator[Row]:
 def _compared(
     case: str, alpha: int, synchronous: float, hardware: Hardware, size: tuple[int, int], versions: int
 ) -> Iterator[Row]:
-    """Compare our policy and ROLL's at one bound."""
+    """Compare rollflow's scheduling policy with ROLL's at one bound on staleness."""
     roll, ours = (ran(recipe(alpha, *size, **how), hardware, versions) for how in (ROLL, {}))
     yield Row(case, f"synchronous over ours at alpha {alpha}", synchronous / ours.step_seconds)
     yield Row(case, f"ROLL's policy over ours, both alpha {alpha}", roll.step_seconds / ours.step_seconds)

@@ -1,8 +1,8 @@
 """Trains a recipe in one process, with all samples as stale as the bound allows.
 
-It uses the shipped learner, prompts, verifier and cold start, without actors and engine. Version v is trained on
-samples of version max(0, v - alpha); in a real run most samples are fresher. transformers samples the tokens with
-log-probs.
+The training uses the shipped learner, prompts, verifier and cold start, but no actors and no engine. Version v is
+trained on samples of version max(0, v - alpha); in a real run most samples are fresher. transformers samples the tokens
+with log-probs.
 
 `python -m benchmarks.stale RECIPE --alpha 2 --set train.objective.kind=tis` trains one policy and prints its progress.
 """

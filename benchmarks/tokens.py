@@ -1,10 +1,10 @@
-"""Measures the cost of a token, and of a response in flight, in the scheduler's process.
+"""Measures the CPU time per token, and the memory per response in flight, in the scheduler's process.
 
     python -m benchmarks.tokens [--json FILE]
 
-The shipped scheduler, proxy, engine client, buffer and batches run as in a real run. Instead of the engines' actor and
-the verifier there are fakes, which answer at once with prepared bytes; requests and answers are pickled, as by Ray. A
-batch is encoded as a file, but not written to disk.
+The shipped scheduler, proxy, engine client, buffer and batches run as in a real run. Fakes replace the engines' actor
+and the verifier, and answer at once with prepared bytes; requests and answers are pickled, as by Ray. A batch is
+encoded as a file, but not written to disk.
 
 - A token: the CPU time of long responses minus that of short ones, divided by the difference in tokens. So costs that
   do not depend on the length cancel. Half of the responses first report half of their tokens, as slow ones do.

@@ -1,4 +1,4 @@
-"""Finds and kills a run's processes by role, for `benchmarks.chaos`. Linux only; limited to one run home."""
+"""Finds and kills the processes of one run home by role, for `benchmarks.chaos`, on Linux only."""
 
 from __future__ import annotations
 

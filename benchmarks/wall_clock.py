@@ -1,8 +1,8 @@
-"""Compares the simulator with real time: one small workload, simulated and run on timed engines in Ray actors.
+"""Compares simulated with real step times of one small workload, which runs on timed engines in Ray actors.
 
-Both use the same scheduler, proxy, controller, channel, timed rewards and learner. In the measured runs the engines are
-Ray actors with real calls, and time is real. The benchmark compares the ratios of step times between scheduling
-policies, with runs in turns. Run it as `python -m benchmarks.wall_clock`; it takes about four minutes.
+Simulation and real runs use the same scheduler, proxy, controller, channel, timed rewards and learner. In the real
+runs, the engines are Ray actors that are called remotely. The benchmark compares the ratios of step times between
+scheduling policies, with runs in turns. Run it as `python -m benchmarks.wall_clock`; it takes about four minutes.
 """
 
 from __future__ import annotations

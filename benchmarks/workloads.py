@@ -1,4 +1,4 @@
-"""The workloads of `benchmarks.scheduling`, and helpers that its sections share.
+"""Defines the workloads of `benchmarks.scheduling`, and helpers that its sections share.
 
 Lengths are lognormal (sigma 1, truncated at 20 times the median unless stated), with correlation 0.7 within a prompt.
 """
@@ -79,7 +79,8 @@ def rollout_only(engines: int, slots: int, **responses: Any) -> Hardware:
 def long_tailed(slots: int = 32, slowing: float = 0.0) -> Hardware:
     """Return a workload of 128 prompts with one response per step, on one engine with `slots` equal slots.
 
-    Training takes 0.9 of the time that 32 slots need to generate."""
+    Training takes 0.9 of the time that 32 slots need to generate.
+    """
     return changed(
         rollout_only(32, 1) if slots == 32 and not slowing else rollout_only(1, slots),
         engines={"batch_slowdown": slowing},
