@@ -76,7 +76,8 @@ class TolerantFold:
         entries.
 
         If an entry names a wrong hash of the previous entry, the previous entry is reported as altered. If the next
-        entry also names a wrong hash, or if there is no next entry, the naming entry is reported as altered.
+        entry also names a wrong hash, or if there is no next entry, the naming entry is reported as altered, and not
+        the previous entry.
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n

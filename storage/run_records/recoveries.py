@@ -2,10 +2,10 @@
 progress again.
 
 These records limit further restarts: a supervising process that was itself restarted reads from them how many restarts
-of each role were already used. The summary, `rollflow inspect`, the live status and MLflow only show the records. Any
-process may append a recovery under the next free number; if another process has created that number first, the append
-tries the number after it. A background thread stores recoveries (see `Notes`), so that no restart waits for storage. A
-damaged recovery is skipped.
+of each role were already used. The summary, `rollflow inspect` and MLflow only show the records. Any process may append
+a recovery under the next free number; if another process has created that number first, the append tries the number
+after it. A background thread stores recoveries (see `Notes`), so that no restart waits for storage. A damaged recovery
+is skipped.
 """
 
 from __future__ import annotations

@@ -64,9 +64,7 @@ class FilePin(PinBase):
 
 
 class FamilyPin(PinBase):
-    """The record of a reasoning-gym family: the version of the package reasoning-gym, and a hash of the first
-    questions.
-    """
+    """The record of a reasoning-gym family: the version of the package reasoning-gym, and a hash of questions."""
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str
@@ -74,21 +72,21 @@ class FamilyPin(PinBase):
 
 
 class ColumnSumsPin(PinBase):
-    """The record of a source of column sums: a hash of the first questions that rollflow generates."""
+    """The record of a source of column sums: a hash of its held-out and first training questions."""
 
     kind: Literal["column-sums"] = "column-sums"
     sha256: str
 
 
 class SortingPin(PinBase):
-    """The record of a source of digits to sort: a hash of the first questions that rollflow generates."""
+    """The record of a source of digits to sort: a hash of its held-out and first training questions."""
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
 
 
 class ImportPin(PinBase):
-    """The record of a user-defined source: a hash of the source's first questions."""
+    """The record of a user-defined source: a hash of its held-out and first training questions."""
 
     kind: Literal["import"] = "import"
     sha256: str

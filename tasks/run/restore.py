@@ -88,8 +88,8 @@ def new_learner(
     """Build the run's learner before its first step, under the current config.
 
     The learner gets the weights in `folder`. Without a folder the learner has untrained weights, or, if `blank` is
-    true, uninitialized weights for `restore` to load. `ranks` starts the processes of the learner's other ranks.
-    `count` overrides the config's number of ranks.
+    true, uninitialized weights for `restore` to load. `ranks` says where the learner's ranks run. `count` overrides the
+    config's number of ranks.
     """
     config = context.config
 
