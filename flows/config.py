@@ -52,7 +52,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     meaning of relative paths in a recipe.
 
     Raises:
-        ConfigError: one sentence for each key that the user must change.
+        ConfigError: the recipe is invalid; the message has a sentence for each key to change.
     """
     tree = read_toml(path, "recipe")
     replaced = {override.partition("=")[0].strip() for override in overrides}
@@ -138,7 +138,7 @@ def load_hardware(path: Path) -> Hardware:
     """Read and check a hardware file; `path` may be the name of a hardware file that rollflow ships.
 
     Raises:
-        ConfigError: one sentence for each key that the user must change.
+        ConfigError: the hardware file is invalid; the message has a sentence for each key to change.
     """
     from rollflow.tasks.simulation.hardware import Hardware
 

@@ -5,9 +5,9 @@ Prefect every second, because with Prefect's default (ten seconds) a run's stage
 `rollflow run` watches its runner and restarts crashed runs. A runner without such a command uses Prefect automations:
 see `registration/automations.py`.
 
-The runner of `rollflow run` serves six flows, under the run's key as the name. The runner of `rollflow serve` serves
-the flows under the name "rollflow", and `post-training` once more for each recipe that rollflow ships or that `rollflow
-deploy` has added.
+The runner of `rollflow run` serves six flows, in deployments that are named after the run's key. The runner of
+`rollflow serve` serves the flows under the name "rollflow", and `post-training` once more for each recipe that rollflow
+ships or that `rollflow deploy` has added.
 """
 
 from __future__ import annotations

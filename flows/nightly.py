@@ -115,7 +115,7 @@ def read_nightly(file: Path) -> Nightly:
     """Read a nightly file, whose paths of recipes are relative to the file's folder.
 
     Raises:
-        ConfigError: one sentence for each key that the user must change.
+        ConfigError: the nightly file is invalid; the message has a sentence for each key to change.
     """
     tree = read_toml(file, "nightly file")
     try:

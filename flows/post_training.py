@@ -205,8 +205,8 @@ def _reopen(context: RunContext) -> None:
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove unfinished files of killed processes from the run's storage. If the store does not allow this, only a
-    warning is logged.
+    """Remove unfinished files of killed processes from the run's storage. If the store does not allow the removal, only
+    a warning is logged.
     """
     try:
         sweep(context.store)

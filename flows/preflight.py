@@ -80,7 +80,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     called with progress messages.
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: the run would fail; the message says what the user must change.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -124,7 +124,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: the run would fail; the message says what the user must change.
     """
     check_new_run(config, context.config)
     check_own_parts(config)

@@ -30,7 +30,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     """Create the run in its store. `tell` is called with progress messages and notes for the user.
 
     Raises:
-        ConfigError: one sentence that says what the user must change.
+        ConfigError: the run would fail; the message says what the user must change.
     """
     if is_number(run_id):
         raise ConfigError(f"run id = {run_id!r}: a number means a version of the newest run; add a letter to it")
@@ -73,8 +73,8 @@ def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> 
     """Write the policy's files to the run's storage; raise `ConfigError` if another command has written different files
     under this run id.
 
-    The other command may be running, or may have died while it wrote. Without the error, this run could get the weights
-    or the chat template of the other command.
+    Another command with the same run id may be running, or may have died while it wrote the policy. Without this check,
+    a run could get the weights or the chat template of another command's policy.
     """
 
     def refusal_of(path: str) -> ConfigError:

@@ -47,8 +47,8 @@ def served_files() -> list[Path]:
 
 
 def deploy_recipes(place: Path, what: Path) -> None:
-    """Add a folder of recipes or a nightly file to the list of what is served. If it is in the list already, the runner
-    reads it again.
+    """Add a folder of recipes or a nightly file to the list of what is served. A folder or file that is in the list
+    already is read again.
     """
     with one_at_a_time(place / "deploying"):
         kept = [str(one) for one in _read_deployed(place) if one != what]

@@ -102,7 +102,7 @@ def cancel(why: str) -> State:
     """Set the state of this flow run to cancelled and raise `Abort`; if the Prefect server does not answer, return the
     state.
 
-    Raising is better, because Prefect reports a flow that returns the state `Cancelled` as an error.
+    `Abort` is raised because Prefect reports a flow that returns the state `Cancelled` as an error.
     """
     state: State = Cancelled(message=why)
     with contextlib.suppress(Unreachable):
@@ -115,8 +115,8 @@ def cancel(why: str) -> State:
 
 
 def suspend() -> State:
-    """Suspend this flow run, and return its state. This process can end, because Prefect resumes a suspended flow run
-    in a new process.
+    """Suspend this flow run, and return its state. The process of a suspended flow run can end, because Prefect resumes
+    the flow run in a new process.
     """
     with open_client() as client:
         state = client.read_flow_run(UUID(str(flow_run.id))).state
@@ -131,8 +131,8 @@ def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | No
     """Create a task run that stands for another flow run, so that Prefect's page shows the other flow run below this
     one; return its id.
 
-    Prefect's `run_deployment` creates such a task run as well. Several calls with the same `key` create only one task
-    run. Outside a flow run, nothing is created and None is returned.
+    Prefect's `run_deployment` links two flow runs by a task run in the same way. Several calls with the same `key`
+    create only one task run. Outside a flow run, nothing is created and None is returned.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

@@ -29,7 +29,7 @@ def train(run: RunPlace, ray_address: str) -> int:
 
 
 def _describe_lost_work(status: LearnerStatus) -> tuple[str, int]:
-    """Describe the work that is repeated after the learner died: its start, if it had restored no version, or one train
-    step.
+    """Describe the work that is repeated after the learner died: one train step, or the learner's start if it had
+    restored no version.
     """
     return ("its start" if status.version < 0 else f"the step of version {status.version + 1}", 0)

@@ -72,7 +72,7 @@ def repair_log(context: RunContext, *, agreed: bool, console: Console | None = N
     afterwards.
 
     Raises:
-        Missing: there is no such run.
+        Missing: the run does not exist.
         Corrupt: the log has damage that cannot be repaired.
     """
     console = console or Console(highlight=False)

@@ -49,7 +49,7 @@ def print_log(context: RunContext, *, follow: bool, as_json: bool, console: Cons
     """Print every entry of the run's log; with `follow`, also print new entries until the user ends the command.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: the run does not exist.
         Missing, Corrupt: the log is damaged; the entries before the damage have been printed.
     """
     console = console or Console(highlight=False)

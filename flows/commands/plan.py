@@ -1,5 +1,5 @@
 """Implements `rollflow plan`: simulates a recipe on other hardware. With `--gpus`, `rollflow plan` searches by
-simulation for the best split of the GPUs between rollout and training, and for the best alpha.
+simulation for the best split of the GPUs between rollout and training, and for the best alpha (`async_ratio`).
 
 The search prints the best candidates and the proven bounds on their step times. With `--write`, the search writes a
 recipe and a hardware file for the recommended plan, with the comments of the originals. This module imports neither Ray
@@ -59,8 +59,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _simulate(config: RunConfig, options: argparse.Namespace) -> None:
-    """Simulate the recipe on the given hardware, or on hardware that is fitted to a recorded run, and compare with that
-    run.
+    """Simulate the recipe on the given hardware; with `--from-run`, simulate it on hardware that is fitted to a
+    recorded run, and compare the two.
     """
     outputs = Outputs.of(options.plot, options.json)
     if options.from_run is None:
@@ -174,7 +174,7 @@ def _describe_outcome(one: CandidateOutcome) -> str:
 
 
 def build_table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
-    """Build a table of the best candidates, with the synchronous mode."""
+    """Build a table of the best candidates, including the synchronous mode."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
     )

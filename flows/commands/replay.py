@@ -67,7 +67,9 @@ class ReplayOutcome:
 
     @property
     def right(self) -> bool:
-        """True if the result equals the published version: bit for bit, if the number of ranks is the same."""
+        """True if the replayed weights equal the published weights, or differ only by rounding because the number of
+        ranks differs.
+        """
         near = self.ranks != self.recorded and self.apart is not None and self.apart.near
         return near or not self.replayed.differences
 

@@ -61,7 +61,9 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
 
 
 def is_under_way(context: RunContext) -> bool:
-    """Return whether a supervisor is working on the run, which writes the run's status once a second."""
+    """Return whether a supervisor is working on the run, which shows in new statuses of the run within
+    `ALIVE_SECONDS`.
+    """
     first = read_status(context)
     if first is None or first.ended:
         return False

@@ -30,7 +30,7 @@ from rollflow.tasks.run.context import RunContext
 
 # longest time in seconds for all reads together, so that the whole command takes at most ten seconds
 STORE_SECONDS = 6.0
-# age in seconds from which a status is shown with a hint; a supervisor writes one every second
+# age in seconds from which a status counts as old; a supervisor writes a status once a second
 SILENT_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # seconds between updates of the live view
 COLUMNS = ("run", "began", "state", "version", "reward", "held-out")

@@ -18,7 +18,7 @@ from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
-# seconds without a new status after which the supervisor counts as dead; it writes one every second
+# seconds without a new status after which the supervisor counts as dead; it writes a status once a second
 SILENT_SECONDS = 120.0
 WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end at once"}
 

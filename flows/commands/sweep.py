@@ -196,7 +196,7 @@ def drive(context: RunContext) -> int:
     The child process starts its own servers and Ray cluster. The child process is stopped together with this process.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
-    # A new session keeps Ctrl-C away from the child, which is ended by `end`.
+    # The child has its own session, so that Ctrl-C does not reach it; `end` stops the child.
     child = subprocess.Popen(command, start_new_session=True)
     signals = list[int]()
 

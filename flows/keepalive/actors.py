@@ -50,7 +50,7 @@ class WatchedActor(Generic[Status]):
 
 
 class SupervisorGone(RollflowError):
-    """Raised if no supervisor has watched the run for `cluster.lease_seconds`: no process would end a restarted
+    """Raised if no supervisor has watched the run for `cluster.lease_seconds`, because no process would end a restarted
     actor.
     """
 

@@ -1,4 +1,4 @@
-"""Measures the CPU seconds of a session: of the command, and of the services and flows that the command started.
+"""Measures the CPU seconds of a command such as `rollflow run`, and of the services and flows that it started.
 
 This module leaves out the actors and their children, because each actor reports its own CPU seconds in its status.
 Three costs are not counted: CPU time of a process after its last measurement, services that another command started,
@@ -53,7 +53,7 @@ def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
 def _ray_costs(guard: psutil.Process) -> Iterator[CpuCost]:
     """Yield the CPU costs of Ray's own processes, without the actors and their children."""
     actors: set[int] = set()
-    # A parent process is older than its children, so it comes first.
+    # Parents come first in this order, because a parent process is older than its children.
     for process in sorted(guard.children(recursive=True), key=lambda process: process.create_time()):
         with contextlib.suppress(psutil.Error):
             # A process that is ending has no command line.

@@ -28,9 +28,9 @@ def gpu_shares(config: RunConfig) -> GpuShares:
 def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     """Divide the GPUs of the nodes among the engines and the learner; `nodes` holds the number of GPUs of each node.
 
-    An engine gets `engine.tensor_parallel` GPUs, and the learner gets one GPU for each of its `train.ranks`. If both
-    numbers are 1 and the cluster has too few GPUs, each engine and the learner get an equal fraction of a GPU. Without
-    GPUs, each share is 0.
+    An engine gets `engine.tensor_parallel` GPUs, and the learner gets one GPU for each of its `train.ranks`. If
+    `engine.tensor_parallel` and `train.ranks` are 1 and the cluster has too few GPUs, each engine and the learner get
+    an equal fraction of a GPU. Without GPUs, each share is 0.
 
     Raises:
         ConfigError: an engine or the learner needs several GPUs, and the cluster or one node has too few.

@@ -24,7 +24,7 @@ def check_private_placement(config: RunConfig) -> None:
     for role in get_args(Role):
         own = getattr(config.cluster.placement, role)
         labels = {name: value for name, value in own.labels.items() if not name.startswith("ray.io/")}
-        # the names of Ray's own resources have a colon
+        # A name with a colon is one of Ray's own resources.
         resource = own.resource if own.resource and ":" not in own.resource else None
         for key, value in (("labels", labels), ("resource", resource)):
             if value:

@@ -1,13 +1,13 @@
 """Counts the restarts that earlier processes made in a run, from the run's recovery records.
 
-A keeper is an object that restarts the run's actors, engines or stages; after its own restart it continues with the
-same restart budget. If a user starts or resumes the run, the budget is reset.
+A keeper is an object that restarts a run's actors, engines or stages; after its own restart a keeper continues with the
+same restart budget. If a user starts or resumes a run, the run's restart budgets are reset.
 
 A background thread reads the records; the first restart waits for this thread for at most `WAIT_SECONDS`. Until the
 storage answers, a keeper counts only its own restarts. A damaged record is skipped.
 
-A restart is recorded when the restarted role makes progress again. If a keeper dies before the role makes progress, the
-restart of the role is not recorded.
+A restart is recorded when the restarted component makes progress again. If a keeper dies before a restarted component
+makes progress, the component's restart is not recorded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ BEGUN = "begun.json"
 
 @dataclass(frozen=True, slots=True)
 class PastRestarts:
-    """The restarts of one role: their times in seconds since the epoch, and the newest one's number (`attempt`)."""
+    """The restarts of one component (such as an engine): their times in seconds since the epoch, and the newest one's
+    number.
+    """
 
     times: tuple[float, ...] = ()
     attempt: int = 0
 
     def then(self, recovery: Recovery) -> PastRestarts:
-        """Return the restarts of this object and those of `recovery`."""
+        """Return a copy that also counts the restarts of `recovery`."""
         return PastRestarts((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
@@ -53,7 +55,9 @@ def read_reset_time(run: ObjectStore) -> float:
 
 
 def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, PastRestarts]:
-    """Count restarts by role, from recoveries (oldest first) whose failure was noticed between `since` and `until`."""
+    """Count the restarts of each component, from recoveries (oldest first) whose failure was noticed between `since`
+    and `until`.
+    """
     by_role: dict[str, PastRestarts] = {}
     for recovery in recoveries:
         if since <= recovery.noticed_at <= until:
@@ -62,7 +66,7 @@ def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 
 
 
 class RestartHistory:
-    """The restarts of a run's roles before this process began."""
+    """The restarts of a run's components, such as actors and stages, before this process began."""
 
     def __init__(
         self,
@@ -80,14 +84,14 @@ class RestartHistory:
         thread.start()
 
     def times(self, role: str) -> list[float]:
-        """Return the times of the role's earlier restarts, as readings of `clock`. A restart that lies outside the
+        """Return the times of the component's earlier restarts, as readings of `clock`. A restart that lies outside the
         window, in the past or in the future, is left out.
         """
         ages = [self._wall() - at for at in self._find_past(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
 
     def attempt(self, role: str) -> int:
-        """Return how often the role was restarted before this process began."""
+        """Return how often the component was restarted before this process began."""
         return self._find_past(role).attempt
 
     def _find_past(self, role: str) -> PastRestarts:

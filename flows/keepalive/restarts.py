@@ -1,8 +1,8 @@
-"""The rules for restarts of actors, engines, stages, services and supervisors: which role is down, when it may be
-restarted, and how its recovery is recorded.
+"""Defines the rules for restarts of components (actors, engines, stages, services, supervisors): which component is
+down, when it may be restarted, and how its recovery is recorded.
 
-`Restarts` only decides. The keepers of actors, engines, stages and services watch the roles and restart them. A
-restarted role begins from storage, so a restart loses nothing that was committed.
+`Restarts` only decides. The keepers, which watch and restart the components, are in other modules of this package. A
+restarted component begins from storage, so a restart loses nothing that was committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_PAUSE = 60.0
 
 
 class RestartsExhausted(RollflowError):
-    """Raised if a role must not be restarted; the error's message is the reason."""
+    """Raised if a component must not be restarted; the error's message is the reason."""
 
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
@@ -32,7 +32,7 @@ def pause_after(restarts: int, limits: RecoveryConfig) -> float:
 
 
 class RestartBudget:
-    """Counts the restarts of each role within a time window. `RecoveryConfig` has the limit and the window."""
+    """Counts the restarts of each component within a time window. `RecoveryConfig` has the limit and the window."""
 
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
@@ -43,7 +43,7 @@ class RestartBudget:
         self._attempts: Counter[str] = Counter()
 
     def spend(self, role: str, reason: str) -> float:
-        """Spend one restart of `role`; return the pause in seconds before the restart.
+        """Spend one restart of the component `role`; return the pause in seconds before the restart.
 
         Raises:
             RestartsExhausted: the budget is used up.
@@ -62,16 +62,16 @@ class RestartBudget:
         return pause_after(recent, limits)
 
     def attempt(self, role: str) -> int:
-        """Return how often `role` was restarted, including restarts before the window."""
+        """Return how often the component `role` was restarted, including restarts before the window."""
         return self._attempts[role] + (self._earlier.attempt(role) if self._earlier else 0)
 
 
 @dataclass
 class PendingRecovery:
-    """A recovery that is not finished. A recovery has three events: the failure is noticed, the role is restored, and
-    the work is resumed.
+    """A recovery that is not finished. A recovery has three events: the failure is noticed, the component is restored,
+    and its work is resumed.
 
-    Only the time `noticed_at` is read from the wall clock; every later time is `noticed_at` plus a difference on
+    Only `noticed_at` is read from the wall clock; every later time is `noticed_at` plus a difference of readings of
     `clock`.
     """
 
@@ -93,16 +93,14 @@ class PendingRecovery:
         return self.noticed_at + self.clock() - self.noticed
 
     def note_progress(self, progress: float) -> bool:
-        """Record the progress of the restarted role; return True once the role has made progress since its first
-        answer.
-        """
+        """Record the restarted component's progress; return True once it has made progress since its first answer."""
         if self.restored_at is None:
             self.restored_at, self.baseline = self._now, progress
             return False
         return progress > self.baseline
 
     def after(self, other: PendingRecovery | None) -> PendingRecovery:
-        """Return this recovery merged with `other`, an unfinished recovery of the same role that began earlier."""
+        """Return this recovery merged with `other`, an unfinished recovery of the same component that began earlier."""
         if other is None:
             return self
         reason, more = f"{other.reason}; then {self.reason}", self.trajectories + other.trajectories
@@ -112,7 +110,7 @@ class PendingRecovery:
         )
 
     def finish_recovery(self) -> Recovery:
-        """Return the finished recovery, resumed at the present time."""
+        """Return the finished recovery, with the present as the time at which work was resumed."""
         now = self._now
         return Recovery(
             role=self.role,
@@ -129,19 +127,19 @@ class PendingRecovery:
 
 @dataclass
 class Outage:
-    """A role that is down, with its restart. `due` is the earliest time of the restart, and `launched` is the time of
-    the restart.
+    """A component that is down, with the times of its restart. `due` is the earliest time of the restart, and
+    `launched` is the time at which the component was restarted.
     """
 
     pending: PendingRecovery
-    reason: str  # reason of the role's newest death
-    pause: float  # seconds between the role's death and its restart
+    reason: str  # reason of the component's newest failure
+    pause: float  # seconds between the component's failure and its restart
     due: float  # monotonic time
     launched: float | None = None  # monotonic time
 
 
 class Restarts:
-    """The roles of a run that are down, and their recoveries. See the module's docstring."""
+    """The components of a run that are down, and their recoveries. See the module's docstring."""
 
     def __init__(
         self, budget: RestartBudget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
@@ -159,14 +157,14 @@ class Restarts:
         return cls(RestartBudget(limits, earlier=RestartHistory(context.store, limits.window_seconds)))
 
     def outage(self, role: str) -> Outage | None:
-        """Return the outage of a role that is down, or None if the role is up."""
+        """Return the outage of the component `role`, or None if it is not down."""
         return self._outages.get(role)
 
     def mark_down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
-        """Record that a role has died, or that it must be ended and restarted.
+        """Record that the component `role` has died, or that it must be ended and restarted.
 
         Raises:
-            RestartsExhausted: the role's budget is used up.
+            RestartsExhausted: the component's restart budget is used up.
         """
         pause, now, known = self.budget.spend(role, reason), self._clock(), self._outages.get(role)
         attempt, at = self.budget.attempt(role), self._wall()
@@ -176,22 +174,22 @@ class Restarts:
         return outage
 
     def may_start(self, role: str) -> bool:
-        """Return whether the role's pause is over, so that the role may be started."""
+        """Return whether the pause of the component `role` is over, so that it may be started."""
         outage = self._outages.get(role)
         return outage is None or self._clock() >= outage.due
 
     def mark_launched(self, role: str) -> None:
-        """Record that the role was started, for the first time or again."""
+        """Record that the component `role` was started, for the first time or again."""
         if outage := self._outages.get(role):
             outage.launched = self._clock()
 
     def note_progress(self, role: str, progress: float) -> Recovery | None:
-        """Record the progress that a restarted role reports; return the recovery if this progress completes it."""
+        """Record the progress of the component `role`; return its recovery if this progress completes the recovery."""
         outage = self._outages.get(role)
         return self.mark_up(role) if outage and outage.pending.note_progress(progress) else None
 
     def mark_up(self, role: str) -> Recovery | None:
-        """Record that the role works again; return the recovery if the role was down."""
+        """Record that the component `role` works again; return its recovery if it was down."""
         outage = self._outages.pop(role, None)
         return outage.pending.finish_recovery() if outage else None
 
@@ -203,7 +201,7 @@ class RecoveryReporter:
         self._log, self.notes = log, Notes(context.store)
 
     def report_restart(self, outage: Outage) -> None:
-        """Log that a role is restarted, with the reason."""
+        """Log that a component is restarted, with the reason."""
         self._log(f"{outage.pending.role} is restarted (restart {outage.pending.attempt}): {outage.reason}")
 
     def report_recovery(self, recovery: Recovery | None) -> None:

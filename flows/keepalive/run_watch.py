@@ -2,8 +2,8 @@
 once a second.
 
 A user may end a run with `rollflow stop`, which writes a request to the run's storage, or by pausing the run's flow
-run. In both cases this module raises `RunEnded`. `rollflow stop` ends the run at its next version. `rollflow stop
---now` and a pause end the run immediately; its work since the newest version is lost.
+run. If a user has stopped or paused the run, this module raises `RunEnded`. `rollflow stop` ends the run at its next
+version. `rollflow stop --now` and a pause end the run immediately; its work since the newest version is lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RunWatch:
         """Watch the run until the version is published or the rollout and train stages have completed.
 
         Raises:
-            Ended: the user ended the run.
+            RunEnded: the user ended the run.
             RestartsExhausted: a stage failed.
             ConfigError: the policy learns nothing, and `train.no_signal` is "stop".
         """
@@ -51,7 +51,7 @@ class RunWatch:
         """Raise `RunEnded` if a user asked to stop the run before the stages started.
 
         Raises:
-            Ended: the user ended the run.
+            RunEnded: the user ended the run.
         """
         with contextlib.suppress(Unreachable, OSError):
             if asked := read_request(self._writer.context.store):
@@ -61,7 +61,7 @@ class RunWatch:
         """Raise `RunEnded` if a user has paused or stopped the run since its training ended.
 
         Raises:
-            Ended: the user ended the run.
+            RunEnded: the user ended the run.
         """
         self._stages.look_at_own()
         with contextlib.suppress(Unreachable, OSError):

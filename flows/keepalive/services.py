@@ -1,5 +1,5 @@
-"""Keeps the services of a session running: about once a second it checks each service, and restarts a service that died
-or hangs.
+"""Keeps the services of a command such as `rollflow run` running: checks each service about once a second, and restarts
+a service that died or hangs.
 
     Prefect server    restarted on its port, with its database
     Ray head          restarted at its address without actors; the flows attached to the old head end with it
@@ -28,18 +28,18 @@ REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the 
 
 
 class ServiceKeeper:
-    """Keeps the services of one session running, in the order of their dependencies."""
+    """Restarts the services of one command, in the order of their dependencies."""
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
-        # The restart budget of the services is new in each session, because services end with their session.
+        # The restart budget of services is new in each command, because services end with their command.
         self.restarts = Restarts(RestartBudget(limits))
         self._answered: dict[str, float] = {}
         # monotonic time of the Ray head's last failure; flows attached to the cluster earlier have lost their actors
         self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """Advance the restart of every service that is down by one step; never wait for a service.
+        """For every service that is down, make the next step of its restart, without waiting.
 
         Raises:
             RestartsExhausted: a service's budget of restarts is used up.

@@ -52,7 +52,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
-STATE_SECONDS = 1.0  # interval at which the states of the child runs are read
+STATE_SECONDS = 1.0  # seconds between reads of the states of the stages' flow runs
 STATUS_SECONDS = 10.0
 PING_SECONDS = 5.0  # seconds that the channel may take to answer a ping; its death is noticed immediately
 START_SECONDS = 300.0
@@ -62,7 +62,7 @@ UNATTENDED_SECONDS = 1200.0
 
 
 def runner_deployment() -> str:
-    """Return the name of the deployments that this runner serves."""
+    """Return the name of the deployments that this Prefect runner serves."""
     return os.environ.get("ROLLFLOW_DEPLOYMENT", "rollflow")
 
 
@@ -167,7 +167,7 @@ class Stages:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
-        """Create the stage's flow run: exactly one for each start, even if the server's answer is lost."""
+        """Create the stage's flow run; if the server's answer is lost, a second call creates no second flow run."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
         name = f"{run_title(self.context.config)} {stage.role}"
         stage.run = start(
@@ -247,7 +247,7 @@ class Stages:
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return whether the stage's actor has been silent for longer than its flow needs to restart it."""
+        """Return whether the stage's actor has been silent for longer than the stage's flow needs to restart it."""
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:

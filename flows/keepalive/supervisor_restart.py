@@ -38,8 +38,8 @@ REDONE = "the supervisor's start; living actors continue"
 
 @dataclass
 class Successor:
-    """The flow run that continues a run. `pending` is the unfinished recovery, or None if another process created the
-    flow run.
+    """The flow run that continues a run after its supervisor has crashed. `pending` is the unfinished recovery, or None
+    if another process created the flow run.
     """
 
     context: RunContext
@@ -153,7 +153,7 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
 def follows_another(flow_run: UUID) -> bool:
     """Return whether a flow run was created because another flow run crashed, and not by a user or a schedule.
 
-    The result is False for such a flow run if a user has retried or resumed it, because it then runs a second time.
+    A flow run that a user has retried or resumed gives False, because it runs a second time.
     """
     made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
@@ -248,7 +248,7 @@ def _parameters(flow_run: FlowRun) -> dict[str, Any]:
 
 
 def run_of(flow_run: FlowRun) -> RunContext:
-    """Return the run of a supervisor's flow run."""
+    """Return the context of the run that a supervisor's flow run supervises."""
     return attach_run(run_uri(flow_run))
 
 

@@ -1,11 +1,11 @@
 """Attaches to a Ray cluster, finds and kills actors, and waits for actors' answers within a deadline.
 
-Guarantees:
-- `attach` either attaches within its deadline or raises `Unreachable`; Ray itself retries a wrong address forever. A
-  caller that works for a run passes the run's `recovery` window as the deadline, because the Ray head may be
-  restarting. `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them; with Ray's handlers
-  a cancelled flow run would end as crashed.
-- `call_within` limits every wait for an actor; its error says what the caller waited for, on which actor and for how
+* `attach` either attaches within its deadline or raises `Unreachable`, whereas Ray itself retries a wrong address
+  forever. A caller that works for a run passes the run's `recovery` window as the deadline, because the Ray head may be
+  restarting.
+* `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them. With Ray's handlers a cancelled
+  flow run would end as crashed.
+* `call_within` limits every wait for an actor. Its error says what the caller waited for, on which actor and for how
   long.
 """
 
@@ -48,7 +48,9 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect, and return whether the connection succeeded; if this is the `last` try, raise the error."""
+    """Connect, and return whether the connection succeeded; on the `last` try, raise the error of a failed
+    connection.
+    """
     try:
         _check_head(address, deadline_seconds)
         _keep_loopback(address)
@@ -102,7 +104,7 @@ def _keep_loopback(address: str) -> None:
 
 def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # None is a handler that Python did not set. `signal` raises ValueError outside the main thread.
+        # A handler that Python did not set is None; outside the main thread `signal` raises ValueError.
         if handler is not None:
             with contextlib.suppress(ValueError):
                 signal.signal(number, handler)

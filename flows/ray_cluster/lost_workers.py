@@ -1,5 +1,5 @@
-"""Finds Ray workers that died before they registered. Ray itself, and the actor that is to run in the worker, wait ten
-minutes for a dead worker.
+"""Finds Ray workers that died before they registered. Without this module, Ray and the actor that is to run in a dead
+worker would wait ten minutes for the worker.
 
     worker begins --> imports --> registers as `ray::...`
                         |
@@ -39,7 +39,7 @@ class WorkerWatch:
         self._known: set[int] = set()  # process ids of registered workers, and of processes that are no workers
 
     def look(self) -> None:
-        """Record the workers that ended since the last call; a call is cheap."""
+        """Record the workers that ended since the last call; this method is cheap and may be called often."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()

@@ -33,7 +33,7 @@ NOTICE = {  # settings of the head's health checks: a node counts as dead after 
 IMPORTING = {
     # seconds until a worker must have registered, after its imports; Ray's default is 60
     "RAY_worker_register_timeout_seconds": "600",
-    # number of generic workers that Ray starts in advance: none, because a run needs only one
+    # number of workers without early imports that Ray starts in advance
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
@@ -45,7 +45,7 @@ RESERVE = 2  # number of workers that may start in place of workers that died be
 class RayHead(Service):
     """The head of a private Ray cluster on loopback, with its own token."""
 
-    grace_seconds = 0.5  # seconds; the head may be killed, because the data that matters is stored elsewhere
+    grace_seconds = 0.5  # seconds for an orderly end; the head stores no data that matters
     _count = 0
 
     def __init__(
@@ -84,7 +84,7 @@ class RayHead(Service):
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
-            # Despite its name, it works on Linux: 0 keeps Ray from replacing 127.0.0.1 by the outside address.
+            # This variable also works on Linux: 0 keeps Ray from replacing 127.0.0.1 by the outside address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             FOLDER: str(self._lost),

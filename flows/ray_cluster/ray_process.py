@@ -3,14 +3,14 @@
 The node runs Ray's agents, but no dashboard, autoscaler, log monitor or client server. This process ends as soon as one
 of its children ends, because its owner watches only this process.
 
-This module uses Ray's private class `Node`, because the public `ray start --block` has these faults (Ray 2.60):
+This module uses Ray's private class `Node`, because the public command `ray start --block` has three faults (Ray 2.60).
 
-- it always starts the dashboard's process and a Ray client server, which cost twice the CPU seconds of a start, 180 MiB
-  more and two more open ports;
-- it keeps waiting if one of the node's processes ended with exit code 0 or by SIGTERM;
-- it cannot join a node to a head that listens on loopback only, because it replaces 127.0.0.1 by the machine's outside
-  address. The environment variable `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` prevents the replacement, but then no node can
-  join.
+* `ray start` always starts the dashboard's process and a Ray client server, which cost twice the CPU seconds of a
+  start, 180 MiB more and two more open ports.
+* `ray start` keeps waiting if one of the node's processes ended with exit code 0 or by SIGTERM.
+* `ray start` cannot join a node to a head that listens on loopback only, because it replaces 127.0.0.1 by the machine's
+  outside address. The environment variable `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` prevents the replacement, but then no
+  node can join.
 
 `tests/contracts/test_ray_private.py` tests the private parts of Ray that this package uses.
 """

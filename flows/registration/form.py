@@ -2,12 +2,13 @@
 
 The UI shows `anyOf` as buttons, one for each choice, and other unions (`oneOf`, a list of unions) as raw JSON.
 Prefect's server validates a form's values against the schema, but for a failed `anyOf` it reports only that no choice
-fits. A form's schema contains each choice twice. One copy has no bounds and is below `anyOf`, for the UI. The other
-copy has all bounds and is below `if` and `then`, which the UI ignores; its errors say what is wrong, and where.
+fits. A form's schema contains two copies of each choice: a loose copy without bounds below `anyOf`, for the UI, and a
+strict copy below `if` and `then`, which the UI ignores. The server's errors about a strict copy say what is wrong, and
+where.
 
-- A value that is optional and has no default is shown as an empty field, which means null.
-- The parts of an objective are shown as "as in the preset" until the user chooses another value. Without this choice,
-  the form would fill in the defaults of the parts, which differ from the preset's values.
+* A value that is optional and has no default is shown as an empty field, which means null.
+* The parts of an objective are shown as "as in the preset" until the user chooses another value. If a part had no
+  choice "as in the preset", the form would fill in the part's defaults, which differ from the preset's values.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
 
 def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Add a check for each renamed key, so that the server's error for a value with the old key names the new key."""
+    """Add a check for each renamed key, so that the server's error for an old key contains the new key."""
     found = dict(definitions)
     for key, today in RECIPE.keys.items():
         place, _, name = key.rpartition(".")
@@ -124,7 +125,7 @@ class _Form:
         node = {key: value for key, value in node.items() if key not in BOUNDS}
         if "$ref" in node:
             return node | {"$ref": node["$ref"] + LOOSE}
-        # The UI shows a constant with the remark that its value cannot be changed, an enum of one value without it.
+        # The UI says of a constant that its value cannot be changed; it does not say so of an enum of one value.
         if "const" in node:
             return {"enum": [node.pop("const")], **node}
         if "oneOf" in node or "anyOf" in node:
@@ -152,7 +153,8 @@ class _Form:
     def _build_buttons(self, node: Schema) -> list[Schema]:
         """Return the choices of a union; choices with the same keys are merged into one choice.
 
-        The UI preselects the first of the choices with the most keys of the value, so choices with few keys come first.
+        The UI preselects the choice that has most of the value's keys, and the first of several such choices, so
+        choices with few keys come first.
         """
         alike: dict[frozenset[str], list[str]] = {}
         for ref in sorted(_refs(node), key=lambda ref: len(self._definition(ref)["properties"])):
@@ -219,7 +221,7 @@ class _Form:
         return self._add_definition("item", {"type": "object", "properties": {key: found.pop(key), **found}})
 
     def _describe_kind(self, ref: str, key: str) -> str:
-        """Return a line for a kind: its name, and the description of its section's key `key`."""
+        """Return a text about a kind of section: the kind's name, and the description of its key `key`."""
         one = self._definition(ref)["properties"][key]
         return f"{one['const']}: {one['description']}"
 

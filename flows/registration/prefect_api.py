@@ -227,7 +227,8 @@ def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
     found: dict[UUID, FlowRun] = {}
-    for start in range(0, sys.maxsize, PAGE):  # page by page: one schedule alone creates a hundred flow runs in advance
+    # page by page, because one schedule alone creates a hundred flow runs in advance
+    for start in range(0, sys.maxsize, PAGE):
         page = client.read_flow_runs(
             flow_run_filter=unfinished, deployment_filter=filter_served(deployment), limit=PAGE, offset=start
         )

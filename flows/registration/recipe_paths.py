@@ -1,12 +1,12 @@
 """Makes relative paths absolute: a path in a recipe is relative to the recipe's folder, a path in `--set` to the
 working folder.
 
-| key | what counts as a path |
-|---|---|
-| `prompts.path` of kind "jsonl" | every value |
-| `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
-| `store.uri` | a value without a scheme |
-| `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
+    | key | what counts as a path |
+    |---|---|
+    | `prompts.path` of kind "jsonl" | every value |
+    | `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
+    | `store.uri` | a value without a scheme |
+    | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
 
 Import paths of user-defined parts name modules, not files, and `options` are passed on unchanged. A run records the
 absolute paths.

@@ -1,12 +1,14 @@
 """Registers deployments with Prefect, and keeps a user's changes in the Prefect UI when a deployment is registered
 again.
 
-Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module instead:
+Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module updates a
+deployment by its own rules.
 
-- never sends the flag `paused`;
-- sends parameters, description, tags, limit and schedules only if no user has changed them since the last registration.
-  A digest of each registered value is stored in the deployment's version field;
-- always sends the entrypoint and the form, because both depend only on the code.
+* The flag `paused` is never sent.
+* The parameters, the description, the tags, the limit and the schedules of a deployment are sent only if no user has
+  changed them since the last registration. A digest of each registered value is stored in the deployment's version
+  field.
+* The entrypoint and the form are always sent, because both depend only on the code.
 
 If nothing has changed, nothing is sent, so that Prefect keeps the flow runs that a schedule has created in advance.
 """

@@ -4,9 +4,9 @@ The name of a deployment in `prefect.yaml` ends with the pool's name. If a work 
 deployments with equal names, the runner of `serve` would take flow runs away from the pool's workers. A run on a work
 pool starts its stages on the same pool.
 
-Workers import rollflow as an installed package, so rollflow must be installed where workers run. The file has a pull
-step without effect, because otherwise `prefect deploy` adds its own pull step, which takes every entrypoint for a file
-path.
+Workers import rollflow as an installed package, so rollflow must be installed where workers run. `prefect.yaml` has a
+pull step without effect, because otherwise `prefect deploy` adds its own pull step, which takes every entrypoint for a
+file path.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def name_on(pool: str, name: str = SERVED) -> str:
 
 
 def prefect_yaml(offers: Iterable[DeploymentOffer], pool: str) -> str:
-    """Return the text of `prefect.yaml`. Registering this file again overwrites defaults that were changed in the
+    """Return the text of `prefect.yaml`. Registering `prefect.yaml` again overwrites defaults that were changed in the
     Prefect UI.
     """
     tree = {"name": "rollflow", "pull": PULL, "deployments": [_deployment(offer, pool) for offer in offers]}

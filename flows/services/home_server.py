@@ -168,7 +168,7 @@ class HomeServer(PrefectServer):
                 await_free(self._holder, END_SECONDS)
 
     def _end(self) -> None:
-        """End the holder, which ends the server."""
+        """End the process that runs the server, and with it the server."""
         if (pid := self.pid) > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

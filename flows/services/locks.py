@@ -16,7 +16,7 @@ from rollflow.storage.errors import ConfigError
 POLL_SECONDS = 0.05
 
 
-PROBE_SECONDS = 0.2  # seconds; longer than a process that only tests a lock holds it
+PROBE_SECONDS = 0.2  # seconds within which a process that only tests a lock frees it
 
 
 def take(file: Path, *, shared: bool = False) -> int | None:
@@ -47,8 +47,8 @@ def take(file: Path, *, shared: bool = False) -> int | None:
 
 
 def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
-    """Lock the file, and retry for `seconds` if another process holds the lock. With `PROBE_SECONDS`, a process that
-    only tests the lock is not mistaken for a holder.
+    """Lock the file, and retry for `seconds` if another process holds the lock. A process that only tests the lock
+    frees it within `PROBE_SECONDS`.
     """
     limit = time.monotonic() + seconds
     while (held := take(file, shared=shared)) is None and time.monotonic() < limit:

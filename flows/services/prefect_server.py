@@ -1,11 +1,11 @@
 """Runs a command of Prefect, such as `server start`, with garbage collection in a separate thread.
 
-Without this thread, a Prefect server on SQLite can block for a minute when several flows start at once:
+Without this thread, a Prefect server on SQLite can block for a minute when several flows start at once.
 
-- A connection to SQLite waits for the database's lock for up to 60 seconds, in its own thread.
-- Python collects garbage in the thread that happens to allocate memory. If the event loop's thread collects a cursor of
+* A connection to SQLite waits for the database's lock for up to 60 seconds, in its own thread.
+* Python collects garbage in the thread that happens to allocate memory. If the event loop's thread collects a cursor of
   the waiting connection, the event loop waits for this connection.
-- The transaction that holds the database's lock waits for the event loop.
+* The transaction that holds the database's lock waits for the event loop.
 
 A separate thread that collects garbage may wait for a connection while the event loop continues and the lock is
 released. A Prefect server on PostgreSQL does not need the thread.

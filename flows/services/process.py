@@ -1,17 +1,16 @@
 """Runs helper processes on loopback for the time of a run: Prefect server, MLflow, Prefect runner and Ray (`ray_head`).
 
-Guarantees:
-- `start()` returns when the service answers; otherwise it raises `Unreachable`, which names the service, the time
-  waited and the service's log. `stop()` may be called any number of times. `stop()` returns within the service's
-  `grace_seconds` plus `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` every process of the service is gone.
-- If this process dies, even by SIGKILL, its services end by themselves: each service runs under a `guard` that watches
+* `start()` returns when the service answers; otherwise it raises `Unreachable`, which names the service, the time
+  waited and the service's log.
+* `stop()` may be called any number of times. `stop()` returns within the service's `grace_seconds` plus
+  `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` every process of the service is gone.
+* If this process dies, even by SIGKILL, its services end by themselves: each service runs under a `guard` that watches
   a pipe from this process. A service whose guard is killed ends as well.
-- `restart()` ends a service's remaining processes and restarts the service at its old address, with its stored data.
-- No service listens outside loopback or sends usage data. The private Prefect server requires a secret string, because
+* `restart()` ends a service's remaining processes and restarts the service at its old address, with its stored data.
+* No service listens outside loopback or sends usage data. The private Prefect server requires a secret string, because
   every user of the machine can reach loopback, and a Prefect server starts any code on request. The secret string is in
   the environment of the processes that need it, and in a file that only this user can read.
-
-Ctrl-C reaches only this process, because each service has its own session.
+* Ctrl-C reaches only this process, because each service has its own session.
 
 Importing this module imports neither Prefect nor Ray nor MLflow.
 """
@@ -123,7 +122,7 @@ class Service(ABC):
 
     @property
     def running(self) -> bool:
-        """True if the service's guard lives."""
+        """True if the process that guards the service is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -205,7 +204,7 @@ def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: N
 
 
 def stop_together(*services: Service) -> None:
-    """Stop services, the last one first."""
+    """Stop services in reverse order."""
     for service in reversed(services):
         service.stop()
 

@@ -1,8 +1,10 @@
 """Finds, waits for and ends the stack: the servers that `rollflow serve` runs in a run home.
 
-up.lock    locked by the process that serves, as long as this process lives
-up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
-up.keeper  locked by the process that restarts the stack (`keepalive.stack`), if any; contains its process id
+    up.lock    locked by the process that serves, as long as this process lives
+    up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
+    up.keeper  locked by the process that restarts the stack (`keepalive.stack`), if any; contains its process id
+
+These files are in the run home.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ KEEPER = "up.keeper"
 
 @dataclass(frozen=True)
 class Stack:
-    """The addresses of a running stack. `environment` has the variables that a process needs to use the stack."""
+    """The addresses of the running servers of `rollflow serve` (the stack). `environment` has the variables that a
+    process needs to use the stack.
+    """
 
     pid: int
     page: str

@@ -1,10 +1,9 @@
 """Checks the environment variables and limits under which a command starts, and repairs a few of them.
 
-Guarantees:
-- Requests to loopback never go through a proxy, in this process and in processes that it starts.
-- A variable that would make a service fail is rejected before the services start: `ConfigError` names the variable, its
+* Requests to loopback never go through a proxy, in this process and in processes that it starts.
+* A variable that would make a service fail is rejected before the services start: `ConfigError` names the variable, its
   value and the fix.
-- A private Prefect server or Ray cluster ignores the settings for the user's own server or cluster (`drop_settings`).
+* A private Prefect server or Ray cluster ignores the settings for the user's own server or cluster (`drop_settings`).
 
 Importing this module imports no service's library.
 """

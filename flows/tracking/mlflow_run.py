@@ -1,8 +1,8 @@
 """Finds or creates a run in MLflow, and writes to it. Each function may raise the errors of MLflow's client.
 
 The runs of one recipe are in one MLflow experiment. A study (`tracking.study`, for example a sweep or several seeds) is
-a parent run in MLflow. If it is unknown whether a run's description or result has arrived, it is logged again, with the
-same effect as once.
+a parent run in MLflow. If it is unknown whether a run's description or result has arrived, it is logged again; logging
+it twice has the same effect as logging it once.
 """
 
 from __future__ import annotations

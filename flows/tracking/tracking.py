@@ -1,19 +1,19 @@
 """Logs a run to MLflow: its parameters, its metrics by policy version, and the reward plot.
 
-A metric's prefix says where it comes from: `rollout/` from a batch's trajectories, `train/` from the train step,
-`eval/` from held-out prompts. Metrics with the prefix `system/` measure time and waste; those with `recovery/` measure
-restarts, whose steps are numbers of restarts. The final results of a run are tags of its MLflow run (`final.accuracy`,
-...).
+The prefix of a metric's name says where the metric comes from: `rollout/` from a batch's trajectories, `train/` from
+the train step, `eval/` from held-out prompts. Metrics with the prefix `system/` measure time and waste. Metrics with
+the prefix `recovery/` measure restarts; the step of such a metric is the number of the restart. The final results of a
+run are tags of its MLflow run (`final.accuracy`, ...).
 
-Tracking never delays or ends a run:
-- every method except `flush` and `finish` returns immediately; one thread imports MLflow, opens the store and writes
-  many versions in one call;
-- a failure of MLflow, its database or its server is appended to `warnings` and counted in `failures`. Data that could
-  not be written is written with the next data. `flush` and `finish` wait, but only until a deadline.
+* Tracking never delays or ends a run. Every method except `flush` and `finish` returns immediately. One thread imports
+  MLflow, opens the store and writes many versions in one call.
+* A failure of MLflow, its database or its server is appended to `warnings` and counted in `failures`. Data that could
+  not be written is written with the next data.
+* The methods `flush` and `finish` wait for pending data, but only until a deadline.
+* No metric is logged twice. When the MLflow run is opened, the last logged version is read from MLflow: earlier
+  versions are not logged again, and `missed` returns the later versions that were not logged.
 
-No metric is logged twice. When the MLflow run is opened, the last logged version is read from MLflow: earlier versions
-are not logged again, and `missed` returns the later versions that were not logged. Callers log a version only after it
-is committed.
+Callers log a version only after it is committed.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Tracker:
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
-        """Yield the points that lie between the last point in MLflow and the first of `new`, because no supervisor ran
-        then.
+        """Yield the points of the versions between the last one in MLflow and the first of `new`, which were published
+        without a supervisor.
         """
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
@@ -293,7 +293,7 @@ def _split_calls(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
 
 
 def draw_curves(curves: Curves, path: Path) -> None:
-    """Draw a plot to `path`: training reward and held-out accuracy in the upper half, staleness in the lower half."""
+    """Draw a picture to `path` with two plots: training reward and held-out accuracy above, staleness below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", dpi=120)

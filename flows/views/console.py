@@ -235,8 +235,8 @@ class PlainView:
 
 
 def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Return the messages at the end of `now` that are not in `before`. Both lists may contain only the last messages
-    of longer lists.
+    """Return the messages at the end of `now` that are not in `before`. `before` and `now` may contain only the last
+    messages of longer lists.
     """
     for overlap in range(min(len(before), len(now)), -1, -1):
         if list(before[len(before) - overlap :]) == list(now[:overlap]):

@@ -60,7 +60,9 @@ def _formatter(name: str) -> dict[str, str]:
 
 
 class LogLines(logging.Formatter):
-    """Formats each log record as one JSON object. A fact in the log record has priority over a fact of the process."""
+    """Formats each log record as one JSON object. A value such as `run` in a log record has priority over the value
+    that was given to `set_log_facts`.
+    """
 
     def __init__(self, *_: object) -> None:
         """Ignore the arguments, which Prefect passes for its own formatter."""

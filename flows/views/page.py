@@ -1,7 +1,7 @@
 """Writes the artifacts on a run's page in Prefect: a progress table, links, the reward plot.
 
-No method waits for Prefect: one thread makes the requests. If the Prefect server is unreachable or rejects a request,
-this is logged once. After a failure, the next update writes the whole progress table.
+Only `close` waits for Prefect, because one thread makes all requests. If the Prefect server is unreachable or rejects a
+request, this is logged once. After a failure, the next update writes the whole progress table.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersio
 def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Yield each pair of consecutive versions that were published under different claims, by bisection: a lost claim
-    never comes back.
+    """Yield each pair of consecutive versions that were published under different claims; bisection finds them, because
+    a lost claim never comes back.
     """
     if first.number >= last.number or first.claim == last.claim:
         return

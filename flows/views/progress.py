@@ -128,7 +128,7 @@ def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: f
     negative if trained groups are shorter.
 
     A discarded group counts with the tokens that it had when it was discarded, so the true bias may be larger. Surplus
-    responses do not count.
+    responses, which were generated beyond the size of a group, do not count.
     """
     every = tokens + lost_tokens
     return (tokens / groups) / (every / (groups + lost_groups)) - 1.0 if groups and every else 0.0

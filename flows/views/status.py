@@ -1,8 +1,8 @@
 """Defines the status of a run, which is shown in the live view and by `rollflow status`, and is stored as
 `status.json`.
 
-`from_json` returns what `to_json` was given. `from_json` ignores unknown keys, so that an older rollflow can show a
-newer run.
+`RunStatus.from_json` reads what `RunStatus.to_json` has written. `from_json` ignores unknown keys, so that an older
+rollflow can show a newer run.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _read_stage(raw: Mapping[str, Any]) -> StageStatus:
 def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
     """Return the run's status from `status.json`, or None if another supervisor than `flow_run` wrote it.
 
-    None is also returned for a damaged file, which the supervisor replaces within a second.
+    A damaged `status.json` also gives None, because the supervisor replaces it within a second.
     """
     try:
         status = RunStatus.from_json(context.store.get(STATUS))

@@ -51,7 +51,7 @@ def move_version(options: argparse.Namespace) -> None:
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:
         return
-    from rollflow.tasks.runtime.names import is_number  # imported here because it imports pydantic
+    from rollflow.tasks.runtime.names import is_number  # a late import, because pydantic takes time to import
 
     if is_number(options.run):
         setattr(options, second, options.run)

@@ -17,7 +17,9 @@ class HelpFormat(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parses the arguments of one command. Options may be given between arguments: `inspect one --json 7`."""
+    """Parses the arguments of one command. Options may stand between positional arguments, as in `inspect one --json
+    7`.
+    """
 
     _mixed = False
 
@@ -57,7 +59,7 @@ class Commands:
 
 
 class PrintVersion(argparse.Action):
-    """Prints rollflow's version; it is looked up only now, because that takes time."""
+    """Prints rollflow's version, which is looked up only when a user asks for it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version

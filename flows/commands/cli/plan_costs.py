@@ -20,7 +20,7 @@ def load_prices(path: Path) -> Prices:
     """Read and check a file of prices.
 
     Raises:
-        ConfigError: one sentence for each key that the user must change.
+        ConfigError: the file of prices is invalid; the message has a sentence for each key to change.
     """
     tree = read_toml(path, "file of prices")
     try:

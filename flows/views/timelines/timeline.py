@@ -1,9 +1,11 @@
 """Prepares the drawing of a simulation's timeline, for a picture (`timeline_png`) and for a page (`timeline_html`).
 
-engines     one row for each engine, or for several neighbours: dark is busy, white is idle
-learner     one bar for each train step
-curves      the number of verdicts in progress, and the share of all slots that is busy
-updates     one band across all rows, in which the engines load a new version
+    engines     one row for each engine, or for several neighbours: dark is busy, white is idle
+    learner     one bar for each train step
+    curves      the number of verdicts in progress, and the share of all slots that is busy
+    updates     one band across all rows, in which the engines load a new version
+
+All times are virtual seconds.
 """
 
 from __future__ import annotations
