@@ -39,7 +39,7 @@ class ServiceKeeper:
         self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """For every service that is down, make the next step of its restart, without waiting.
+        """Make the next step of the restart of every service that is down, without waiting.
 
         Raises:
             RestartsExhausted: a service's budget of restarts is used up.
