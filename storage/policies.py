@@ -2,10 +2,10 @@
 written after every object that the entry names.
 
 A version's entry commits three things together: the weights, the learner's state, and the batch that was trained on.
-The entry of a version names the entry of the version's batch, which lists the groups that were trained on and
-discarded. The path of an object contains its writer's claim (`policies/<v>/<claim>/...`), so a deposed learner
-overwrites nothing. Several objects are transferred at a time, and every read is checked against the sha256 in the
-entry.
+The entry of a version names the entry of the version's batch. The entry of a batch lists the groups that were trained
+on and the groups that were discarded. The path of an object contains its writer's claim (`policies/<v>/<claim>/...`),
+so a deposed learner overwrites nothing. Several objects are transferred at a time, and every read is checked against
+the sha256 in the version's entry.
 
 A run's state contains the entry of each version that may still be pruned. Older versions are found by bisection of the
 log, because each entry records the newest version at the time of that entry.

@@ -6,7 +6,7 @@ In array shapes, T is the number of tokens of one trajectory, prompt and respons
 
 A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one way: one
 version is trained on the dispatch, or the dispatch is discarded for a reason. A discarded prompt is issued again with
-the next attempt, unless it was filtered.
+the next attempt, unless the prompt was filtered.
 
 Prompts come from one or more sources. With D sources, the prompt at `position` of source s has the index
 `position * D + s`. The index of a prompt identifies its source, and prompts of each source can be issued at their own

@@ -1,4 +1,4 @@
-"""Helpers for local files: they turn OS errors into rollflow's errors, and map, hash and write files."""
+"""Turns OS errors of local files into rollflow's errors, and maps, hashes and writes local files."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
 
 @dataclass(frozen=True, slots=True)
 class _Judgeable:
-    """Returns why no response can match a reference; None if a response can match it."""
+    """A callable that returns why no response can match a reference, or None if a response can match it."""
 
     config: RunConfig
 

@@ -42,8 +42,8 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """The record of one prompt source. Held-out questions are recognised by `split`: their key, or text in older
-    runs.
+    """The record of one prompt source. `split` is the attribute by which held-out questions are recognised: "key", or
+    "text" in older runs.
     """
 
     model_config = ConfigDict(frozen=True)
