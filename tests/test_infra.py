@@ -222,7 +222,7 @@ def test_image_context_has_the_wheels_files() -> None:
     lines = (REPOSITORY / ".dockerignore").read_text().split()
     assert lines[0] == "*"
     let = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert {"flows", "tasks", "storage", "pyproject.toml", "README.md", "LICENSE"} <= let
+    assert {"flows", "tasks", "storage", "tests/contracts/testing", "pyproject.toml", "README.md", "LICENSE"} <= let
     assert not any(".env" in name or name in ("infra", "tests", ".venv") for name in let)
 
 

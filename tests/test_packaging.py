@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -15,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.support.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("flows", "tasks", "storage")
+FOLDERS = {"flows": "flows", "tasks": "tasks", "storage": "storage", "testing": "tests/contracts/testing"}
 HEAVY = ("torch", "ray", "vllm", "prefect", "mlflow", "transformers", "s3fs", "peft")
 
 
@@ -31,9 +32,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def in_tree(pattern: str) -> set[str]:
-    """Return the files of the three folders, by their names in the wheel."""
-    files = (file for folder in FOLDERS for file in (ROOT / folder).rglob(pattern))
-    return {f"rollflow/{file.relative_to(ROOT).as_posix()}" for file in files}
+    """Return the files of the folders, by their names in the wheel."""
+    files = ((name, ROOT / folder, file) for name, folder in FOLDERS.items() for file in (ROOT / folder).rglob(pattern))
+    return {f"rollflow/{name}/{file.relative_to(folder).as_posix()}" for name, folder, file in files}
 
 
 @pytest.mark.parametrize("pattern", ["*.py", "*.toml", "*.html", "py.typed"])
@@ -51,6 +52,13 @@ def test_wheel_installs_only_rollflow(wheel: list[str]) -> None:
 
 def test_every_folder_is_typed(wheel: list[str]) -> None:
     assert {f"rollflow/{folder}/py.typed" for folder in FOLDERS} <= set(wheel)
+
+
+def test_product_imports_no_test_code() -> None:
+    """A user needs pytest for `rollflow.testing` only."""
+    files = [file for folder in ("flows", "tasks", "storage") for file in (ROOT / folder).rglob("*.py")]
+    imports = re.compile(r"^\s*(import|from) (_?pytest|rollflow\.testing)\b", re.MULTILINE)
+    assert [file for file in files if imports.search(file.read_text())] == []
 
 
 def test_wheel_has_its_command_and_licence(wheel: list[str]) -> None:

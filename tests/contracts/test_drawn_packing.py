@@ -22,9 +22,9 @@ from rollflow.storage.records import StopReason, Trajectory
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.objectives.shared_prefix import pack_lines
+from rollflow.testing.learners import batch_of
 from tests.contracts.test_token_logprobs import learner_of, model_of
 from tests.support.counts import examples
-from tests.tasks.test_algorithms import batch_of
 
 CONTEXT = 64  # context length of the tested models
 Piece = tuple[bool, list[int]]  # the piece's tokens, and True if the policy sampled them

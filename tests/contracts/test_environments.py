@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,8 @@ import pytest
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
+from rollflow.storage.records import Outcome, StopReason, Trajectory
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
@@ -26,9 +25,9 @@ from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, ImportTool, SingleTurnEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox
-from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
+from rollflow.testing.environments import EnvironmentContract, build_ports
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
 from tests.support.user_code import FOLDER, put_in_reach
@@ -41,68 +40,6 @@ CASES: dict[str, EnvironmentConfig] = {
         path="letters.environments:AskTool", tools={"count": ImportTool(path="letters.tools:count")}
     ),
 }
-PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
-
-
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Environment:
-    put_in_reach(monkeypatch, FOLDER)
-    return build_environment(request.param)
-
-
-class CodePoints:
-    """A tokenizer whose tokens are code points."""
-
-    def encode_response(self, text: str) -> list[int]:
-        return list(map(ord, text))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
-
-    def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
-        return self.decode(tokens)
-
-
-def ports_of(config: EnvironmentConfig) -> EnvironmentPorts:
-    tools = config.tools if isinstance(config, ImportEnvironment) else {}
-    return EnvironmentPorts(CodePoints(), PolicyRenderer(CodePoints(), ()), build_toolbox(tools))  # type: ignore[arg-type]
-
-
-@dataclass
-class Scripted:
-    """An `Episode` that ends after `turns` generations, and records all calls."""
-
-    turns: int = 100
-    longest: int = 40
-    prompt: Prompt = PROMPT
-    response: tuple[int, ...] = ()
-    asked: list[str] = field(default_factory=list)
-    ports: EnvironmentPorts = field(default_factory=lambda: ports_of(CASES["tool"]))
-
-    @property
-    def room(self) -> int:
-        return self.longest - len(self.response)
-
-    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
-        self.asked.append("generate")
-        await asyncio.sleep(0)
-        if self.asked.count("generate") > self.turns or self.room <= 0:
-            return None
-        tokens = tuple(map(ord, "<b:b>"[: min(self.room, max_tokens or 5)]))
-        self.response += tokens
-        return Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        assert len(tokens) <= self.room
-        self.asked.append("add")
-        self.response += tuple(tokens)
-
-    async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        return Score(float(sum(tokens) % 7), "scored")
-
-    async def judge(self, tokens: Sequence[int]) -> Score | None:
-        self.asked.append("judge")
-        return Score(float(sum(tokens) % 7), "judged")
 
 
 def test_there_is_a_case_for_every_kind() -> None:
@@ -110,49 +47,23 @@ def test_there_is_a_case_for_every_kind() -> None:
     assert {type(config) for config in CASES.values()} == set(kinds)
 
 
-async def test_episode_generates_and_ends_with_a_finite_reward(environment: Environment) -> None:
-    episode = Scripted()
-    score = await environment.play(episode)
-    assert score is not None
-    assert math.isfinite(score.value)
-    assert score.reason
-    assert "generate" in episode.asked
+class TestEnvironments(EnvironmentContract):
+    """The contract, on each kind of environment."""
 
+    @pytest.fixture(params=CASES.values(), ids=CASES)
+    def config(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EnvironmentConfig:
+        put_in_reach(monkeypatch, FOLDER)
+        found: EnvironmentConfig = request.param
+        return found
 
-@pytest.mark.parametrize("turns", range(3))
-async def test_ended_episode_is_left_at_once(environment: Environment, turns: int) -> None:
-    episode = Scripted(turns=turns)
-    score = await environment.play(episode)
-    if episode.asked.count("generate") > turns:
-        assert episode.asked[-1] == "generate"
-        assert score is None
-
-
-@pytest.mark.parametrize("longest", range(1, 12))
-async def test_environment_plays_with_any_room(environment: Environment, longest: int) -> None:
-    episode = Scripted(longest=longest)
-    assert await environment.play(episode) is not None
-    assert len(episode.response) <= longest
-
-
-async def test_concurrent_episodes_do_not_affect_each_other(environment: Environment) -> None:
-    async def played(longest: int) -> tuple[Score | None, tuple[int, ...], list[str]]:
-        episode = Scripted(longest=longest)
-        return await environment.play(episode), episode.response, episode.asked
-
-    alone = [await played(longest) for longest in range(1, 30)]
-    assert await asyncio.gather(*(played(longest) for longest in range(1, 30))) == alone
-
-
-def test_run_with_the_environment_audits_clean(environment: Environment) -> None:
-    ports = ports_of(CASES["tool"])
-    pipeline = Pipeline(
-        MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment, environment_ports=ports
-    )
-    run_virtual(pipeline.run())
-    report = audit(pipeline.store)
-    assert report.clean, report.violations
-    assert report.versions == 4
+    def test_run_with_the_environment_audits_clean(self, environment: Environment, ports: EnvironmentPorts) -> None:
+        pipeline = Pipeline(
+            MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment, environment_ports=ports
+        )
+        run_virtual(pipeline.run())
+        report = audit(pipeline.store)
+        assert report.clean, report.violations
+        assert report.versions == 4
 
 
 # --- several turns ----------------------------------------------------------------------------------------
@@ -271,7 +182,7 @@ def test_environment_uses_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         versions=2,
         engine_list=[engine],
         environment=build_environment(ImportEnvironment(path="letters.environments:AskTool", options={"budget": 40})),
-        environment_ports=ports_of(CASES["tool"]),
+        environment_ports=build_ports(CASES["tool"]),
     )
     run_virtual(pipeline.run())
     assert audit(pipeline.store).clean
@@ -291,7 +202,7 @@ def test_generation_has_a_token_budget() -> None:
         versions=1,
         engine_list=[engine],
         environment=Budget(),
-        environment_ports=ports_of(CASES["tool"]),
+        environment_ports=build_ports(CASES["tool"]),
     )
     run_virtual(pipeline.run())
     for one in trajectories(pipeline):
@@ -328,7 +239,7 @@ def test_failed_tool_call_is_a_result(
     monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], text: str
 ) -> None:
     put_in_reach(monkeypatch, FOLDER)
-    result = run_virtual(ports_of(CASES["tool"]).tools.call(name, arguments))
+    result = run_virtual(build_ports(CASES["tool"]).tools.call(name, arguments))
     assert (result.text, result.is_error) == (text, "=" not in text)
 
 
@@ -471,4 +382,4 @@ def test_fault_of_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError
 
 def test_class_that_is_no_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's Environment"):
-        build_environment(ImportEnvironment(path=f"{__name__}:Scripted"))
+        build_environment(ImportEnvironment(path=f"{__name__}:Pipeline"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -25,6 +25,7 @@ from rollflow.tasks.objectives.presets import PRESETS, PresetName
 from rollflow.tasks.objectives.ratios import log_ratio
 from rollflow.tasks.objectives.rows import BatchRows as PackedRows
 from rollflow.tasks.objectives.surrogate_config import Clip, Level
+from rollflow.testing.objectives import ObjectiveContract, draw_tokens, gradient
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row, Rows
@@ -85,43 +86,12 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     return found
 
 
-@pytest.fixture
-def objective(case: Case) -> Objective:
-    return build_objective(case.config)
+class TestObjectives(ObjectiveContract):
+    """The contract, on each kind of objective."""
 
-
-def tokens(count: int = 200, spread: float = 0.5, dtype: torch.dtype = F64) -> MaskedTokens:
-    """Return tokens in rows of five tokens; advantages are positive, negative or zero."""
-    draw = torch.Generator().manual_seed(0)
-
-    def normal() -> Tensor:
-        return torch.randn(count, dtype=dtype, generator=draw)
-
-    logp_M, rows = -4 - normal().abs(), torch.arange(count) // 5
-    advantage_M = normal()[rows] * (rows % 4 != 3)
-    return MaskedTokens(
-        logp_M.requires_grad_(),
-        logp_M.detach() + spread * normal(),
-        advantage_M,
-        rows,
-        logp_M.detach() + spread * normal(),
-        normal().abs().requires_grad_(),
-        normal() < 1,
-        logp_M.detach() + spread * normal(),
-    )
-
-
-def gradient(found: TokenLoss, given: MaskedTokens) -> Tensor:
-    [made_M] = torch.autograd.grad(found.loss_M.sum(), given.logp_M)
-    return made_M
-
-
-def picked(given: MaskedTokens, where_M: Tensor) -> MaskedTokens:
-    """Return the tokens at the places `where_M`, in the order of `where_M`."""
-    whole = {field.name: getattr(given, field.name) for field in fields(given)}
-    columns = {name: value[where_M].detach() for name, value in whole.items() if value is not None}
-    leaves = {name: columns[name].requires_grad_() for name in ("logp_M", "entropy_M")}
-    return replace(MaskedTokens(**columns), **leaves)
+    @pytest.fixture
+    def objective(self, case: Case) -> Objective:
+        return build_objective(case.config)
 
 
 def test_there_is_a_case_for_every_kind() -> None:
@@ -208,14 +178,6 @@ def test_loss_and_gradient_equal_the_formula(case: Case, staleness: float, seed:
     assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # these presets may mask all stale rows
 
 
-def test_by_token_tells_if_rows_may_be_split(objective: Objective) -> None:
-    """A wrong True would compute wrong losses of split rows; a wrong False would cost memory."""
-    given, some_M = tokens(), torch.arange(200) % 5 < 2
-    whole, cut = objective.loss(given), objective.loss(picked(given, some_M))
-    same = torch.equal(whole.loss_M[some_M], cut.loss_M) and torch.equal(whole.clipped_M[some_M], cut.clipped_M)
-    assert same is objective.by_token
-
-
 def test_any_row_level_makes_an_objective_need_rows() -> None:
     """Each of these parts alone makes an objective need whole rows."""
     assert build_objective(PartsObjective()).by_token
@@ -225,53 +187,6 @@ def test_any_row_level_makes_an_objective_need_rows() -> None:
         {"correction": {"outside": "mask", "weigh": False, "judge": "sequence", "high": 2.0}},
     ):
         assert not build_objective(PartsObjective.model_validate(parts)).by_token
-
-
-def test_good_answers_become_likelier_and_bad_ones_less(objective: Objective) -> None:
-    given = tokens()
-    found_M = gradient(objective.loss(given), given)
-    if not objective.every_row:  # the gradient of a penalty may have the other sign
-        assert bool((found_M * given.advantage_M <= 0).all())
-    assert bool((found_M[given.advantage_M != 0] != 0).any())
-
-
-def test_row_of_advantage_zero_has_no_gradient(objective: Objective) -> None:
-    given = tokens()
-    zero_M = given.advantage_M == 0
-    assert bool(zero_M.any())
-    assert objective.every_row or not bool(gradient(objective.loss(given), given)[zero_M].any())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_loss_is_finite_for_policies_far_apart(objective: Objective, dtype: torch.dtype) -> None:
-    given = tokens(spread=20.0, dtype=dtype)
-    found = objective.loss(given)
-    assert found.loss_M.dtype == dtype
-    assert found.clipped_M.dtype == torch.bool
-    assert found.loss_M.shape == found.clipped_M.shape == given.logp_M.shape
-    assert bool(found.loss_M.isfinite().all())
-    assert bool(gradient(found, given).isfinite().all())
-
-
-def test_rows_do_not_depend_on_each_other(objective: Objective) -> None:
-    """The rows are kept whole, as in a batch that is split into micro-batches."""
-    given = tokens()
-    whole = objective.loss(given)
-    whole_M = gradient(whole, given)
-    rows = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    for some in (rows, rows[:7], rows[7:]):
-        where_M = torch.cat([torch.nonzero(given.row_M == row)[:, 0] for row in some])
-        part = picked(given, where_M)
-        found = objective.loss(replace(part, row_M=torch.arange(len(some)).repeat_interleave(5)))
-        assert torch.equal(found.loss_M, whole.loss_M[where_M])
-        assert torch.equal(found.clipped_M, whole.clipped_M[where_M])
-        assert torch.equal(gradient(found, part), whole_M[where_M])
-
-
-def test_proximal_policy_is_optional_if_not_used(objective: Objective) -> None:
-    given = tokens()
-    if not objective.uses_proximal:
-        assert torch.equal(objective.loss(replace(given, proximal_M=None)).loss_M, objective.loss(given).loss_M)
 
 
 # --- cases by hand -------------------------------------------------------------------------------------------
@@ -459,7 +374,7 @@ def test_log_ratio_is_clipped(level: Level) -> None:
 
 
 def test_decoupled_ppo_on_policy_is_grpo() -> None:
-    given = tokens()
+    given = draw_tokens()
     on_policy = replace(given, proximal_M=given.behaviour_M)
     a, b = (
         build_objective(config).loss(on_policy) for config in (PartsObjective(), PartsObjective(kind="decoupled-ppo"))
@@ -480,7 +395,7 @@ class Mean(Objective):
 def test_loss_without_one_number_a_token_is_refused() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Mean"))
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*shapes \(\) and \(200,\) for 200 tokens"):
-        objective.loss(tokens())
+        objective.loss(draw_tokens())
 
 
 class Silent(Objective):
@@ -504,7 +419,7 @@ class Detached(Objective):
 def test_loss_of_wrong_type_or_without_gradient_is_refused(name: str, words: str) -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:{name}"))
     with pytest.raises(ConfigError, match=rf"train\.objective\.path = .*{words}"):
-        objective.loss(tokens())
+        objective.loss(draw_tokens())
 
 
 def test_objective_with_unknown_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +449,7 @@ def test_by_token_is_not_inherited() -> None:
 @pytest.mark.parametrize("kind", PRESETS)
 def test_token_of_advantage_zero_is_never_clipped(kind: PresetName) -> None:
     """A token of advantage zero does not count as clipped, because a clip would not change the token's loss."""
-    given, objective = tokens(), build_objective(PartsObjective(kind=kind))
+    given, objective = draw_tokens(), build_objective(PartsObjective(kind=kind))
     assert not bool(objective.loss(given).clipped_M[given.advantage_M == 0].any())
 
 

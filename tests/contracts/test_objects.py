@@ -8,10 +8,8 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,14 +17,15 @@ import moto.s3.responses
 import pytest
 import s3fs
 
-from rollflow.storage.errors import ConfigError, Conflict, Corrupt, Missing, StoreFailed, Unreachable
+from rollflow.storage.errors import ConfigError, Conflict, Corrupt, StoreFailed, Unreachable
 from rollflow.storage.objects import ObjectStore, disk, open_store, s3_requests
 from rollflow.storage.objects import local as local_backend
-from rollflow.storage.objects.base import Data, first_missing, split_buffers
+from rollflow.storage.objects.base import first_missing, split_buffers
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.objects.s3 import WRITER, S3Store
 from rollflow.storage.objects.s3_requests import PART_BYTES, RetryLimits
+from rollflow.testing.objects import ObjectStoreContract, race_to_create
 from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.forked import alone
 from tests.support.s3_server import s3_server, use
@@ -71,195 +70,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
             return made
 
 
-def race_to_create(store: ObjectStore, path: str, contents: list[bytes]) -> list[bytes]:
-    """Start all writers at the same time; return the contents whose writers did not get `Conflict`."""
-    start = threading.Barrier(len(contents))
+class TestObjectStores(ObjectStoreContract):
+    """The contract, on every backend."""
 
-    def write(content: bytes) -> list[bytes]:
-        start.wait(HANG_SECONDS)
-        try:
-            store.create(path, content)
-        except Conflict:
-            return []
-        return [content]
-
-    with ThreadPoolExecutor(len(contents)) as pool:
-        return [winner for winners in pool.map(write, contents) for winner in winners]
-
-
-# --- the contract -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("write", ["put", "create"])
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"abc", memoryview(b"view"), [], [b"", b"in ", memoryview(b"pieces")], os.urandom(20_000_000)],
-    ids=["empty", "bytes", "view", "no pieces", "pieces", "20MB"],
-)
-def test_written_bytes_are_read(store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
-    """`get`, `fetch` and `stat` read the bytes that were written; `put` and `fetch` return the sha256 of the bytes."""
-    before, expected = time.time(), b"".join(split_buffers(data))
-    written, sha256 = getattr(store, write)("a/b.bin", data), hashlib.sha256(expected).hexdigest()
-    assert written == (sha256 if write == "put" else None)
-    assert store.get("a/b.bin") == expected
-    assert store.fetch("a/b.bin", tmp_path / "copy") == sha256
-    assert (tmp_path / "copy").read_bytes() == expected
-    assert store.exists("a/b.bin")
-    found = store.stat("a/b.bin")
-    assert found.size == len(expected)
-    assert before - 2 <= found.modified <= time.time() + 2  # store and test use the same clock
-
-
-def test_put_replaces(store: ObjectStore) -> None:
-    store.put("a", b"a longer first content")
-    store.put("a", b"second")
-    assert store.get("a") == b"second"
-
-
-@pytest.mark.parametrize("first", ["put", "create"])
-@pytest.mark.parametrize("data", [b"", b"same"])
-def test_create_conflicts_with_any_earlier_write(store: ObjectStore, first: str, data: bytes) -> None:
-    getattr(store, first)("a", data)
-    with pytest.raises(Conflict, match="a exists"):
-        store.create("a", data)
-    assert store.get("a") == data
-
-
-def test_one_of_racing_threads_creates(store: ObjectStore) -> None:
-    for turn in range(5):
-        winners = race_to_create(store, f"turn/{turn}", [b"%d" % writer for writer in range(12)])
-        assert winners == [store.get(f"turn/{turn}")]
-
-
-def test_one_of_racing_threads_creates_the_same_bytes(store: ObjectStore) -> None:
-    assert len(race_to_create(store, "a", [b"same"] * 8)) == 1
-
-
-def test_reader_never_sees_a_mixture_of_puts(store: ObjectStore) -> None:
-    contents = [bytes([letter]) * 200_000 for letter in b"abcd"]
-    store.put("a", contents[0])
-
-    def write() -> None:
-        for turn in range(12):
-            store.put("a", contents[turn % 4])
-
-    with ThreadPoolExecutor(2) as pool:
-        writers = [pool.submit(write) for _ in range(2)]
-        while not all(writer.done() for writer in writers):
-            assert store.get("a") in contents
-        for writer in writers:
-            writer.result()
-
-
-def test_second_store_sees_every_change_at_once(store: ObjectStore) -> None:
-    other = pickle.loads(pickle.dumps(store))  # noqa: S301 (our own bytes)
-    assert not other.exists("a/b")
-    assert list(other.list()) == []
-    store.create("a/b", b"1")
-    assert other.exists("a/b")
-    assert list(other.list("a")) == ["a/b"]
-    store.put("a/b", b"2")
-    assert other.get("a/b") == b"2"
-    other.delete("a/b")
-    assert not store.exists("a/b")
-    assert list(store.list()) == []
-    store.create("a/b", b"3")
-
-
-def test_list_is_sorted_and_of_that_folder_only(store: ObjectStore) -> None:
-    paths = ["a-b", "a/b", "a/c/d", "ab/c", "z", "é"]
-    for path in reversed(paths):
-        store.put(path, b"x")
-    assert list(store.list()) == sorted(paths)
-    assert list(store.list("a")) == ["a/b", "a/c/d"]
-    assert list(store.list("a/c")) == ["a/c/d"]
-    assert list(store.list("nothing")) == []
-    assert list(store.list(after="a/b")) == sorted(path for path in paths if path > "a/b")
-    assert list(store.list("a", after="a/b")) == ["a/c/d"]
-    assert list(store.list("a", after="a/c/d")) == []
-    assert list(store.list("a", after="a/a")) == ["a/b", "a/c/d"]
-
-
-def test_folders_lists_direct_subfolders(store: ObjectStore) -> None:
-    for path in ("runs/b/log/0", "runs/b/log/1", "runs/a/x", "runs/file", "runs2/c/x", "é/f"):
-        store.put(path, b"x")
-    assert list(store.folders("runs")) == ["a", "b"]
-    assert list(store.folders("runs/b")) == ["log"]
-    assert list(store.folders("runs/a")) == []
-    assert list(store.folders("nothing")) == []
-    assert list(store.folders("runs/file")) == []
-
-
-def test_missing_object_raises(store: ObjectStore, tmp_path: Path) -> None:
-    store.put("a/b", b"x")
-    for path in ("c", "a", "a/b/c"):
-        with pytest.raises(Missing, match=path):
-            store.get(path)
-        with pytest.raises(Missing, match=path):
-            store.stat(path)
-        with pytest.raises(Missing, match=path):
-            store.fetch(path, tmp_path / uuid.uuid4().hex)
-        assert not store.exists(path)
-        store.delete(path)
-    assert store.exists("a/b")
-
-
-@pytest.mark.parametrize("size", [5, 3_000_000])
-def test_object_is_created_with_the_file_it_names(store: ObjectStore, size: int) -> None:
-    data, seen = os.urandom(size), list[bool]()
-
-    def content(sha256: str) -> bytes:
-        seen.append(store.exists("a/record"))
-        return sha256.encode()
-
-    sha256 = store.create_naming("a/record", content, "b/file", [data[:3], memoryview(data)[3:]])
-    assert sha256 == hashlib.sha256(data).hexdigest()
-    assert store.get("a/record") == sha256.encode()
-    assert store.get("b/file") == data
-    assert seen == [False]
-    with pytest.raises(Conflict):
-        store.create_naming("a/record", lambda _: b"another", "b/second", b"data")
-    assert store.get("a/record") == sha256.encode()
-
-
-def test_one_of_racing_threads_creates_with_a_file(store: ObjectStore) -> None:
-    start = threading.Barrier(8)
-
-    def write(number: int) -> list[int]:
-        start.wait(HANG_SECONDS)
-        try:
-            store.create_naming("record", lambda _: b"%d" % number, f"file-{number}", b"data of %d" % number)
-        except Conflict:
-            return []
-        return [number]
-
-    with ThreadPoolExecutor(8) as pool:
-        [winner] = [number for won in pool.map(write, range(8)) for number in won]
-    assert store.get("record") == b"%d" % winner
-    assert store.get(f"file-{winner}") == b"data of %d" % winner
-
-
-@pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/../b", "a/./b", "a\0b"])
-def test_bad_path_is_refused_first(store: ObjectStore, path: str, tmp_path: Path) -> None:
-    """No path leads out of a store's root."""
-    calls: list[Callable[[], object]] = [
-        lambda: store.put(path, b""),
-        lambda: store.create(path, b""),
-        lambda: store.create_naming(path, lambda _: b"", "file", b""),
-        lambda: store.create_naming("record", lambda _: b"", path, b""),
-        lambda: store.get(path),
-        lambda: store.fetch(path, tmp_path / "copy"),
-        lambda: store.exists(path),
-        lambda: store.stat(path),
-        lambda: store.delete(path),
-        lambda: store.child(path),
-        lambda: store.list(path or "/"),
-        lambda: store.local_path(path) if isinstance(store, LocalStore) else store.get(path),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="is not a valid path of an object"):
-            call()
-    assert not list((tmp_path / "store").rglob("*"))
+    @pytest.fixture
+    def store(self, store: ObjectStore) -> ObjectStore:
+        return store
 
 
 @pytest.mark.parametrize(
@@ -271,26 +87,11 @@ def test_uri_that_leads_upwards_is_refused(uri: str) -> None:
         open_store(uri)
 
 
-def test_child_is_a_subfolder_of_the_same_store(store: ObjectStore) -> None:
-    child = store.child("a").child("b/c")
-    child.create("d", b"x")
-    assert store.get("a/b/c/d") == b"x"
-    assert list(child.list()) == ["d"]
-    assert child.uri == f"{store.uri}/a/b/c"
-    with pytest.raises(Conflict):
-        store.create("a/b/c/d", b"x")
-
-
 def test_uri_opens_the_same_store(store: ObjectStore) -> None:
     store.put("a/b", b"x")
     assert open_store(store.uri).get("a/b") == b"x"
     assert open_store(store.child("a").uri).get("b") == b"x"
     assert open_store(store.uri) == store
-
-
-def test_check_passes_and_leaves_nothing(store: ObjectStore) -> None:
-    store.check()
-    assert list(store.list()) == []
 
 
 # --- a local folder -----------------------------------------------------------------------------------------

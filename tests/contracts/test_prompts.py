@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,15 +20,12 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
-from rollflow.tasks.prompts.jsonl import read_file
-from rollflow.tasks.prompts.keys import normalise_text
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.user_code import check_own_parts
+from rollflow.testing.prompts import SourceContract, open_prompts
 from tests.support.user_code import FOLDER, put_in_reach
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-HELD_OUT = 40  # number of held-out questions; a source has 200 to 300 questions, so that a leak would show
-ASKED = 600
 
 
 def questions(folder: Path) -> JsonlPrompts:
@@ -50,24 +45,8 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
 }
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptConfig:
-    put_in_reach(monkeypatch, FOLDER)
-    found: PromptConfig = request.param(tmp_path)
-    return found
-
-
-def encode(text: str, chat: bool, system: str | None) -> list[int]:
-    return list(text.encode())
-
-
-def keys(questions: Iterable[Question]) -> set[str]:
-    """Return the keys and the normalised texts of questions."""
-    return {key for question in questions for key in (question.canonical_key, normalise_text(question.text))}
-
-
-def opened(config: PromptConfig, seed: int = 0, held_out: int = HELD_OUT) -> RunPrompts:
-    return RunPrompts([config], seed, held_out, encode, 200, read_file)
+def opened(config: PromptConfig, seed: int = 0, held_out: int = 40) -> RunPrompts:
+    return open_prompts(config, seed, held_out)
 
 
 def test_there_is_a_case_for_every_kind(tmp_path: Path) -> None:
@@ -75,56 +54,14 @@ def test_there_is_a_case_for_every_kind(tmp_path: Path) -> None:
     assert {type(make(tmp_path)) for make in CASES.values()} == set(kinds)
 
 
-def test_same_seed_gives_the_same_prompts_in_any_order(config: PromptConfig) -> None:
-    first, second = opened(config), opened(config)
-    forward = [first.prompt(i) for i in range(50)], [first.demonstration(i) for i in range(50)], first.held_out()
-    held = second.held_out()
-    backward = [second.demonstration(i) for i in reversed(range(50))], [second.prompt(i) for i in reversed(range(50))]
-    assert forward == (backward[1][::-1], backward[0][::-1], held)
-    assert forward[0] != [opened(config, seed=1).prompt(i) for i in range(50)]
+class TestSources(SourceContract):
+    """The contract, on each kind of source. A source has 200 to 300 questions, so that a leak would show."""
 
-
-def test_another_process_gives_the_same_prompts(config: PromptConfig) -> None:
-    """Another process has another seed for string hashes, so a source that depends on the order of a set would fail."""
-    asked = "rollflow.tasks.prompts.run_prompts import RunPrompts; from rollflow.tasks.prompts.jsonl import read_file"
-    code = f"from {asked}; from rollflow.tasks.prompts.config import {type(config).__name__} as C; import sys; "
-    code += f"made = RunPrompts([C.model_validate_json(sys.argv[1])], 0, {HELD_OUT}, None, 0, read_file)"
-    told = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(made.sha256(0))", config.model_dump_json()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.strip() == opened(config).sha256(0)
-
-
-def test_held_out_prompts_are_not_trained_or_demonstrated(config: PromptConfig) -> None:
-    made = opened(config)
-    source = made.sources[0]
-    held = source.held_out(HELD_OUT)
-    assert len(held) == len(made.held_out()) == HELD_OUT
-    assert len(keys(held)) >= HELD_OUT
-    for stream in (source.training, source.demonstration):
-        assert not keys(held) & keys(stream(i) for i in range(ASKED))
-
-
-def test_training_and_demonstrations_are_separate_streams(config: PromptConfig) -> None:
-    made = opened(config)
-    assert [made.prompt(i).text for i in range(50)] != [made.demonstration(i)[0].text for i in range(50)]
-
-
-def test_smaller_held_out_set_is_a_prefix_of_a_larger(config: PromptConfig) -> None:
-    source = opened(config).sources[0]
-    assert source.held_out(7) == source.held_out(HELD_OUT)[:7]
-    assert len({question.text for question in source.held_out(10_000)}) == len(source.held_out(10_000))
-
-
-def test_question_has_an_answer_and_a_json_reference(config: PromptConfig) -> None:
-    source = opened(config).sources[0]
-    for question in [source.training(3), source.demonstration(3), *source.held_out(3)]:
-        assert question.text.strip()
-        assert question.answer
-        assert json.dumps(dict(question.reference))
+    @pytest.fixture(params=CASES.values(), ids=CASES)
+    def config(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PromptConfig:
+        put_in_reach(monkeypatch, FOLDER)
+        found: PromptConfig = request.param(tmp_path)
+        return found
 
 
 # --- user-defined ------------------------------------------------------------------------------------------
@@ -217,7 +154,7 @@ def test_endless_held_out_set_is_cut_to_the_wanted_size() -> None:
 
 def test_class_that_is_no_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's QuestionSource"):
-        opened(ImportPrompts(path=f"{__name__}:HELD_OUT"))
+        opened(ImportPrompts(path=f"{__name__}:CASES"))
 
 
 def test_prompts_are_named_by_class_or_option() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,30 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import Verifier, score_response
+from rollflow.testing.scorers import ODD, ScorerCase, ScorerContract
 from tests.support.scoring_functions import PARTS
 from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
-
-@dataclass(frozen=True)
-class Case:
-    """A verifier, the reference of one question, and a right answer."""
-
-    config: RewardConfig
-    reference: Mapping[str, Any]
-    right: str = "17"
-
-
 SUM = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
 FAMILY = {"family": "chain_sum", "answer": SUM["answer"], "metadata": SUM["metadata"]}
 CASES = {
-    "reasoning-gym": Case(ReasoningGymReward(), FAMILY, SUM["answer"]),
-    "exact": Case(ExactReward(), {"family": None, "answer": 17}),
-    "import": Case(ImportReward(path="letters.rewards:near", options={"width": 2}), {"answer": "17"}),
-    "number": Case(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
+    "reasoning-gym": ScorerCase(ReasoningGymReward(), FAMILY, SUM["answer"]),
+    "exact": ScorerCase(ExactReward(), {"family": None, "answer": 17}),
+    "import": ScorerCase(ImportReward(path="letters.rewards:near", options={"width": 2}), {"answer": "17"}),
+    "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
-ODD = ("", " ", "none", "-1", "1e999", "\N{SUPERSCRIPT TWO}", "1 7", "\x00", "9" * 400, '{"answer": 17}', "a\nb")
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES)
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScorerCase:
     put_in_reach(monkeypatch, FOLDER)
-    found: Case = request.param
+    found: ScorerCase = request.param
     return found
 
 
 @pytest.fixture
-def verify(case: Case) -> Verifier:
+def verify(case: ScorerCase) -> Verifier:
     return build_verifier(case.config)
 
 
@@ -73,50 +62,21 @@ def test_there_is_a_case_for_every_kind() -> None:
     assert {type(case.config) for case in CASES.values()} == set(kinds)
 
 
-def test_right_answer_gets_full_reward_and_wrong_one_less(case: Case, verify: Verifier) -> None:
-    assert score_response(verify, "all", case.right, case.reference).outcome is Outcome.CORRECT
-    assert score_response(verify, "all", "1000001", case.reference).value < 1.0
+class TestVerifiers(ScorerContract):
+    """The contract, on each verifier."""
+
+    @pytest.fixture
+    def case(self, case: ScorerCase) -> ScorerCase:
+        return case
+
+    def test_value_of_these_verifiers_is_a_share(self, case: ScorerCase, verify: Verifier) -> None:
+        assert all(0.0 <= score.value <= 1.0 for score in self.score(verify, case, case.right, case.wrong, *ODD))
 
 
-def test_score_is_a_finite_number_with_an_outcome(case: Case, verify: Verifier) -> None:
-    for response in (case.right, *ODD):
-        score = score_response(verify, "all", response, case.reference)
-        assert math.isfinite(score.value), response
-        assert 0.0 <= score.value <= 1.0, response
-        assert score.outcome is not Outcome.UNJUDGED, response
-
-
-def test_score_does_not_depend_on_earlier_responses(case: Case, verify: Verifier) -> None:
-    first = [verify(response, case.reference) for response in (case.right, *ODD)]
-    assert [verify(response, case.reference) for response in (*ODD[::-1], case.right)] == first[::-1]
-    assert [build_verifier(case.config)(response, case.reference) for response in (case.right, *ODD)] == first
-
-
-def test_verifier_does_not_change_the_reference(case: Case, verify: Verifier) -> None:
-    before = copy.deepcopy(dict(case.reference))
-    for response in (case.right, *ODD):
-        verify(response, case.reference)
-    assert case.reference == before
-
-
-def test_verifier_error_becomes_the_reason(case: Case, verify: Verifier) -> None:
+def test_verifier_error_becomes_the_reason(case: ScorerCase, verify: Verifier) -> None:
     score = score_response(verify, "all", case.right, {"family": "no such family"})
     assert score.value == 0.0
     assert score.reason.startswith("verifier failed: ")
-
-
-async def test_worker_process_gives_the_same_scores(case: Case, verify: Verifier, folder: Path) -> None:
-    tokenizer, pool = Tokenizer.from_file(str(folder / "tokenizer.json")), RewardPool(case.config, folder)
-    await pool.start()
-    try:
-        tokens = [tokenizer.encode(text).ids for text in (case.right, "1000001", "")]
-        requests = [ScoreRequest(one, case.reference) for one in tokens]
-        found = await asyncio.wait_for(pool.score(requests), HANG_SECONDS)
-    finally:
-        await pool.close()
-    expected = [score_response(verify, "all", tokenizer.decode(one), case.reference) for one in tokens]
-    assert [replace(score, seconds=0.0) for score in found] == [replace(score, seconds=0.0) for score in expected]
-    assert found[0].value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -243,7 +203,7 @@ def test_verifier_error_is_reported_beside_the_form() -> None:
     assert score.reason.startswith("not in its form; verifier failed: ")
 
 
-def test_form_costs_the_same_with_every_verifier(case: Case, verify: Verifier) -> None:
+def test_form_costs_the_same_with_every_verifier(case: ScorerCase, verify: Verifier) -> None:
     """The oracle searches the tags as text, and subtracts the penalty from the score of the answer without a form."""
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):

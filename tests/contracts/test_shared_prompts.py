@@ -7,8 +7,8 @@ import torch
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.testing.learners import batch_of, trajectory
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of, tokens_of
-from tests.tasks.test_algorithms import batch_of, trajectory
 
 WINDOWED = {"mistral", "gemma2", "gemma3_text", "cohere2"}  # architectures whose config declares sliding windows
 

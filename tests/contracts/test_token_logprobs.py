@@ -24,7 +24,7 @@ from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.policies.head import measure_distance
-from tests.tasks.test_algorithms import batch_of, trajectory
+from rollflow.testing.learners import batch_of, trajectory
 
 VOCABULARY = 96
 SHAPE: Mapping[str, object] = {

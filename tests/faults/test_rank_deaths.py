@@ -30,7 +30,7 @@ from rollflow.tasks.learners.multi_rank import rank_process
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.multi_rank.rank_process import run_rank
 from rollflow.tasks.runtime.actor_warnings import Warnings
-from tests.contracts.test_learners import batch
+from rollflow.testing.learners import batch
 from tests.support.small_run import StoreFeed, prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import until

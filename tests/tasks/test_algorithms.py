@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from rollflow.storage.batch import TrajectoryBatch
-from rollflow.storage.records import GroupKey, StopReason, Trajectory, TrajectoryGroup
 from rollflow.tasks.objectives.advantages import EPSILON, TINY, compute_advantages, penalize_overlong, whiten
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.objectives.shared_prefix import pack_lines
+from rollflow.testing.learners import batch_of, trajectory
 
 F64 = torch.float64
 
@@ -118,19 +117,6 @@ def test_aggregation_by_hand(aggregation: str, weights: list[float]) -> None:
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
 def test_minibatch_without_tokens_has_finite_weights(aggregation: str) -> None:
     assert all(math.isfinite(weight) for weight in row_weights(torch.tensor([0, 0]), aggregation, 10).tolist())
-
-
-def trajectory(prompt: list[int], response: list[int], sample: int = 0, reward: float = 0.0) -> Trajectory:
-    tokens = (*prompt, *response)
-    mask = (False,) * len(prompt) + (True,) * len(response)
-    logprobs = (0.0,) * len(prompt) + tuple(-0.5 - 0.01 * t for t in response)
-    versions = (-1,) * len(prompt) + (0,) * len(response)
-    return Trajectory(sample, 0, tokens, mask, logprobs, versions, reward, "", StopReason.STOP)
-
-
-def batch_of(*groups: list[Trajectory]) -> TrajectoryBatch:
-    made = [TrajectoryGroup(GroupKey(i, 0), f"p{i}", "d", tuple(g)) for i, g in enumerate(groups)]
-    return TrajectoryBatch.from_groups(made)
 
 
 def test_packing_pairs_every_masked_token_with_its_predictor() -> None:

@@ -18,7 +18,7 @@ from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.forward import models
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
-from tests.contracts.test_learners import saved
+from rollflow.testing.learners import saved
 from tests.contracts.test_shared_prompts import groups
 from tests.contracts.test_token_logprobs import ARCHITECTURES, OTHERS, model_of
 from tests.support.tiny_policy import make_policy, make_weights

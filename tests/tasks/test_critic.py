@@ -16,9 +16,8 @@ from rollflow.storage.errors import NotFinite
 from rollflow.tasks.learners.forward.critic import explained_variance, value_loss
 from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
-from tests.contracts.test_learners import batch, saved
+from rollflow.testing.learners import batch, batch_of, saved, trajectory
 from tests.support.tiny_policy import make_policy, make_weights
-from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_learner import learner, some_batch
 
 PPO = {"kind": "ppo"}

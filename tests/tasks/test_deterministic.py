@@ -18,7 +18,7 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.randomness import DEVICE_RNG, RNG, begin_process
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.policies.device import WORKSPACE
-from tests.contracts.test_learners import joined, saved, trained
+from rollflow.testing.learners import joined, saved, trained
 from tests.support.tiny_policy import make_policy, make_weights
 
 GPU = torch.device("cuda")

@@ -18,7 +18,7 @@ from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.policies.device import send
-from tests.contracts.test_learners import batch
+from rollflow.testing.learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 
 

@@ -22,7 +22,7 @@ from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip, Kimi, PolicyGradient, Ratio
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
-from tests.contracts.test_learners import batch, saved
+from rollflow.testing.learners import batch, saved
 from tests.support.counts import examples
 from tests.support.tiny_policy import make_policy, make_weights
 

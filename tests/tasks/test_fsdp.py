@@ -18,9 +18,8 @@ from rollflow.storage.errors import NotFinite, RankFailed
 from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.updates import Updates
-from tests.contracts.test_learners import batch, changed, saved
+from rollflow.testing.learners import batch, batch_of, changed, saved, trajectory
 from tests.support.tiny_policy import VOCABULARY, make_policy, make_weights
-from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_ranks import one_with_signal
 from tests.tasks.test_sharded import (
     KINDS,

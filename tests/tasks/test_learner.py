@@ -20,10 +20,10 @@ from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run.config import RunConfig
+from rollflow.testing.learners import batch_of, trajectory
 from tests.support import oracles
 from tests.support.dual import Dual
 from tests.support.oracles import LONGEST, ORACLES, Row
-from tests.tasks.test_algorithms import batch_of, trajectory
 
 
 @pytest.fixture(scope="module")

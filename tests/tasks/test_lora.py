@@ -21,7 +21,7 @@ from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import new_learner, restore
-from tests.contracts.test_learners import PROBE, batch, joined, saved, trained
+from rollflow.testing.learners import PROBE, batch, joined, saved, trained
 from tests.contracts.test_token_logprobs import learner_of, model_of, one_row
 from tests.support.small_run import prepare_small, train_small
 from tests.support.tiny_policy import make_policy, make_weights

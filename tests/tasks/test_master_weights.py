@@ -12,7 +12,7 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.torch_learner import TorchLearner, load_model
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import parse_recorded
-from tests.contracts.test_learners import batch, trained
+from rollflow.testing.learners import batch, trained
 from tests.support.tiny_policy import make_policy, make_weights
 
 BF16 = torch.bfloat16

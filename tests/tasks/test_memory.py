@@ -16,11 +16,10 @@ from rollflow.tasks.learners.forward import token_logprobs
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.policies import adding_embedding, adding_linear
 from rollflow.tasks.policies.head import LMHead
-from tests.contracts.test_learners import batch, saved
+from rollflow.testing.learners import batch, batch_of, saved, trajectory
 from tests.contracts.test_shared_prompts import groups
 from tests.contracts.test_token_logprobs import ARCHITECTURES, learner_of, model_of
 from tests.support.tiny_policy import make_policy, make_weights
-from tests.tasks.test_algorithms import batch_of, trajectory
 from tests.tasks.test_learner import learner
 
 

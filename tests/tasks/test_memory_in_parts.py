@@ -20,7 +20,7 @@ from rollflow.tasks.learners.config import TorchTrain
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.run.config_switch import MappedFiles
 from rollflow.tasks.run.restore import list_files
-from tests.contracts.test_learners import batch
+from rollflow.testing.learners import batch
 
 pytestmark = [
     pytest.mark.long,

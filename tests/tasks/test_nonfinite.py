@@ -16,9 +16,8 @@ from rollflow.storage.errors import NotFinite
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
 from rollflow.tasks.objectives.presets import PRESETS
-from tests.contracts.test_learners import saved
+from rollflow.testing.learners import batch_of, saved, trajectory
 from tests.contracts.test_token_logprobs import learner_of, model_of, tokens_of
-from tests.tasks.test_algorithms import batch_of, trajectory
 
 
 def two_groups() -> TrajectoryBatch:

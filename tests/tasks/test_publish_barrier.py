@@ -22,7 +22,7 @@ from rollflow.tasks.learners.distributed.publish_barrier import (
     wait_published,
 )
 from rollflow.tasks.learners.distributed.ranks import Ranks
-from tests.contracts.test_learners import batch, saved
+from rollflow.testing.learners import batch, saved
 from tests.support.rank_threads import on_ranks
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.waiting import HANG_SECONDS

@@ -24,10 +24,9 @@ from rollflow.tasks.learners.distributed.ranks import RankLost, Ranks
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
-from tests.contracts.test_learners import batch, saved
+from rollflow.testing.learners import batch, batch_of, saved, trajectory
 from tests.support.rank_threads import on_ranks
 from tests.support.tiny_policy import make_policy, make_weights
-from tests.tasks.test_algorithms import batch_of, trajectory
 
 NEAR = 1e-5
 READS = Lock()  # transformers cannot read two models at a time in one process

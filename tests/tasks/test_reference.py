@@ -12,7 +12,7 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
-from tests.contracts.test_learners import batch
+from rollflow.testing.learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.support.user_code import put_in_reach
 from tests.tasks.test_learner import learner, near, some_batch, token_logprobs

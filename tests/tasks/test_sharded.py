@@ -24,7 +24,7 @@ from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Referen
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.config import PartsObjective, Penalties
-from tests.contracts.test_learners import batch, changed, joined, saved
+from rollflow.testing.learners import batch, changed, joined, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_ranks import one_with_signal
 

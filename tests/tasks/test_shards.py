@@ -29,7 +29,7 @@ from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.run.restore import name_of
-from tests.contracts.test_learners import batch
+from rollflow.testing.learners import batch
 from tests.support.described import describe
 from tests.support.tiny_policy import make_policy, make_weights
 

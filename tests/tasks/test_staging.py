@@ -28,7 +28,7 @@ from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles, stag
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.learners.malloc_trim import given_back
 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
-from tests.contracts.test_learners import batch
+from rollflow.testing.learners import batch
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_sharded import KINDS, SOAK
 

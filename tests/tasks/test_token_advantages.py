@@ -21,7 +21,7 @@ from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives.config import Advantage, Penalties
 from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
-from tests.tasks.test_algorithms import batch_of
+from rollflow.testing.learners import batch_of
 
 Row = tuple[
     list[bool], float, StopReason

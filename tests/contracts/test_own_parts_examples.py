@@ -1,0 +1,66 @@
+"""The examples of docs/own_parts.md, run as a user runs them: by pytest, in a folder of the user's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.user_code import FOLDER, put_in_reach
+from tests.support.waiting import HANG_SECONDS
+
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/own_parts.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+EXAMPLES = {match[1]: block for block in BLOCKS if (match := re.search(r"from rollflow\.testing\.(\w+) import", block))}
+SLOW = ("engines", "learners")
+KINDS = [pytest.param(kind, marks=[pytest.mark.soak] if kind in SLOW else []) for kind in EXAMPLES]
+
+
+def test_every_suite_has_an_example() -> None:
+    suites = {file.stem for file in (ROOT / "tests/contracts/testing").glob("*.py")} - {"__init__", "bounds"}
+    assert EXAMPLES.keys() == suites
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_example_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    put_in_reach(monkeypatch, FOLDER)
+    pytester.makepyfile(test_mine=EXAMPLES[kind])
+    counts = pytester.inline_run("-p", "no:cacheprovider").countoutcomes()
+    assert counts[0] >= 7, counts
+    assert counts[2] == 0, counts
+
+
+@pytest.mark.soak
+def test_examples_pass_with_the_wheel(tmp_path: Path) -> None:
+    """The suites come from the wheel; nothing of the source tree but the user-defined parts is in reach."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "wheel")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_SECONDS)
+    [wheel] = (tmp_path / "wheel").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for kind, example in EXAMPLES.items():
+        (mine / f"test_{kind}.py").write_text(example)
+    (mine / "test_wheel.py").write_text(
+        "import rollflow.testing\n\n"
+        f"def test_suites_are_of_the_wheel():\n    assert rollflow.testing.__file__.startswith({str(tmp_path)!r})\n"
+    )
+    path = os.pathsep.join(map(str, (tmp_path / "site", FOLDER)))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(mine)],
+        cwd=mine,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=4 * HANG_SECONDS,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

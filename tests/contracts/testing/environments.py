@@ -1,0 +1,208 @@
+"""The contract of environments, as tests: see `rollflow.tasks.environments.base`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+
+from rollflow.storage.model_input import ModelInput
+from rollflow.storage.records import Outcome, Prompt, StopReason
+from rollflow.tasks.engines.base import Generation, TokenSpan
+from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment
+from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.tools import build_toolbox
+from rollflow.tasks.policies.renderer import PolicyRenderer
+from rollflow.tasks.scorers.base import Score
+from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, run_bounded
+
+PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
+MOST_CALLS = 1000  # generations after which an episode counts as one that never ends
+
+
+class CodePoints:
+    """A tokenizer whose tokens are code points."""
+
+    def encode_response(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
+        return self.decode(tokens)
+
+
+def build_ports(config: EnvironmentConfig) -> EnvironmentPorts:
+    """Build the ports of an environment with its tools; a token is a code point."""
+    tools = config.tools if isinstance(config, ImportEnvironment) else {}
+    return EnvironmentPorts(CodePoints(), PolicyRenderer(CodePoints(), ()), build_toolbox(tools))  # type: ignore[arg-type]
+
+
+@dataclass
+class ScriptedEpisode:
+    """An `Episode` that ends after `turns` generations, and records the calls and the fault of its environment."""
+
+    ports: EnvironmentPorts
+    prompt: Prompt = PROMPT
+    turns: int = 100
+    longest: int = 40
+    said: str = "<b:b>"
+    response: tuple[int, ...] = ()
+    asked: list[str] = field(default_factory=list)
+    fault: str = ""
+
+    @property
+    def room(self) -> int:
+        return self.longest - len(self.response)
+
+    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
+        self.asked.append("generate")
+        if len(self.asked) > MOST_CALLS:
+            self._fail(f"an environment must end its episode, and it asked for more than {MOST_CALLS} generations")
+        await asyncio.sleep(0)
+        if self.asked.count("generate") > self.turns or self.room <= 0:
+            return None
+        tokens = tuple(map(ord, self.said[: min(self.room, max_tokens or self.room)]))
+        self.response += tokens
+        return Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        if len(tokens) > self.room:
+            self._fail(f"an environment must not add more than `room` tokens: {len(tokens)} for a room of {self.room}")
+        self.asked.append("add")
+        self.response += tuple(tokens)
+
+    async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
+        return Score(float(sum(tokens) % 7), "scored")
+
+    async def judge(self, tokens: Sequence[int]) -> Score | None:
+        self.asked.append("judge")
+        return Score(float(sum(tokens) % 7), "judged")
+
+    def _fail(self, fault: str) -> None:
+        self.fault = fault
+        raise AssertionError(fault)
+
+
+class WaitingEpisode(ScriptedEpisode):
+    """An episode whose first generation never ends."""
+
+    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
+        self.asked.append("generate")
+        await asyncio.Event().wait()
+        return None
+
+
+class EnvironmentContract:
+    """Tests of an environment. A subclass names the class by `path`; `said` is what the policy says in each turn."""
+
+    path: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    tools: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    prompt: ClassVar[Prompt] = PROMPT
+    said: ClassVar[str] = "<b:b>"
+    hang_seconds: ClassVar[float] = HANG_SECONDS
+
+    @pytest.fixture
+    def config(self) -> EnvironmentConfig:
+        """Return the section of the environment under test; a subclass may override this fixture."""
+        return ImportEnvironment.model_validate({**import_keys(type(self)), "tools": self.tools})
+
+    @pytest.fixture
+    def environment(self, config: EnvironmentConfig) -> Environment:
+        return build_environment(config)
+
+    @pytest.fixture
+    def ports(self, config: EnvironmentConfig) -> EnvironmentPorts:
+        return build_ports(config)
+
+    def begin(self, ports: EnvironmentPorts, turns: int = 100, longest: int = 40) -> ScriptedEpisode:
+        """Return an episode that ends after `turns` generations and has room for `longest` tokens."""
+        return ScriptedEpisode(ports, self.prompt, turns, longest, self.said)
+
+    def play(self, environment: Environment, *episodes: ScriptedEpisode) -> list[Score | None]:
+        """Play episodes at the same time; fail if the environment breaks its contract in one of them."""
+
+        async def play_all() -> list[Any]:
+            return await asyncio.gather(*map(environment.play, episodes))
+
+        scores = run_bounded(play_all(), "an episode", self.hang_seconds)
+        for episode, score in zip(episodes, scores, strict=True):
+            assert not episode.fault, episode.fault
+            assert score is None or score.outcome is not Outcome.UNJUDGED, (
+                f"an episode must end with a score or None, but: {score.reason}"
+            )
+        return scores
+
+    def test_episode_generates_and_ends_with_a_finite_reward(
+        self, environment: Environment, ports: EnvironmentPorts
+    ) -> None:
+        episode = self.begin(ports)
+        [score] = self.play(environment, episode)
+        assert score is not None, "an episode that may go on must end with a reward"
+        assert math.isfinite(score.value), f"a reward must be a finite number, but it is {score.value}"
+        assert "generate" in episode.asked, "an episode must have at least one generation"
+
+    @pytest.mark.parametrize("turns", range(3))
+    def test_ended_episode_is_left_at_once(self, environment: Environment, ports: EnvironmentPorts, turns: int) -> None:
+        episode = self.begin(ports, turns=turns)
+        [score] = self.play(environment, episode)
+        if episode.asked.count("generate") > turns:
+            assert episode.asked[-1] == "generate", (
+                f"after `generate` returned None an environment must return, but it called {episode.asked[-1]}"
+            )
+            assert score is None, "an episode that is not wanted any more must end with None"
+
+    @pytest.mark.parametrize("longest", range(1, 12))
+    def test_environment_plays_with_any_room(
+        self, environment: Environment, ports: EnvironmentPorts, longest: int
+    ) -> None:
+        episode = self.begin(ports, longest=longest)
+        [score] = self.play(environment, episode)
+        assert score is not None, f"an episode with room for {longest} tokens must end with a reward"
+
+    def test_concurrent_episodes_do_not_affect_each_other(
+        self, environment: Environment, ports: EnvironmentPorts
+    ) -> None:
+        """An environment keeps no state between episodes, because an episode is played again after a crash."""
+
+        def play(together: bool) -> list[tuple[Score | None, tuple[int, ...], list[str]]]:
+            episodes = [[self.begin(ports, longest=longest)] for longest in range(1, 30)]
+            groups = [[one for [one] in episodes]] if together else episodes
+            scores = [score for group in groups for score in self.play(environment, *group)]
+            played = [episode for [episode] in episodes]
+            return [(score, one.response, one.asked) for score, one in zip(scores, played, strict=True)]
+
+        assert play(together=True) == play(together=False), (
+            "an episode must be the same alone and beside others, so keep no state in `self`"
+        )
+
+    def test_environment_never_blocks(self, environment: Environment, ports: EnvironmentPorts) -> None:
+        async def play() -> None:
+            await environment.play(self.begin(ports))
+
+        blocking = call_bounded(
+            lambda: list_blocking_calls(lambda: asyncio.run(play())), "an episode", self.hang_seconds
+        )
+        assert not blocking, f"an environment must await and never block, but it called {blocking}"
+
+    def test_cancelled_episode_ends(self, environment: Environment, ports: EnvironmentPorts) -> None:
+        """The task of an episode that is not wanted any more is cancelled."""
+        episode = WaitingEpisode(ports, self.prompt)
+
+        async def cancel() -> None:
+            task = asyncio.ensure_future(environment.play(episode))
+            while not episode.asked and not task.done():
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task], timeout=self.hang_seconds)
+            assert task.cancelled(), "a cancelled episode must end at once, so do not catch CancelledError"
+
+        run_bounded(cancel(), "a cancelled episode", 2 * self.hang_seconds)

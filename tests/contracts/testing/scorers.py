@@ -1,0 +1,139 @@
+"""The contract of verifiers, as tests: see `rollflow.tasks.scorers.base` and `rollflow.tasks.scorers.verifier`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from tokenizers import Tokenizer
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.scorers import build_scorer, build_verifier
+from rollflow.tasks.scorers.base import Score, ScoreRequest, validate_score
+from rollflow.tasks.scorers.config import ImportReward, RewardConfig
+from rollflow.tasks.scorers.verifier import Verifier, score_response
+from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, reach_from_workers
+
+ODD = ("", " ", "none", "-1", "1e999", "\N{SUPERSCRIPT TWO}", "1 7", "\x00", "9" * 400, '{"answer": 17}', "a\nb")
+
+
+@dataclass(frozen=True)
+class ScorerCase:
+    """A verifier, the reference of one question, a right answer and a wrong one."""
+
+    config: RewardConfig
+    reference: Mapping[str, Any]
+    right: str = "17"
+    wrong: str = "1000001"
+
+
+class ScorerContract:
+    """Tests of a scorer. A subclass names the function by `path`, and gives one question's reference and answers."""
+
+    path: ClassVar[str]
+    options: ClassVar[Mapping[str, Any]] = {}
+    reference: ClassVar[Mapping[str, Any]] = {}
+    right: ClassVar[str] = ""
+    wrong: ClassVar[str] = "1000001"
+    hang_seconds: ClassVar[float] = HANG_SECONDS
+
+    @pytest.fixture
+    def case(self) -> ScorerCase:
+        """Return the scorer under test; a subclass may override this fixture."""
+        return ScorerCase(ImportReward(**import_keys(type(self))), self.reference, self.right, self.wrong)
+
+    @pytest.fixture
+    def verify(self, case: ScorerCase) -> Verifier:
+        return build_verifier(case.config)
+
+    @pytest.fixture(autouse=True)
+    def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        reach_from_workers(monkeypatch)
+
+    def score(self, verify: Verifier, case: ScorerCase, *responses: str) -> list[Score]:
+        """Score responses, one after another, as a worker does; `seconds` is left out, because it differs."""
+
+        def score_all() -> list[Score]:
+            return [score_response(verify, "all", response, case.reference) for response in responses]
+
+        scores = call_bounded(score_all, "a scorer", self.hang_seconds)
+        return [replace(score, seconds=0.0) for score in scores]
+
+    def test_right_answer_gets_full_reward_and_wrong_one_less(self, case: ScorerCase, verify: Verifier) -> None:
+        right, wrong = self.score(verify, case, case.right, case.wrong)
+        assert right.outcome is Outcome.CORRECT, f"the right answer {case.right!r} must be correct, but got {right}"
+        assert wrong.value < min(right.value, 1.0), f"a wrong answer must get less than a right one, but got {wrong}"
+
+    def test_score_is_a_finite_number_with_an_outcome(self, case: ScorerCase, verify: Verifier) -> None:
+        responses = (case.right, case.wrong, *ODD)
+        for response, score in zip(responses, self.score(verify, case, *responses), strict=True):
+            assert score.outcome is not Outcome.UNJUDGED, (
+                f"every response must get a score that is a finite number, but for {response!r}: {score.reason}"
+            )
+            assert math.isfinite(score.value)
+
+    def test_score_does_not_depend_on_earlier_responses(self, case: ScorerCase, verify: Verifier) -> None:
+        responses = (case.right, *ODD)
+        first = self.score(verify, case, *responses)
+        sentence = "a score must depend on the response and its reference only, because responses are scored again"
+        assert self.score(verify, case, *responses[::-1]) == first[::-1], sentence
+        assert self.score(build_verifier(case.config), case, *responses) == first, sentence
+
+    def test_scorer_does_not_change_the_reference(self, case: ScorerCase, verify: Verifier) -> None:
+        before = copy.deepcopy(dict(case.reference))
+        self.score(verify, case, case.right, *ODD)
+        assert case.reference == before, "a scorer must not change its reference"
+
+    def test_each_of_many_responses_gets_its_own_score(self, case: ScorerCase, verify: Verifier) -> None:
+        """A scorer of several responses returns one score for each of them, in order."""
+        responses = [response.strip() for response in (case.wrong, case.right, *ODD, case.right)]
+        sentence = "each response must get one score, in order, the same as if it were scored alone"
+        alone = self.score(verify, case, *responses)
+
+        def score_together() -> list[Any]:
+            return asyncio.run(verify.call(responses, [case.reference] * len(responses)))
+
+        try:
+            together = call_bounded(score_together, "a scorer", self.hang_seconds)
+        except ValueError as error:
+            pytest.fail(f"{sentence}, but {error}", pytrace=False)
+        scores = [validate_score("verifier", score) for score in together]
+        assert [score.value for score in scores] == [score.value for score in alone], sentence
+
+    def test_asynchronous_scorer_never_blocks(self, case: ScorerCase, verify: Verifier) -> None:
+        if not verify.is_async:
+            return  # a worker gives the function one call at a time
+
+        def list_calls() -> list[str]:
+            return list_blocking_calls(lambda: verify(case.right, case.reference))
+
+        blocking = call_bounded(list_calls, "a scorer", self.hang_seconds)
+        assert not blocking, f"an asynchronous scorer must await and never block, but it called {blocking}"
+
+    async def score_in_workers(self, case: ScorerCase, folder: Path, responses: Sequence[str]) -> list[Score]:
+        """Score responses in worker processes, as a run does."""
+        tokenizer, scorer = Tokenizer.from_file(str(folder / "tokenizer.json")), build_scorer(case.config, folder)
+        await scorer.start()
+        try:
+            requests = [ScoreRequest(tokenizer.encode(text).ids, case.reference) for text in responses]
+            return await asyncio.wait_for(scorer.score(requests), 2 * self.hang_seconds)
+        finally:
+            await scorer.close()
+
+    def test_worker_process_gives_the_same_scores(self, case: ScorerCase, verify: Verifier, tmp_path: Path) -> None:
+        """A worker process imports the scorer by its path."""
+        for name, data in build_cold_folder(ColdStart(), [f"{case.right} {case.wrong}"] * 10).items():
+            (tmp_path / name).write_bytes(data)
+        responses = (case.right, case.wrong, "")
+        scores = asyncio.run(self.score_in_workers(case, tmp_path, responses))
+        assert [replace(score, seconds=0.0) for score in scores] == self.score(verify, case, *responses), (
+            "a worker process must give the same scores as this process"
+        )
