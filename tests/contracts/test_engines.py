@@ -108,7 +108,8 @@ class TestEngines(EngineContract):
     foreign = r"^the \w+ engine reads tokens alone, but .* kind 'image' at position 2 "
 
     @pytest_asyncio.fixture(scope="class", loop_scope="class", params=KINDS)
-    async def case(self, request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[EngineCase]:
+    @classmethod
+    async def case(cls, request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[EngineCase]:
         kind, policy = request.param, TinyPolicy(folder)
         engine = build(kind, folder, request)
         is_remote, has_model = isinstance(engine, RayEngine), "timed" not in kind

@@ -16,6 +16,8 @@ from tests.support.waiting import HANG_SECONDS
 
 pytest_plugins = ["pytester"]
 
+QUIET = ("-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function")
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/own_parts.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
@@ -34,7 +36,7 @@ def test_every_suite_has_an_example() -> None:
 def test_example_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     put_in_reach(monkeypatch, FOLDER)
     pytester.makepyfile(test_mine=EXAMPLES[kind])
-    counts = pytester.inline_run("-p", "no:cacheprovider").countoutcomes()
+    counts = pytester.inline_run(*QUIET).countoutcomes()
     assert counts[0] >= 7, counts
     assert counts[2] == 0, counts
 

@@ -133,9 +133,10 @@ class EngineContract:
         raise NotImplementedError(f"{type(self).__name__} must build the engine: def build(self) -> EngineCase")
 
     @pytest_asyncio.fixture(scope="class", loop_scope="class")
-    async def case(self) -> AsyncIterator[EngineCase]:
+    @classmethod
+    async def case(cls) -> AsyncIterator[EngineCase]:
         """Yield the engine under test, with version 0; a subclass may override this fixture."""
-        async with open_case(self.build()) as case:
+        async with open_case(cls().build()) as case:
             yield case
 
     async def test_foreign_part_is_refused_alone(self, case: EngineCase) -> None:
@@ -372,5 +373,5 @@ class EngineContract:
             case.engine.abort(["x"]),
         ]
         for call in calls:
-            with pytest.raises(EngineFailed):
+            with assert_raises(EngineFailed, "a dead engine must raise EngineFailed from every call"):
                 await asyncio.wait_for(call, case.hang_seconds)

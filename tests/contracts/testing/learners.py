@@ -141,10 +141,11 @@ class LearnerContract:
         """Return the function that builds a learner; a subclass may override this fixture."""
         return self.build
 
-    @pytest.fixture(scope="class")
-    def policy(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @pytest.fixture
+    def policy(self, tmp_path: Path) -> Path:
         """Build the folder of a small Llama policy, without weights."""
-        folder = tmp_path_factory.mktemp("policy")
+        folder = tmp_path / "policy"
+        folder.mkdir()
         for name, data in build_cold_folder(ColdStart(hidden_size=64), ["1 + 1 = 2"]).items():
             (folder / name).write_bytes(data)
         return folder
@@ -225,11 +226,12 @@ class LearnerContract:
         def full() -> None:
             raise StoreFailed("the store is full")
 
-        with pytest.raises(StoreFailed):
+        sentence = "`step` must not change a stored tensor before it calls `settle`"
+        with assert_raises(StoreFailed, "`step` must end if `settle` raises"):
             learner.step(self.batch(versions), versions, full)
-        assert saved(learner) == before
+        assert saved(learner) == before, sentence
         learner.step(self.batch(versions), versions, settle)
-        assert seen == [before], "`step` must not change a stored tensor before it calls `settle`"
+        assert seen == [before], sentence
         assert saved(learner) != before
 
     def test_other_batch_gives_other_weights(self, learner: Learner) -> None:
