@@ -197,7 +197,7 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
 def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
     """Return whether a new version becomes the best one of its recipe, and the reason as text.
 
-    No version is promoted if there are fewer than `plan.answers` answers, because the z-test needs many.
+    No version replaces the best one if either has fewer than `plan.answers` answers, because the z-test needs many.
     """
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
     # If a night is repeated, its version may be the best version itself; then both scores are equal.

@@ -6,8 +6,8 @@ same restart budget. If a user starts or resumes a run, the run's restart budget
 A background thread reads the records; the first restart waits for this thread for at most `WAIT_SECONDS`. Until the
 storage answers, a keeper counts only its own restarts. A damaged record is skipped.
 
-A restart is recorded when the restarted component makes progress again. If a keeper dies before a restarted component
-makes progress, the component's restart is not recorded.
+A restart is recorded when its recovery is complete, that is, when the component works again. If a keeper dies before
+the recovery of a component is complete, the component's restart is not recorded.
 """
 
 from __future__ import annotations

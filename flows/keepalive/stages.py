@@ -54,7 +54,7 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # seconds between reads of the states of the stages' flow runs
 STATUS_SECONDS = 10.0
-PING_SECONDS = 5.0  # seconds that the channel may take to answer a ping; its death is noticed immediately
+PING_SECONDS = 5.0  # seconds that the channel may take to answer a ping; a dead channel is noticed immediately
 START_SECONDS = 300.0
 END_SECONDS = 120.0
 # longest time in seconds that a stage's actor may be silent; more than the start of an engine takes

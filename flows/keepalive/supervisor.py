@@ -3,8 +3,8 @@ from the Prefect server.
 
 A supervisor, the flow that starts and watches a run's stages, is restarted if its flow run *crashed* (its process, its
 runner or its Ray cluster was killed). If the supervisor's flow run failed or was cancelled, the run ends. If the
-supervisor's flow run is paused, `rollflow run` waits until a user resumes it. If the Prefect server or the storage is
-unreachable for a moment, the next check follows half a second later.
+supervisor's flow run is paused, `rollflow run` waits until a user resumes it. A Prefect server or storage that is
+unreachable for a moment does no harm, because the checks are repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 COUNT_SECONDS = 20.0
-# limit of a read from storage, so that unreachable storage does not delay the restart of a dead supervisor
+# limit in seconds of a read from storage, so that unreachable storage does not delay the restart of a dead supervisor
 READ_SECONDS = 5.0
 AWAY = "the run's storage does not answer; the run waits for it"
 

@@ -5,8 +5,8 @@
   restarting.
 * `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them. With Ray's handlers a cancelled
   flow run would end as crashed.
-* `call_within` limits every wait for an actor. Its error says what the caller waited for, on which actor and for how
-  long.
+* `call_within` limits every wait for an actor. The error of `call_within` says what the caller waited for, on which
+  actor and for how long.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _keep_loopback(address: str) -> None:
 
     host, _, port = address.rpartition(":")
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
-        # Otherwise Ray would replace 127.0.0.1 by the host's outside address, where this head does not listen.
+        # With clusters enabled, Ray would replace 127.0.0.1 by the outside address, where the head does not listen.
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 

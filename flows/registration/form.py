@@ -67,7 +67,7 @@ def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
         place, _, name = key.rpartition(".")
         for section in _sections_at(place, definitions):
             if today in found[section]["properties"]:
-                # The server's error says that this text "was expected".
+                # The server's error says that the text of this `const` "was expected".
                 refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}
                 found[section] = found[section] | {
                     "patternProperties": found[section].get("patternProperties", {}) | refused

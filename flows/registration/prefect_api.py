@@ -52,7 +52,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
     around = get_settings_context()
     try:
         kept = _thread_client(around.settings)
-        # If this field were true, the client would wait for a server that is down.
+        # If the field `_has_connected` were true, the client would wait for a server that is down.
         kept.client._client._has_connected = False  # type: ignore[attr-defined]
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client

@@ -1,8 +1,8 @@
 """Registers deployments with Prefect, and keeps a user's changes in the Prefect UI when a deployment is registered
 again.
 
-Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module updates a
-deployment by its own rules.
+Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module follows
+three rules when a deployment is registered again.
 
 * The flag `paused` is never sent.
 * The parameters, the description, the tags, the limit and the schedules of a deployment are sent only if no user has

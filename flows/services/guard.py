@@ -44,7 +44,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _read_parents() -> dict[int, int]:
-    """Return the parent's process id of every living process (zombies excluded)."""
+    """Map the process id of every living process to that of its parent; leave out zombies."""
     if not LINUX:
         rows = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
         return {int(pid): int(ppid) for pid, ppid in (row.split() for row in rows.splitlines())}

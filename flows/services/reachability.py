@@ -196,7 +196,7 @@ def _reason(error: Exception) -> str:
 
 
 def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> None:
-    # The URL is fetched without credentials: a health page needs none, and urllib would take them for a host name.
+    # The URL is fetched without credentials: a health page needs none, and urllib would add them to the host name.
     shown = redact(url)
     try:
         with _open(shown.rstrip("/") + "/health", CHECK_SECONDS, key) as response:

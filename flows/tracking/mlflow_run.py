@@ -48,7 +48,8 @@ PARAMETERS_A_CALL = 100  # largest number of parameters that MLflow accepts in o
 class MetricPoint:
     """Metrics of one version, one evaluation or one recovery; `marker` says which of the three.
 
-    The step of a logged metric is the version's number, so a resumed run can read from MLflow which points were logged.
+    The step of a logged metric is the number of its version (or recovery), so a resumed run can read from MLflow which
+    points were logged.
     """
 
     marker: str

@@ -98,8 +98,8 @@ def _open_streams() -> None:
 
 
 def _escape_unprintable() -> None:
-    """Make the standard streams escape characters that the terminal's encoding lacks. Only this process is affected,
-    because services write to files.
+    """Make the standard streams escape characters that the terminal's encoding lacks. Only the streams of this process
+    are changed, because services write to files.
     """
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):

@@ -1,7 +1,7 @@
 """Implements `rollflow log --processes`: prints the log lines of a run's processes on this machine.
 
-`rollflow run` writes a log file for its run. `rollflow serve` writes one log file for all runs, of which only the lines
-of the given run are printed.
+A `rollflow run` that starts its own services writes a log file for its run. `rollflow serve` writes one log file for
+all runs, of which only the lines of the given run are printed.
 """
 
 from __future__ import annotations
