@@ -93,7 +93,7 @@ class ChannelActor:
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
         """Lease a batch, as `Channel.lease` does; return a file name, or an object reference in a list.
 
-        The list is needed because Ray replaces a bare object reference by the object.
+        The object reference is in a list, because Ray would replace a bare reference by its object.
         """
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]

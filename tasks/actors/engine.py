@@ -57,7 +57,7 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine. A second call waits for the same start.
+        """Start the engine. A second call of `start` waits for the start that the first call began.
 
         If the engine is dead, a new engine without weights and without a client replaces it. The actor's process stays
         alive when its engine is replaced, because imports and compilation take most of an engine's start.
@@ -147,7 +147,7 @@ class EngineActor:
     def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
         """Return new tokens of running requests, but at most once in `PROGRESS_SECONDS`.
 
-        With `now`, the tokens are returned in any case.
+        With `now`, the new tokens are returned regardless of the time of the last report.
         """
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}

@@ -72,8 +72,8 @@ class RayEngine:
 
         Args:
             silent_seconds: an actor that does not answer or generates no token for this time counts as dead.
-            keep_actor: the caller restarts and ends the actor. `close` then closes only the engine, unless the actor
-                does not answer, in which case `close` kills the actor.
+            keep_actor: the caller restarts and ends the actor. With `keep_actor`, `close` closes only the engine, and
+                kills the actor only if the actor does not answer.
         """
         self._actor = actor
         self._keep_actor = keep_actor

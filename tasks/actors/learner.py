@@ -148,7 +148,7 @@ class LearnerActor:
                 self._train_one_more()
         finally:
             try:
-                self._settle()  # after an error, too, finish publishing
+                self._settle()  # finish publishing even after an error
             finally:
                 self._spans.flush()
         self.phase, self.note = LearnerPhase.DONE, "done"
@@ -157,7 +157,7 @@ class LearnerActor:
     def _train_one_more(self) -> None:
         """Train one more version; after the last batch, wait until the last version is published.
 
-        If the batch was voided, restore the version before it.
+        If the batch was voided, restore the version before the batch.
         """
         try:
             if self.reached < self.config.versions:
@@ -178,7 +178,7 @@ class LearnerActor:
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:
-                self._settle()  # the next batch's groups start under this version
+                self._settle()  # the next batch's groups need this version
 
     def _settle(self) -> None:
         """Wait for the version that is being published; raise the error if publishing failed."""

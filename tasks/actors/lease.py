@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STATUS = "status.json"  # the supervisor's status in the run's storage
 LOOKS = 20  # number of times that the supervisor's status is read per lease time
-ACTOR_SHARE = 1.15  # lease times after which an actor ends; its flow must end first
+ACTOR_SHARE = 1.15  # number of lease times after which an actor ends, later than its flow
 READ_SECONDS = 5.0  # seconds to wait for a store that does not answer
 
 

@@ -4,7 +4,7 @@
   hosts that joined the cluster without CPUs, such as the supervisor's host.
 - With `reserve_cpus` an actor reserves the CPUs that the actor's threads use, so no other actor gets these CPUs.
 - A role with labels or a custom resource runs only on nodes with these labels or this resource.
-- Engines are placed on the nodes in turn ("spread", so that the loss of a node loses few engines), or packed by Ray.
+- With the strategy "spread", engines are distributed over the nodes, so that the loss of a node costs few engines.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class SpreadRank:
 
 
 class RankActor:
-    """The actor of any rank but the first, which runs in the learner's actor."""
+    """The actor of one rank other than rank 0; rank 0 runs in the learner's actor."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

@@ -52,7 +52,7 @@ class ActorStatus(ABC):
     @property
     @abstractmethod
     def progress(self) -> Mapping[str, object]:
-        """The fields that change only when the actor did work, by name."""
+        """The fields, by name, that change only when the actor does work."""
 
     @property
     @abstractmethod
@@ -102,7 +102,7 @@ class RolloutStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The fields that change only when the actor did work, by name."""
+        """The fields, by name, that change only when the actor does work."""
         return {
             "version": self.version,
             "batch": self.batch,
@@ -161,7 +161,7 @@ class LearnerStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The fields that change only when the actor did work, by name."""
+        """The fields, by name, that change only when the actor does work."""
         return {
             "phase": self.phase.value,
             "version": self.version,
@@ -191,7 +191,7 @@ class RewardStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The fields that change only when the actor did work, by name."""
+        """The fields, by name, that change only when the actor does work."""
         return {"scored": self.scored, "timeouts": self.timeouts}
 
     @property

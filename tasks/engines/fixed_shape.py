@@ -65,7 +65,7 @@ ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
 
 
 def fit_rows(shape: Shape, row_bytes: int) -> int:
-    """Return the number of rows of a GPU group: `shape.R`, halved until their attention state fits `GROUP_BYTES`."""
+    """Return how many rows a group on a GPU has: `shape.R`, halved until their state fits into `GROUP_BYTES`."""
     rows = shape.R
     while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
         rows //= 2
@@ -122,7 +122,7 @@ class RunningRow:
     def progress(self) -> TokenSpan:
         """Return all response tokens but the newest, because the newest token may end the response.
 
-        Any thread may call this method, because the row's lists only grow.
+        Any thread may call `progress`, because the row's lists only grow.
         """
         return self.take_first(max(0, len(self.versions) - 1))
 
@@ -159,7 +159,7 @@ class AttentionCache:
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store `keys` and `values` (P x H x C x D or R x H x 1 x D); return the keys and values to attend to."""
+        """Store the new keys and values of one layer; return all keys and values to attend to."""
         return self._store(self._group.keys[layer], keys), self._store(self._group.values[layer], values)
 
     def _store(self, state: Tensor, new: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ class FixedShapeSampler:
 
 
 class _DecodeWrites(AttentionCache):
-    """Stores the new key and value of each row that is taken; the other rows stay unchanged."""
+    """Stores the new key and value of each decoded row; the states of the other rows stay unchanged."""
 
     def __init__(self, group: AttentionRows, into_N: Tensor, positions_N1: Tensor) -> None:
         super().__init__(group, into_N, positions_N1[:, 0], None)

@@ -72,7 +72,7 @@ class _Run:
 
 @dataclass(slots=True)
 class EngineUsage:
-    """The work of an engine since it was created."""
+    """Counters of an engine's work since the engine was created."""
 
     busy_seconds: float = 0.0  # seconds with at least one running request
     slot_seconds: float = 0.0  # seconds for which requests ran, summed over all requests
@@ -82,7 +82,7 @@ class EngineUsage:
 
 
 class TimedEngine:
-    """Runs `slots` requests at a time, first come, first served. See `base.Engine` for the contract of the methods."""
+    """Runs up to `max_concurrent_requests` requests at a time, first come, first served. See `base.Engine`."""
 
     def __init__(self, config: TimedEngineConfig, policy_folder: Path | None = None) -> None:
         """Build an engine; stop strings are searched with the tokenizer in `policy_folder`, if it has one."""

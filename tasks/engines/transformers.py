@@ -50,7 +50,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._rows: dict[str, RunningRow] = {}  # running requests; requests at the time of death stay
+        self._rows: dict[str, RunningRow] = {}  # running requests, which stay here after the engine's death
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 

@@ -117,7 +117,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         super().__init__(None, log_stats=False)
         self._llm = llm
         self._running: dict[str, Response] = {}
-        self._numbers = count()  # ids for the core; a caller may reuse its own id too early
+        self._numbers = count()  # own ids for the core, because callers reuse ids early
         self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
         self._stop_ids = list(stop_ids)
         self._params = lru_cache(maxsize=256)(self._prepare_params)  # building them takes a third of a request's time

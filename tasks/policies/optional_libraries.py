@@ -1,7 +1,7 @@
-"""Disables libraries that transformers imports without need: imports take most of a learner's or an engine's start.
+"""Prevents transformers from importing libraries that a run does not need, which shortens the start of a process.
 
-transformers needs scikit-learn and SciPy only for other models' losses and decoding, and accelerate only for models
-that are spread over devices. (peft imports accelerate itself.)
+Transformers needs scikit-learn and SciPy only for losses and decoding that a run does not use, and accelerate only for
+models that are spread over devices.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ OPTIONAL = ("sklearn", "scipy", "accelerate")
 
 
 def disable_optional_libraries() -> None:
-    """Make transformers believe, for the life of this process, that three libraries are not installed.
+    """Make transformers treat the libraries in `OPTIONAL` as not installed, until this process ends.
 
-    The libraries stay disabled: a module of transformers that was imported without a library would fail if it found the
-    library later.
+    A module of transformers that was imported without such a library would fail if it found the library later.
     """
     import transformers.utils
 

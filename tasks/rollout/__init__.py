@@ -1,1 +1,1 @@
-"""The rollout side of a run, in plain asyncio without Ray: the code runs on a virtual clock and on a real one."""
+"""Generates the trajectories of a run, in plain asyncio without Ray, so that the code also runs on a virtual clock."""

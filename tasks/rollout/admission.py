@@ -119,8 +119,8 @@ def compute_allowance(
         outstanding: number of groups that run or wait for their batch.
         number: number of the first batch that was never formed.
         missing: lower-numbered batches that have to be formed again.
-        groups: N, groups in a batch.
-        ahead: number of batches that may start ahead of training, at most alpha; it may have a fractional part.
+        groups: number of groups in a batch.
+        ahead: number of batches that may start ahead of training, at most `async_ratio`; it may be fractional.
     """
     if version < 0:
         return 0

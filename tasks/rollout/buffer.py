@@ -1,10 +1,10 @@
 """The trajectory buffer: holds scored groups until their batch is formed. The buffer never waits.
 
 A batch takes the groups with the oldest start version first. Among groups with the same start version, a batch first
-takes the awaited groups (see `formation`), whose prompts were preempted before. Between groups that are equal in both
-respects, the smaller key decides. With `async_ratio = 0` the buffer has the groups of exactly one batch, so the choice
-of the groups does not depend on which group finished first. A group that is too old for the next batch is stale,
-because later batches need even newer groups.
+takes the groups that it has to wait for (see `formation`). If two groups are equal in both respects, start version and
+waiting, a batch first takes the group with the smaller key. With `async_ratio = 0` the buffer has the groups of exactly
+one batch, so the choice of the groups does not depend on which group finished first. A group that is too old for the
+next batch is stale, because later batches need even newer groups.
 """
 
 from __future__ import annotations

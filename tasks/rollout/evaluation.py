@@ -159,7 +159,7 @@ class Evaluator:
     ports: EnvironmentPorts = NO_PORTS
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate every prompt; until then, the caller must keep the proxy's engines at `version`."""
+        """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns."""
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
         done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
         passed = [score.value == 1.0 for score, _ in done]
@@ -205,8 +205,8 @@ class EvaluationPorts:
 
     `wanted` returns whether to evaluate a version. `evaluated` returns whether a version was evaluated. `engine`
     returns a context manager that lends an engine. `fetch` loads the weights and the probe of a version, or raises
-    `Missing` or `Corrupt`. `keep` stores the result of an evaluation. After `tries` engine failures a version is
-    skipped, because each failure may have cost the run an engine.
+    `Missing` or `Corrupt`. `keep` stores the result of an evaluation. A version is skipped after `tries` engine
+    failures, because each failed try may have killed an engine of the run.
     """
 
     wanted: Callable[[int], bool]
@@ -220,7 +220,7 @@ class EvaluationPorts:
 
 
 class Evaluations:
-    """Evaluates every version that is due. See the module's docstring for the guarantees."""
+    """Evaluates every published version that `wanted` selects, in order. See the module's docstring."""
 
     def __init__(self, means: EvaluationPorts, last: int) -> None:
         self._means, self._last = means, last
@@ -240,7 +240,7 @@ class Evaluations:
         self._news.set()
 
     async def run(self) -> None:
-        """Evaluate the versions that are due, until the last version is evaluated."""
+        """Evaluate the selected versions in order; return after the run's last version was evaluated."""
         while self._due or self._seen < self._last:
             if not self._due:
                 self._news.clear()

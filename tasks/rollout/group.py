@@ -60,7 +60,7 @@ class GroupRollout:
 
     key: GroupKey
     ports: GroupPorts
-    responses: int  # number of responses to generate, of which G are kept
+    responses: int  # number of responses to generate, of which `group_size` are kept
     number: int  # position of this dispatch among all dispatches of its scheduler
     awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
     redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite

@@ -22,7 +22,7 @@ class RolloutLimits:
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
     max_inflight_groups: int  # largest number of groups that run at a time
-    attempts: int  # number of failed tries of one request that ends the run
+    attempts: int  # number of failures of one request after which the run fails
     max_new_tokens: int
     temperature: float
     slots: int | None = None  # a group starts only while fewer responses than this are unfinished; None: no limit

@@ -26,7 +26,7 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the prompt source of each next prompt. See the module's docstring for the guarantees."""
+    """Chooses the prompt source of each new prompt. See the module's docstring for the guarantees."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
         """Continue from a cursor's counts for each source; without counts, start from the beginning."""

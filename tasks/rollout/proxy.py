@@ -43,7 +43,7 @@ class WeightsProbe:
     tolerance: float
 
     def check(self, found: Sequence[float] | None) -> None:
-        """Raise `EngineFailed` if the engine's log-probs differ; an engine without a model passes None."""
+        """Raise `EngineFailed` if the engine's log-probs are wrong; accept None from an engine without a model."""
         if found is None or not self.expected:
             return
         differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
@@ -163,12 +163,12 @@ class InferenceProxy:
 
     @property
     def engines(self) -> Mapping[int, Engine]:
-        """The live engines, keyed by place."""
+        """The live engines, keyed by place (the engine's number)."""
         return {place: lane.engine for place, lane in self._queue.places.items() if lane.failure is None}
 
     @property
     def failed(self) -> dict[int, str]:
-        """Reasons why engines failed, keyed by place; an engine that died without a request is included."""
+        """Reasons why engines failed, keyed by place (the engine's number), even if an engine had no request."""
         found = ((place, lane.failure or _find_failure(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 

@@ -47,5 +47,5 @@ class RunningByVersion:
         return min((version for version, count in self._awaited.items() if count and version < bound), default=None)
 
     def find_first_awaited(self, version: int) -> GroupKey:
-        """Find the first key among the awaited dispatches that started under this version."""
+        """Find the smallest key among the awaited dispatches that started under this version."""
         return min(rollout.key for rollout in self._running[version] if rollout.awaited)

@@ -105,7 +105,7 @@ class RolloutScheduler:
         self.limits, self._ports, self._proxy = limits, ports, proxy
         missing = tuple(number for number in resume.missing if number < limits.batches)
         self.due = BatchesToForm(resume.number, missing, limits.batches)
-        self.voids = resume.voids  # if the run has more voided batches, it needs a new scheduler
+        self.voids = resume.voids  # once another batch is voided, the run needs a new scheduler
         self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
         self._redraws = dict(resume.redraws)
@@ -327,5 +327,5 @@ class RolloutScheduler:
 
     @property
     def _too_slow(self) -> DiscardReason:
-        """Reason for discarding a group that was too slow: REDUNDANT with extra groups, otherwise STALE."""
+        """Reason for discarding a group that was too slow: REDUNDANT with `redundant_groups`, otherwise STALE."""
         return DiscardReason.REDUNDANT if self.limits.redundant_groups else DiscardReason.STALE

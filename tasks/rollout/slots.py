@@ -116,7 +116,7 @@ class SlotQueue:
         return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
-        """Put a lane into the numbered place of an engine; return the place's previous lane."""
+        """Put a lane into place number `place`; return the lane that it replaces, if any."""
         old, self._places[place] = self._places.get(place), lane
         if self._timer is not None:
             self._timer.cancel()

@@ -41,7 +41,7 @@ class WeightSync:
         self._proxy, self._feed, self._in_flight, self._hooks = proxy, feed, in_flight, hooks
 
     async def run(self, last: int) -> None:
-        """Follow the published versions up to `last`."""
+        """Update the engines to each new version until they have version `last`."""
         version = self._proxy.version
         while version < last:
             version = await self._feed.newer(version)
