@@ -24,7 +24,7 @@ ENDINGS = tuple(StopReason)
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
 PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each non-text part
-# columns: ids_N, prompts_T (int32), lengths_N, settings_N; then the prefixes and foreign parts of requests with any
+# columns: ids_N, prompts_T (int32), lengths_N, settings_N; then prefixes and non-text parts of requests with any
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
 # tokens of the generations, index of each generation's ending in `ENDINGS`, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]

@@ -42,7 +42,7 @@ class AddingEmbedding:
         if not embedding.weight.requires_grad or embedding.weight.nbytes < LEAST_BYTES:
             yield
             return
-        # Autograd calls a function's backward pass only if one of its inputs needs a gradient, so one is passed.
+        # Autograd calls a function's backward pass only if an input needs a gradient, as the input `started` does.
         started = torch.zeros((), requires_grad=True, device=embedding.weight.device)
         embedding.forward = lambda input: _AccumulateRows.apply(started, input, embedding)  # type: ignore[method-assign, no-untyped-call]
         try:

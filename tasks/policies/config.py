@@ -10,7 +10,7 @@ from rollflow.tasks.runtime.sections import Section
 
 
 class ColdStart(Section):
-    """Build a small Llama policy and supervise it on demonstrations until it reaches a low accuracy."""
+    """A small new Llama policy, which is trained on demonstrations until it reaches a low accuracy."""
 
     hidden_size: int = Field(128, gt=0, description="width of the model; it must be a multiple of heads")
     layers: int = Field(2, gt=0, description="number of transformer blocks")

@@ -109,7 +109,7 @@ def find_local_policy(path: str) -> Path | None:
 def find_policy(path: str, download: bool = True) -> Path | None:
     """Find the local folder of a policy; a model on the hub has its folder in the hub's cache.
 
-    A model that is not in the hub's cache is downloaded; with `download=False` the function returns None.
+    If a model is not in the hub's cache, the function downloads the model, or returns None with `download=False`.
     """
     if (folder := find_local_policy(path)) is not None:
         return folder

@@ -31,7 +31,7 @@ HALF = 0.05  # largest accepted difference of log-probs, in nats, for data types
 
 
 class _FixedDecoder(nn.Module):
-    """Replaces a model's decoder by a module that returns a given output."""
+    """A module that replaces a model's decoder and returns a given output."""
 
     output: Any = None
 

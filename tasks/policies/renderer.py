@@ -11,8 +11,8 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 class PolicyRenderer:
     """Renders the messages that follow a response, with the chat template or as plain text.
 
-    Only the new messages are tokenized, not the response before them. The template puts an end token before the
-    messages, which is omitted if the response already ends with this token.
+    Only the new messages are tokenized, not the response before them. If the response already ends with the end token
+    that the template puts before the messages, the token is not repeated.
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:

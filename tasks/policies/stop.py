@@ -44,7 +44,7 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return a list of the id of the tokenizer's end token, or an empty list.
+    """Return the id of the tokenizer's end token in a list, or an empty list.
 
     The list is empty if the tokenizer has no end token, or if the end token is not in its vocabulary.
     """
@@ -57,7 +57,7 @@ def tokenizer_end(folder: Path) -> list[int]:
 
 
 def read_token(folder: Path, key: str) -> str | None:
-    """Return the token's text that the tokenizer's files have under `key`, such as "eos_token", or None."""
+    """Return the text of the token that the tokenizer's files name under `key`, such as "eos_token", or None."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / file
         found = json.loads(path.read_text()).get(key) if path.exists() else None

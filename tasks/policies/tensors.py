@@ -27,8 +27,8 @@ from rollflow.tasks.policies.head import LMHead
 
 PIECE = 2**22  # largest number of values in memory at a time
 SHOWN = 4  # largest number of names in one error message
-TRIED_BYTES = 2**28  # largest model, in bytes, that is run before a run starts
-TRIED_TOKENS = 8  # number of tokens with which a model is run as a check
+TRIED_BYTES = 2**28  # size in bytes up to which a model is tried out before a run starts
+TRIED_TOKENS = 8  # number of tokens with which a model is tried out
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"
 
@@ -132,7 +132,7 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
 
 
 def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
-    """Reject tied tensors with different values in the folder, for which engines would use the same values."""
+    """Reject tied tensors whose stored values differ, because engines would use the same values for both."""
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in where and source in where:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)

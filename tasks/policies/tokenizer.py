@@ -139,7 +139,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Encode a text after the tokenizer's start tokens, which are not repeated if the text begins with them."""
+        """Encode a text, with the tokenizer's start tokens before it unless the text already begins with them."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]

@@ -93,7 +93,7 @@ def _config_ends(folder: Path, name: str) -> list[int]:
 
 
 def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
-    """Reject a tokenizer with a token for which the model, which has `rows` embeddings, has no embedding.
+    """Reject a tokenizer with a token id for which the model, with `rows` rows of embeddings, has no row.
 
     Raises:
         ConfigError: the model has too few rows; the message names the first token without a row.

@@ -11,7 +11,7 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalise_text
 
-Split = Literal["text", "key"]  # what is compared; "text" in older runs without keys
+Split = Literal["text", "key"]  # attribute of questions that is compared; "text" in older runs
 
 
 class HeldOut:

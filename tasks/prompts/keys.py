@@ -1,7 +1,8 @@
 """Canonical keys of questions; two questions with the same key count as the same question.
 
-For example, the key of a sum does not depend on the order of its numbers, and no key depends on upper and lower case. A
-source sets a question's key (`Question.key`), or leaves it empty to use the normalised text as the key.
+For example, the key of a sum does not depend on the order of its numbers, and the normalised text does not depend on
+upper and lower case. A source sets a question's key (`Question.key`), or leaves it empty to use the normalised text as
+the key.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # number and distance of positions to try for a prompt that is not too long
+TRIES, LEAP = 64, 100_003  # number and distance of the positions to try until a prompt is short enough
 SAMPLED = 16  # number of training questions in a source's hash
 
 

@@ -21,7 +21,7 @@ class WorkerDied(RollflowError):
 
 
 class NotReady(RollflowError):
-    """Raised if a worker's process ended before the worker was ready."""
+    """Raised if a worker's process did not become ready."""
 
 
 class WorkerProcess:
