@@ -6,8 +6,8 @@ Prefect every second, because with Prefect's default (ten seconds) a run's stage
 see `registration/automations.py`.
 
 The runner of `rollflow run` serves six flows, in deployments that are named after the run's key. The runner of
-`rollflow serve` serves the flows under the name "rollflow", and `post-training` once more for each recipe that rollflow
-ships or that `rollflow deploy` has added.
+`rollflow serve` serves the flows under the name "rollflow". It also serves `post-training` once for each recipe that
+rollflow ships or that `rollflow deploy` has added.
 """
 
 from __future__ import annotations

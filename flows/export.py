@@ -1,7 +1,7 @@
 """Exports a version of a run as an ordinary Hugging Face folder; only the run's storage is read.
 
-The folder contains the trained policy: its weights are checked against the hashes in the run's log, and `AutoTokenizer`
-gives the same tokens as in the run. The folder appears under its final name only after all its files are written.
+The exported weights are checked against the hashes in the run's log. In the exported folder, `AutoTokenizer` gives the
+same tokens as in the run. An exported folder appears under its final name only after all its files are written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Implements `rollflow plan`: simulates a recipe on other hardware. With `--gpus`, `rollflow plan` searches by
-simulation for the best split of the GPUs between rollout and training, and for the best alpha (`async_ratio`).
+"""Implements `rollflow plan`: simulates a recipe on other hardware. With `--gpus`, `rollflow plan` searches for the
+best split of the GPUs between rollout and training, and for the best alpha (`async_ratio`).
 
 The search prints the best candidates and the proven bounds on their step times. With `--write`, the search writes a
 recipe and a hardware file for the recommended plan, with the comments of the originals. This module imports neither Ray

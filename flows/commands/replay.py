@@ -1,7 +1,7 @@
 """Implements `rollflow replay`: trains published versions again and compares the results, from the run's storage alone.
 
 A replay needs neither Ray nor Prefect nor an engine, and writes nothing. To replay a version, its parent is restored
-and trained on the batch that the version's log entry names, and each resulting file is compared with the published
+and trained on the batch that the version's log entry names. Each file of the result is compared with the published
 file.
 
 Each version is trained with the config that the run had at that version. A replay with the recorded number of ranks

@@ -36,10 +36,10 @@ Status = TypeVar("Status", bound=ActorStatus)
 class WatchedActor(Generic[Status]):
     """An actor that a keeper watches and restarts; its `name` is unique in the run.
 
-    `start` creates the actor, or returns the actor that exists. `redone(status)` returns the work that a new actor must
-    repeat if the old actor died after reporting `status`: a description and a number of trajectories. `patience` is the
-    longest time in seconds that the actor's status may stay unchanged before the actor is restarted. `poll` is the
-    interval of status calls in seconds; after a restart the interval is `POLL_SECONDS`.
+    `start` creates the actor, or returns the actor that exists. `redone(status)` describes the work that a new actor
+    must repeat if the old actor died after reporting `status`. `patience` is the longest time in seconds that the
+    actor's status may stay unchanged before the actor is restarted. `poll` is the interval of status calls in seconds;
+    after a restart the interval is `POLL_SECONDS`.
     """
 
     name: str
@@ -96,7 +96,7 @@ class ActorKeeper(Generic[Status]):
             self._last = status
             set_log_facts(version=status.progress.get("version"))
             self.reporter.report_recovery(self.restarts.note_progress(name, status.made))
-            # An actor with `waits_for` waits for another stage's actor, which is checked for progress by its own flow.
+            # An actor that waits for another stage's actor (`waits_for`) counts as making progress.
             if status.progress != before or status.waits_for:
                 self._changed, before = time.monotonic(), status.progress
             self._check_progress()

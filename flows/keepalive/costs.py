@@ -1,8 +1,7 @@
 """Measures the CPU seconds of a command such as `rollflow run`, and of the services and flows that it started.
 
 This module leaves out the actors and their children, because each actor reports its own CPU seconds in its status.
-Three costs are not counted: CPU time of a process after its last measurement, services that another command started,
-and Ray's own processes on other nodes.
+The CPU time of services that another command started, and of Ray's own processes on other nodes, is not counted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Defines the rules for restarts of components (actors, engines, stages, services, supervisors): which component is
-down, when it may be restarted, and how its recovery is recorded.
+"""Defines the rules for restarts of components (actors, engines, stages, services, supervisors), and records their
+recoveries.
 
 `Restarts` only decides. The keepers, which watch and restart the components, are in other modules of this package. A
 restarted component begins from storage, so a restart loses nothing that was committed.

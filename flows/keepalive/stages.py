@@ -1,12 +1,11 @@
 """Starts and watches the three stages of a run (rollout, reward, train) for its supervisor; a stage is a child flow run
 and its actor.
 
-A stage is restarted if its flow run crashed (the flow's process was killed), or if the stage's actor is gone and the
-flow does not restart the actor within `UNATTENDED_SECONDS`. The stage's new flow run uses the actors that are still
-alive. If a stage's flow run *failed*, it has reported the reason, and the run ends. A restarted supervisor adopts the
-stages' flow runs that the dead supervisor started. A flow run that is being cancelled is not adopted, because it may
-still be ending when the run is resumed. While the Prefect server does not answer, a flow run counts as being in its
-last known state.
+A stage is restarted if its flow run crashed (the flow's process was killed), or if the stage's flow has not restarted a
+lost actor for `UNATTENDED_SECONDS`. The stage's new flow run uses the actors that are still alive. If a stage's flow
+run *failed*, it has reported the reason, and the run ends. A restarted supervisor adopts the stages' flow runs that the
+dead supervisor started. A flow run that is being cancelled is not adopted, because it may still be ending when the run
+is resumed. While the Prefect server does not answer, a flow run counts as being in its last known state.
 """
 
 from __future__ import annotations

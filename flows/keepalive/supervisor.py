@@ -1,10 +1,10 @@
 """Follows a run for `rollflow run`: reads the run's status from storage, and the state of the supervisor's flow run
 from the Prefect server.
 
-A supervisor, the flow that starts and watches a run's stages, is restarted if its flow run *crashed* (its process, its
-runner or its Ray cluster was killed). If the supervisor's flow run failed or was cancelled, the run ends. If the
-supervisor's flow run is paused, `rollflow run` waits until a user resumes it. A Prefect server or storage that is
-unreachable for a moment does no harm, because the checks are repeated.
+The supervisor is the flow that starts and watches a run's stages. A supervisor is restarted if its flow run *crashed*,
+because its process, its runner or its Ray cluster was killed. If the supervisor's flow run failed or was cancelled, the
+run ends. If the supervisor's flow run is paused, `rollflow run` waits until a user resumes it. A Prefect server or
+storage that is unreachable for a moment does no harm, because the checks are repeated.
 """
 
 from __future__ import annotations

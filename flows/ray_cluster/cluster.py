@@ -183,9 +183,8 @@ def _name_is_taken(name: str) -> bool:
 def call_within(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
     """Return the result of a Ray call, waiting for it for at most `deadline_seconds`.
 
-    Args:
-        what: the awaited result and its source, for the error message ("the weights, from engine 0").
-        died: the error to raise if the actor is dead (`EngineFailed` for engines).
+    `what` names the awaited result and its source in the error message, such as "the weights, from engine 0". `died` is
+    the type of the error that is raised if the actor is dead (`EngineFailed` for engines).
 
     Raises:
         Unreachable: the actor did not answer in time, or its worker died before the actor was created.
@@ -269,7 +268,7 @@ def check_actor_options(config: ClusterConfig) -> None:
 
 
 def count_machine_gpus() -> float:
-    """Return the number of GPUs that a Ray node on this machine would have, without a cluster."""
+    """Return the number of GPUs of this machine that a Ray node would offer; no cluster is needed."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())

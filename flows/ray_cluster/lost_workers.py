@@ -78,8 +78,8 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def explain_lost_worker(kind: str) -> str:
-    """Return how a worker of this kind died before it registered, once for each death; return "" if none died, or if
-    another worker of the kind is starting.
+    """Return how a worker of this kind died before it registered, once for each death. If none died, or if another
+    worker of the kind is starting, return "".
     """
     for file in list_deaths():
         with contextlib.suppress(OSError):

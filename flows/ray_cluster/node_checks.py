@@ -136,8 +136,8 @@ def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict
 def _version_faults(
     node: NodeState, report: NodeReport, here: Mapping[str, str], usual: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a sentence for each package whose version on a node is wrong; on a node without CPUs only the packages in
-    `EVERYWHERE` count, because no actor runs there.
+    """Yield a sentence for each package whose version on a node is wrong. On a node without CPUs, which has no actors,
+    only the packages in `EVERYWHERE` count.
     """
     for name in here:
         wanted = here[name] if name in EVERYWHERE else usual[name]

@@ -1,5 +1,4 @@
-"""Builds Prefect automations that restart the crashed runs of deployments; a deployment on a user's own Prefect server
-needs them.
+"""Builds Prefect automations that restart the crashed runs of deployments on a user's own Prefect server.
 
     no heartbeat of a flow run for 90 s --> it is marked as crashed
     a post-training flow run crashed    --> `recover` restarts its run

@@ -2,9 +2,9 @@
 
 The UI shows `anyOf` as buttons, one for each choice, and other unions (`oneOf`, a list of unions) as raw JSON.
 Prefect's server validates a form's values against the schema, but for a failed `anyOf` it reports only that no choice
-fits. A form's schema contains two copies of each choice: a loose copy without bounds below `anyOf`, for the UI, and a
-strict copy below `if` and `then`, which the UI ignores. The server's errors about a strict copy say what is wrong, and
-where.
+fits. A form's schema contains two copies of each choice, a loose one and a strict one. The loose copy has no bounds and
+is below `anyOf`, for the UI. The strict copy is below `if` and `then`, which the UI ignores. The server's errors about
+a strict copy say what is wrong, and where.
 
 * A value that is optional and has no default is shown as an empty field, which means null.
 * The parts of an objective are shown as "as in the preset" until the user chooses another value. If a part had no
@@ -85,8 +85,8 @@ def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
 
 
 def form_values(config: RunConfig) -> Schema:
-    """Return the values that fill a recipe's form: every key that is not null, and null for each part of the objective
-    that the recipe leaves to the preset.
+    """Return the values that fill a recipe's form: every key that is not null. Each part of the objective that the
+    recipe leaves to the preset is null.
     """
     tree: Schema = config.model_dump(mode="json", exclude_none=True)
     if isinstance(config.train.objective, PartsObjective):

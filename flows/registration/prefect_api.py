@@ -243,7 +243,7 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
 
     If `scheduled` is true, flow runs that are due and have not started are marked as well; otherwise the next runner
     starts them. For `SERVED`, flow runs that wait for a user or for their scheduled time are not marked, because
-    Prefect would not create a nightly flow run a second time.
+    Prefect would not create them again.
     """
     from prefect.states import Crashed
 

@@ -3,8 +3,7 @@ home.
 
 Two commands that follow the same run would serve deployments of the same name, and the first to end would delete the
 deployments of both. The kernel frees the lock when the process that holds it ends, in any way. Commands of different
-run homes are not locked here: the newest claim in the run's log decides between them, and `registration.registering`
-keeps their deployments apart.
+run homes are not locked here: of two such commands, the one with the newest claim in the run's log wins.
 """
 
 from __future__ import annotations

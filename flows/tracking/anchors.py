@@ -1,5 +1,5 @@
-"""Writes a run's anchors (a log entry's number and hash) to tags of the MLflow run and to a Prefect artifact, where an
-attacker on the run's storage cannot change them.
+"""Writes a run's anchors to tags of the MLflow run and to a Prefect artifact, where an attacker on the run's storage
+cannot change them. An anchor is the number and the hash of a log entry.
 
 Anchors are written when a supervisor starts, after each block of versions, and at the end. An anchor proves its own log
 entry and all entries before it. The older anchors of a run stay valid if it is killed before the next anchor.

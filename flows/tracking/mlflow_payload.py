@@ -43,8 +43,8 @@ class PromptSourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """The changes of a run's config: `table` has one column for each field of a change, `texts` the recipe after each
-    change, and `keys` the changed keys' values.
+    """The changes of a run's config. `table` has one column for each field of a change, `texts` has the recipe after
+    each change, and `keys` has the new values of changed keys.
     """
 
     count: int = 0

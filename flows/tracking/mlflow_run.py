@@ -267,7 +267,7 @@ def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
 
     if not found():
         made = client.create_run(experiment_id, run_name=name, tags={STUDY_TAG: name})
-        # the study's own run has ended, because nothing more is logged to it
+        # end the study's own run, because nothing more is logged to it
         client.set_terminated(made.info.run_id, "FINISHED")
     return found()[0]
 

@@ -39,11 +39,12 @@ class RegisteredVersion:
 
 
 def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
-    """Return the z-score by which the accuracy of `new` exceeds that of `old`; 0 if the standard error is 0.
+    """Return the z-score by which the accuracy of `new` exceeds that of `old`, or 0 if the standard error is 0.
 
-    z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)) (two-proportion z-test), where p1 and p0 are the accuracies, n1
-    and n0 the numbers of responses, and p the accuracy over all responses. The test assumes that responses are
-    independent. Responses to the same prompt are not quite independent, so the true standard error is larger.
+    The two-proportion z-test gives z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), where p1 and p0 are the
+    accuracies, n1 and n0 are the numbers of responses, and p is the accuracy over all responses. The test assumes that
+    responses are independent. Responses to the same prompt are not quite independent, so the true standard error is
+    larger.
     """
     total = new.responses + old.responses
     pooled = (new.accuracy * new.responses + old.accuracy * old.responses) / total

@@ -10,8 +10,8 @@ run are tags of its MLflow run (`final.accuracy`, ...).
 * A failure of MLflow, its database or its server is appended to `warnings` and counted in `failures`. Data that could
   not be written is written with the next data.
 * The methods `flush` and `finish` wait for pending data, but only until a deadline.
-* No metric is logged twice. When the MLflow run is opened, the last logged version is read from MLflow: earlier
-  versions are not logged again, and `missed` returns the later versions that were not logged.
+* No metric is logged twice. When the MLflow run is opened, the last logged version is read from MLflow, and earlier
+  versions are not logged again. Later versions that were not logged are read through `missed`.
 
 Callers log a version only after it is committed.
 """
@@ -82,11 +82,8 @@ class Tracker:
     ) -> None:
         """Start the thread that opens the MLflow run.
 
-        Args:
-            key: a key that tells this run from a run of the same name in another store.
-            missed: a function that returns the points of given versions; it is called for versions that were not
-            logged.
-            beginning: the run's description, which is logged once.
+        `key` tells this run from a run of the same name in another store. `missed` is a function that returns the
+        points of versions that were not logged. `beginning` is the run's description, which is logged once.
         """
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}

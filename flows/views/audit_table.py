@@ -37,9 +37,7 @@ def _progress(far: AuditProgress) -> str:
 
 
 def print_report(report: AuditReport, shares: Mapping[str, float], console: Console | None = None) -> None:
-    """Print the report of an audit: counts of trajectories, tables of staleness, of group outcomes and of domains (with
-    their configured `shares`), and the violations.
-    """
+    """Print the report of an audit: counts, tables of staleness, of group outcomes and of domains, and violations."""
     console = console or Console(highlight=False)
     console.print(
         f"run {report.run}: {report.versions} versions, {report.trajectories} trained trajectories, "

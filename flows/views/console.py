@@ -2,8 +2,8 @@
 
 Guarantees: a view draws only the status that `show(status)` receives. A view's thread ends with the view's `with`
 block. A view raises no error for an unusual value (an unknown stage, no reward yet, an empty buffer). The last status
-stays visible when the view ends. `PlainView` writes a line only if the status has changed, and at most one line every
-`every_seconds`; a new phase, accuracy or message is written immediately.
+stays visible when the view ends. `PlainView` writes at most one line every `every_seconds`, and only if the status has
+changed. A new phase, a new accuracy or a message is written immediately.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Computes from a run's log how long the run was paused, stopped or down between two versions.
 
 When a run is resumed, a new supervisor claims its role, and then the stages claim theirs. A pause begins with the last
-batch or version before the new supervisor, and ends with the last claim of a stage before the next batch or version.
-The time of unfinished work of stopped stages counts as pause, because the log does not show it. A restart of one stage
-alone is no pause.
+batch or version before the new supervisor. A pause ends with the last claim of a stage before the next batch or
+version. The time of unfinished work of stopped stages counts as pause, because the log does not show it. A restart of
+one stage alone is no pause.
 
 Only log entries between versions with different claims are read, so the cost grows with the number of claims.
 """

@@ -30,11 +30,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Write the run's summary to its storage, and return the summary.
 
-    Args:
-        report: the report of the run's audit.
-        idle: the share of time in which each stage was idle.
-        rollout: the last status of the rollout actor, whose shares cover the whole run.
-        pages: the addresses of the run's pages in Prefect and MLflow.
+    `report` is the report of the run's audit, and `idle` is the share of time in which each stage was idle. `rollout` is
+    the last status of the rollout actor, whose shares cover the whole run. `pages` has the addresses of the run's pages
+    in Prefect and MLflow.
     """
     summary = {**_collect(context, report), **_measure(idle, rollout), **pages}
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())

@@ -1,8 +1,7 @@
 """Implements `rollflow plan --from-run`: fits simulated hardware to the measured times of a recorded run, and compares
 the prediction with the run.
 
-The measured times come from the run's storage: batches (lengths, generation and reward seconds), versions (train
-seconds, waits) and updates (pauses).
+The measured times come from the run's storage: from its batches, its versions and its records of weight updates.
 """
 
 from __future__ import annotations

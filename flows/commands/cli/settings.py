@@ -1,5 +1,5 @@
-"""Reads settings files, which have the settings of an installation for all runs; Terraform (`infra/terraform`) or a
-user writes the file.
+"""Reads settings files. A settings file has the settings of an installation for all runs; Terraform (`infra/terraform`)
+or a user writes it.
 
     [variables]                                     # environment variables of a command
     PREFECT_API_URL = "http://127.0.0.1:4200/api"
