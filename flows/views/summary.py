@@ -30,7 +30,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Write the run's summary to its storage, and return the summary.
 
-    `report` is the report of the run's audit, and `idle` is the share of time in which each stage was idle. `rollout` is
+    `report` is that of the run's audit, and `idle` is the share of time in which each stage was idle. `rollout` is
     the last status of the rollout actor, whose shares cover the whole run. `pages` has the addresses of the run's pages
     in Prefect and MLflow.
     """
