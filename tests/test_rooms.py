@@ -33,7 +33,9 @@ MAY: dict[str, set[str]] = {
     "tasks/runtime": set(),
     "tasks/objectives": {"tasks/runtime"},
     "tasks/prompts": {"tasks/runtime"},
-    "tasks/scorers": {"tasks/runtime", "tasks/policies"},  # a worker reads responses as the policy writes them
+    "tasks/scorers/code": {"tasks/runtime", "tasks/sandboxes", "tasks/scorers"},
+    # A worker reads responses as the policy writes them.
+    "tasks/scorers": {"tasks/policies", "tasks/runtime", "tasks/sandboxes", "tasks/scorers/code"},
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
     "tasks/sandboxes/box": set(),

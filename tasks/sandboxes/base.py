@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -60,8 +61,8 @@ class Program:
     """A program to run in a sandbox.
 
     A program is either `command`, which starts a new process, or Python source `code`, which runs in a copy of an
-    interpreter that has finished its imports. `channel` is the file descriptor of a socket that the program gets as
-    descriptor 3.
+    interpreter that has finished its imports. The program gets the socket `channel` as descriptor 3; the sandbox closes
+    its owner's copy, so the other end of the socket ends with the program.
     """
 
     command: Sequence[str] = ()
@@ -72,7 +73,7 @@ class Program:
     env: Mapping[str, str] = field(default_factory=lambda: NO_VARIABLES)
     cwd: str = "."
     timeout: float = 10.0  # seconds
-    channel: int | None = None
+    channel: socket.socket | None = None
     keep_children: bool = False  # True: processes that the program started may live on after the program's end
 
 

@@ -207,7 +207,7 @@ class NamespaceSandbox:
             self._keeper.close()
 
     async def _ask(
-        self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: int | None = None
+        self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: socket.socket | None = None
     ) -> tuple[dict[str, Any], bytes]:
         """Send a request and wait for its answer; `seconds` is the deadline of the program."""
         async with self._turn:
@@ -217,7 +217,8 @@ class NamespaceSandbox:
                 async with asyncio.timeout(seconds + GRACE_SECONDS):
                     message = pack(dict(request), body)
                     if channel is not None:
-                        await _send_with(self._keeper, message[:1], channel)
+                        await _send_with(self._keeper, message[:1], channel.fileno())
+                        channel.close()
                         message = message[1:]
                     await asyncio.get_running_loop().sock_sendall(self._keeper, message)
                 header, data = await self._receive(seconds + GRACE_SECONDS)

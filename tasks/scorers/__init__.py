@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollflow.tasks.scorers.base import Scorer
-from rollflow.tasks.scorers.config import ExactReward, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.config import CodeReward, ExactReward, ImportReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.scorers.verifier import Verifier
 
 
@@ -26,7 +26,7 @@ def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
     from rollflow.tasks.scorers.pool import RewardPool
 
     # Importing a user-defined function here reports a failed import before any worker starts.
-    if isinstance(config, ImportReward) and (verifier := build_verifier(config)).scores_several:
+    if isinstance(config, ImportReward | CodeReward) and (verifier := build_verifier(config)).scores_several:
         return ConcurrentPool(config, policy_folder, verifier)
     return RewardPool(config, policy_folder)
 
@@ -46,6 +46,10 @@ def build_verifier(config: RewardConfig) -> Verifier:
             from rollflow.tasks.scorers.exact import exact
 
             return Verifier(exact)
+        case CodeReward():
+            from rollflow.tasks.scorers.code.scorer import CodeScorer
+
+            return Verifier(CodeScorer(config).score, is_async=True)
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 

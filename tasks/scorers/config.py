@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
 
 
 class Format(Section):
@@ -96,4 +97,28 @@ class ImportReward(Imported, RewardBase):
     )
 
 
-RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward, Field(discriminator="kind")]
+class CodeReward(RewardBase):
+    kind: Literal["code"] = Field(
+        "code", description='runs the program in the response on the test cases of the row\'s column "cases"'
+    )
+    fenced: bool = Field(
+        True, description="whether the program is the last fenced block of the response; false: the whole response"
+    )
+    all_or_nothing: bool = Field(
+        False,
+        description="whether a program that fails a case scores 0; false: the score is the share of cases that pass",
+    )
+    case_seconds: float = Field(
+        4.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for a program on one test case"
+    )
+    at_once: int = Field(4, gt=0, le=4096, description="largest number of responses that a worker scores at a time")
+    deadline_seconds: float = Field(
+        120.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds allowed for scoring one response on all its test cases",
+    )
+    sandbox: SandboxConfig = Field(default_factory=BubblewrapSandbox)
+
+
+RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward | CodeReward, Field(discriminator="kind")]

@@ -190,7 +190,7 @@ async def test_program_talks_through_its_channel(sandboxes: Sandboxes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         code = "import socket\nwith socket.socket(fileno=3) as c: c.sendall(c.recv(100).upper())"
-        running = asyncio.create_task(sandboxes.run(warm(code, channel=theirs.fileno())))
+        running = asyncio.create_task(sandboxes.run(warm(code, channel=theirs)))
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(ours, b"hello")

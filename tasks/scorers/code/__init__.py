@@ -1,0 +1,1 @@
+"""The scorer of programs: `scorer` scores a response, `cases` runs it on test cases, `guest` runs in the sandboxes."""

@@ -1,0 +1,160 @@
+"""Test cases of a program: their forms in a data row, and how each form is judged in sandboxes.
+
+    form                                              the program passes if
+    {"stdin": text, "stdout": text}                   it prints that text (blanks at line ends do not count)
+    {"call": name, "args": [...], "expected": value}  the function returns that value (also: "named", "tolerance")
+    {"assert": code}                                  the code raises no error; it sees the program's functions
+    {"stdin": text, "checker": code}                  the checker exits with 0; it reads input.txt and output.txt
+
+The expected values, the assertions and the checker never enter the sandbox of the program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, Sandboxes
+
+LONGEST_REASON = 300  # most characters of what a failed program printed
+TESTS_SECONDS = 5.0  # time that tests may take beside the program's own time
+END_SECONDS = 1.0  # time in which a program that made its tests fail reports its own end
+FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", or "assert"'
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """The result of one case; `end` says how the program ended."""
+
+    passed: bool
+    reason: str
+    end: ProgramEnd
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A case that compares what the program prints, or lets a checker read it."""
+
+    stdin: str
+    stdout: str | None
+    checker: str = ""
+
+    async def judge(self, sandboxes: Sandboxes, code: str, seconds: float) -> CaseResult:
+        """Run the program on this input."""
+        found = await sandboxes.run(Program(code=code, stdin=self.stdin.encode(), timeout=seconds))
+        if not found.succeeded:
+            return CaseResult(False, describe_failure(found), found.end, found.seconds)
+        text = found.stdout.decode(errors="replace")
+        if self.stdout is None:
+            return await self._check(sandboxes, found)
+        if _lines(text) == _lines(self.stdout):
+            return CaseResult(True, "", found.end, found.seconds)
+        return CaseResult(False, f"it printed {_shorten(text)!r}", found.end, found.seconds)
+
+    async def _check(self, sandboxes: Sandboxes, found: ExecResult) -> CaseResult:
+        files = {"input.txt": self.stdin.encode(), "output.txt": found.stdout}
+        verdict = await sandboxes.run(Program(code=self.checker, name="checker.py", timeout=TESTS_SECONDS), files)
+        said = verdict.stdout.decode(errors="replace").strip()
+        return CaseResult(verdict.succeeded, f"the checker refused it: {_shorten(said)}", found.end, found.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """A case that calls the program's functions: test code in a sandbox of its own."""
+
+    tests: str
+    entry: str = ""
+
+    async def judge(self, sandboxes: Sandboxes, code: str, seconds: float) -> CaseResult:
+        """Run the program in one sandbox and the tests in another."""
+        guest, (ours, theirs) = read_guest(), socket.socketpair()
+        program = Program(code=f"{guest}\nserve_candidate({code!r}, 'main.py')", timeout=seconds, channel=ours)
+        tests = Program(
+            code=f"{guest}\nrun_tests({self.tests!r}, {self.entry!r})",
+            name="tests.py",
+            timeout=seconds + TESTS_SECONDS,
+            channel=theirs,
+        )
+        with ours, theirs:
+            candidate = asyncio.create_task(sandboxes.run(program))
+            testing = asyncio.create_task(sandboxes.run(tests))
+            try:
+                verdict = await testing
+                if verdict.succeeded:
+                    return CaseResult(True, "", verdict.end, verdict.seconds)
+                await asyncio.wait([candidate], timeout=END_SECONDS)
+                if candidate.done() and not (found := candidate.result()).succeeded:
+                    return CaseResult(False, describe_failure(found), found.end, found.seconds)
+                return CaseResult(False, _last_line(verdict.stderr), ProgramEnd.EXITED, verdict.seconds)
+            finally:
+                for task in (candidate, testing):
+                    task.cancel()
+                await asyncio.gather(candidate, testing, return_exceptions=True)
+
+
+Case = Printed | Tested
+
+
+def read_case(row: Any) -> Case:
+    """Read one case of a data row; raise `ValueError` with a sentence if it has none of the forms."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a case is {row!r}, not an object with {FORMS}")
+    match sorted(key for key in ("assert", "call", "checker", "stdin", "stdout") if key in row):
+        case ["stdin", "stdout"]:
+            return Printed(_text(row, "stdin"), _text(row, "stdout"))
+        case ["stdout"]:
+            return Printed("", _text(row, "stdout"))
+        case ["checker", "stdin"]:
+            return Printed(_text(row, "stdin"), None, _text(row, "checker"))
+        case ["assert"]:
+            return Tested(_text(row, "assert"), str(row.get("entry", "")))
+        case ["call"] if "expected" in row:
+            args, named = list(row.get("args", ())), dict(row.get("named", {}))
+            tolerance, expected = float(row.get("tolerance", 0.0)), row["expected"]
+            call = f"candidate(*{args!r}, **{named!r})"
+            return Tested(
+                f"got = {call}\nassert equal(got, {expected!r}, {tolerance!r}), repr(got)", _text(row, "call")
+            )
+    raise ValueError(f"a case has the keys {', '.join(map(str, row)) or 'of no form'}; it needs {FORMS}")
+
+
+def describe_failure(found: ExecResult) -> str:
+    """Say why a program failed."""
+    match found.end:
+        case ProgramEnd.TIMEOUT:
+            return f"it ran longer than {found.seconds:.1f} s"
+        case ProgramEnd.MEMORY | ProgramEnd.PROCESSES | ProgramEnd.OUTPUT:
+            return f"it was stopped, as it used too much: {found.end}"
+        case _:
+            return _last_line(found.stderr) or f"it ended with code {found.return_code}"
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    if not isinstance(row[key], str):
+        raise ValueError(f"{key!r} of a case is {row[key]!r}, not a text")
+    return str(row[key])
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines without blanks at their ends, and without empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _last_line(output: bytes) -> str:
+    return _shorten(output.decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+
+
+@cache
+def read_guest() -> str:
+    """Return the text of the program that runs in the sandboxes."""
+    return (Path(__file__).parent / "guest.py").read_text()

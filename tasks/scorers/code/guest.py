@@ -1,0 +1,177 @@
+"""Runs in two sandboxes: with the model's program in one, and with the tests in the other.
+
+    tests  --call of a function, as JSON--> candidate, in a sandbox of its own
+           <---value or error, as JSON-----
+
+So a program can neither read the tests nor decide their verdict: it only answers calls. Values of the basic types are
+copied; an operator such as == then works on the copy. Other objects stay with the candidate, and the tests get a
+`Remote`, which forwards calls of methods.
+
+This file imports only the standard library. Its text is the start of the programs that `cases` gives to the sandboxes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import socket
+import sys
+import types
+from typing import Any, NoReturn
+
+CHANNEL = 3  # descriptor of the socket between the two sandboxes
+DEEPEST = 100  # most levels of nested values
+LONGEST_TEXT = 500  # most characters of an error's text
+PLAIN = (type(None), bool, int, str)
+FORWARDED = ("__call__", "__getitem__", "__iter__", "__len__", "__next__", "__repr__", "__str__")
+
+
+def encode(value: Any, keep: Any, depth: int = 0) -> Any:
+    """Return a value as JSON; `keep` stores an object of another type and returns its number."""
+    if depth > DEEPEST:
+        raise ValueError("the value is nested too deeply")
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind in (list, tuple, set, frozenset):
+        parts = [encode(part, keep, depth + 1) for part in value]
+        return parts if kind is list else {kind.__name__: parts}
+    if kind is dict:
+        pairs = [[encode(key, keep, depth + 1), encode(part, keep, depth + 1)] for key, part in value.items()]
+        return {"dict": pairs}
+    if kind in (bytes, bytearray):
+        return {"bytes": value.hex()}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    bases: tuple[Any, ...] = (int, float, str, list, tuple, set, frozenset, dict)
+    for base in bases:
+        if isinstance(value, base):
+            return encode(base(value), keep, depth + 1)
+    return {"remote": keep(value)}
+
+
+def decode(value: Any, remote: Any) -> Any:
+    """Return the value that `encode` was given; `remote` returns the object of a number."""
+    if isinstance(value, list):
+        return [decode(part, remote) for part in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "float":
+        return float(content)
+    if kind == "dict":
+        return {decode(key, remote): decode(part, remote) for key, part in content}
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "remote":
+        return remote(content)
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(part, remote) for part in content)
+
+
+def serve_candidate(code: str, name: str) -> None:
+    """Run the model's program as the module `solution`, then answer calls of its functions until the tests end."""
+    channel = socket.socket(fileno=CHANNEL).makefile("rwb")
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    exec(compile(code, name, "exec", dont_inherit=True), module.__dict__)
+    kept: list[Any] = []
+
+    def keep(value: Any) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    channel.write(json.dumps({key: encode(value, keep) for key, value in public.items()}).encode() + b"\n")
+    channel.flush()
+    for line in channel:
+        asked = json.loads(line)
+        try:
+            target = getattr(kept[asked["object"]], asked["method"])
+            args, named = decode(asked["args"], kept.__getitem__), decode(asked["named"], kept.__getitem__)
+            answer = {"value": encode(target(*args, **named), keep)}
+        except BaseException as error:  # noqa: BLE001 - the tests get every error of the program
+            names = [base.__name__ for base in type(error).__mro__ if hasattr(builtins, base.__name__)]
+            answer = {"error": names[0], "text": str(error)[:LONGEST_TEXT]}
+        channel.write(json.dumps(answer).encode() + b"\n")
+        channel.flush()
+
+
+class Remote:
+    """An object in the candidate's sandbox."""
+
+    def __init__(self, channel: Any, number: int) -> None:
+        self.__dict__.update(_channel=channel, _number=number)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **named: ask(self._channel, self._number, name, args, named)
+
+
+def forward(name: str) -> Any:
+    """Return a special method that is called on the candidate's object."""
+    return lambda self, *args, **named: ask(self._channel, self._number, name, args, named)
+
+
+for special in FORWARDED:
+    setattr(Remote, special, forward(special))
+
+
+def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
+    """Call a method of a candidate's object; raise its error as a built-in error."""
+
+    def refer(value: Any) -> int:
+        if isinstance(value, Remote):
+            return int(value._number)
+        raise TypeError(f"a {type(value).__name__} cannot be given to the program")
+
+    sent = {"object": number, "method": method, "args": encode(list(args), refer), "named": encode(named, refer)}
+    channel.write(json.dumps(sent).encode() + b"\n")
+    channel.flush()
+    line = channel.readline()
+    if not line:
+        raise SystemExit("the program has ended")
+    answer = json.loads(line)
+    if "error" in answer:
+        kind = getattr(builtins, str(answer["error"]), RuntimeError)
+        usable = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind if usable else RuntimeError)(answer.get("text", ""))
+    return decode(answer["value"], lambda other: Remote(channel, other))
+
+
+def run_tests(tests: str, entry: str) -> NoReturn:
+    """Run tests on the candidate's functions, and exit with 0 if all pass.
+
+    The tests see the functions by their names, as the module `solution`, and the function `entry` as `candidate`.
+    """
+    channel = socket.socket(fileno=CHANNEL).makefile("rwb")
+    line = channel.readline()
+    if not line:
+        raise SystemExit("the program has ended before its tests")
+    found = {name: decode(value, lambda number: Remote(channel, number)) for name, value in json.loads(line).items()}
+    module = types.ModuleType("solution")
+    module.__dict__.update(found)
+    sys.modules["solution"] = module
+    space = {**found, "__name__": "tests", "equal": equal}
+    if entry:
+        if entry not in found:
+            raise SystemExit(f"the program defines no {entry}")
+        space["candidate"] = found[entry]
+    exec(compile(tests, "tests.py", "exec", dont_inherit=True), space)
+    raise SystemExit(0)
+
+
+def equal(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Compare two values; numbers may differ by `tolerance`, and a tuple equals a list of the same values."""
+    if isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(value) == len(expected) and all(map(lambda a, b: equal(a, b, tolerance), value, expected))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return value.keys() == expected.keys() and all(equal(value[key], expected[key], tolerance) for key in expected)
+    if tolerance and isinstance(expected, (int, float)) and isinstance(value, (int, float)):
+        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(value == expected)

@@ -1,0 +1,106 @@
+"""Scores programs that a model wrote, by running them on test cases in sandboxes.
+
+The reference of a response has a column `cases` (see `cases`). The value is the share of cases that the program passes,
+or with `reward.all_or_nothing` 1 if it passes all cases, otherwise 0. What a program may have caused is scored on what
+it reached: a timeout is a case that fails. Only a sandbox that fails is no fault of the program; its case runs again,
+`TRIES` times, and then the response is unjudged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.sandboxes import build_sandboxes
+from rollflow.tasks.sandboxes.base import ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.code.cases import Case, CaseResult, read_case
+from rollflow.tasks.scorers.config import CodeReward
+
+TRIES = 3  # most tries of a case if sandboxes fail
+FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+class CodeScorer:
+    """A user of sandboxes that scores one response after another or several at a time. See the module's docstring."""
+
+    def __init__(self, config: CodeReward) -> None:
+        self._config = config
+        self._sandboxes: Sandboxes | None = None
+        self._starting = asyncio.Lock()
+
+    async def score(self, response: str, reference: Mapping[str, Any]) -> Score:
+        """Score one response.
+
+        Raises:
+            ConfigError: this machine cannot run the sandboxes.
+            ValueError: the reference has no valid test cases.
+        """
+        cases = read_cases(reference)
+        if (program := find_program(response, fenced=self._config.fenced)) is None:
+            return Score(0.0, "the response has no fenced block of code", Outcome.UNPARSABLE)
+        sandboxes = await self._start()
+        results = []
+        for case in cases:
+            try:
+                results.append(await _judge(sandboxes, case, program, self._config.case_seconds))
+            except SandboxFailed as error:
+                return Score(0.0, f"the sandbox failed {TRIES} times: {error}", Outcome.UNJUDGED)
+        return self._sum_up(results)
+
+    async def _start(self) -> Sandboxes:
+        async with self._starting:
+            if self._sandboxes is None:
+                sandboxes = build_sandboxes(self._config.sandbox)
+                await sandboxes.start()
+                self._sandboxes = sandboxes
+        return self._sandboxes
+
+    def _sum_up(self, results: Sequence[CaseResult]) -> Score:
+        passed = sum(result.passed for result in results)
+        share = passed / len(results)
+        value = float(passed == len(results)) if self._config.all_or_nothing else share
+        first = next((f"case {n}: {result.reason}" for n, result in enumerate(results, 1) if not result.passed), "")
+        reason = f"{passed} of {len(results)} cases; {first}" if first else f"all {passed} cases"
+        ends = [result.end for result in results if not result.passed]
+        return Score(value, reason, _outcome(passed, len(results), ends), {"passed": share})
+
+
+def _outcome(passed: int, count: int, ends: Sequence[ProgramEnd]) -> Outcome:
+    """Return the outcome of a program; a program that passed no case is named by how it ended."""
+    if passed == count:
+        return Outcome.CORRECT
+    if passed:
+        return Outcome.PARTIAL
+    if ProgramEnd.TIMEOUT in ends:
+        return Outcome.TIMEOUT
+    return Outcome.WRONG if set(ends) == {ProgramEnd.EXITED} else Outcome.KILLED
+
+
+async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float) -> CaseResult:
+    for attempt in range(TRIES):
+        try:
+            return await case.judge(sandboxes, program, seconds)
+        except SandboxFailed:
+            if attempt == TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def read_cases(reference: Mapping[str, Any]) -> list[Case]:
+    """Read the test cases of a data row; raise `ValueError` with a sentence if there are none."""
+    rows = reference.get("cases")
+    if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+        raise ValueError('the row has no list of test cases in its column "cases"')
+    return [read_case(row) for row in rows]
+
+
+def find_program(response: str, *, fenced: bool) -> str | None:
+    """Return the last fenced block of a response, or the whole response if `fenced` is False; None without a block."""
+    if not fenced:
+        return response
+    blocks = FENCE.findall(response)
+    return blocks[-1] if blocks else None
