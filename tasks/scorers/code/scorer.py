@@ -27,9 +27,10 @@ FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.
 class CodeScorer:
     """A user of sandboxes that scores one response after another or several at a time. See the module's docstring."""
 
-    def __init__(self, config: CodeReward) -> None:
+    def __init__(self, config: CodeReward, sandboxes: Sandboxes | None = None) -> None:
+        """Use `sandboxes`, which are started already; if None, start those of the config with the first response."""
         self._config = config
-        self._sandboxes: Sandboxes | None = None
+        self._sandboxes = sandboxes
         self._starting = asyncio.Lock()
 
     async def score(self, response: str, reference: Mapping[str, Any]) -> Score:
@@ -42,7 +43,7 @@ class CodeScorer:
         cases = read_cases(reference)
         if (program := find_program(response, fenced=self._config.fenced)) is None:
             return Score(0.0, "the response has no fenced block of code", Outcome.UNPARSABLE)
-        sandboxes = await self._start()
+        sandboxes = await self.start()
         results = []
         for case in cases:
             try:
@@ -51,13 +52,19 @@ class CodeScorer:
                 return Score(0.0, f"the sandbox failed {TRIES} times: {error}", Outcome.UNJUDGED)
         return self._sum_up(results)
 
-    async def _start(self) -> Sandboxes:
+    async def start(self) -> Sandboxes:
+        """Return the sandboxes, started; raise `ConfigError` if this machine cannot run them."""
         async with self._starting:
             if self._sandboxes is None:
                 sandboxes = build_sandboxes(self._config.sandbox)
                 await sandboxes.start()
                 self._sandboxes = sandboxes
         return self._sandboxes
+
+    async def close(self) -> None:
+        """End all sandboxes."""
+        if self._sandboxes:
+            await self._sandboxes.close()
 
     def _sum_up(self, results: Sequence[CaseResult]) -> Score:
         passed = sum(result.passed for result in results)

