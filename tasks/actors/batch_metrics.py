@@ -41,7 +41,7 @@ def compute_batch_metrics(
 
 
 def count_domain_groups(batch: TrajectoryBatch, domains: Iterable[str]) -> dict[str, float]:
-    """Count the groups of each domain of the run in a batch.
+    """Count a batch's groups in each of the run's domains.
 
     Summed over many batches, the numbers of groups per domain approach the configured shares.
     """

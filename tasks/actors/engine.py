@@ -21,7 +21,7 @@ from rollflow.tasks.engines.meter import EngineMeter, EngineStats
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
-COALESCE_SECONDS = 0.003  # how long a finished generation waits for others
+COALESCE_SECONDS = 0.003  # seconds that a finished generation waits for others, to be returned together
 PROGRESS_SECONDS = 0.25  # seconds between two reports of generated tokens to the client
 
 

@@ -12,8 +12,8 @@ One actor call per request would cost more than generating a short answer, so re
 Guarantees:
 
 - Every wait has a deadline. When the actor dies, does not answer by a deadline, or generates no token before a
-  deadline, every call raises `EngineFailed`, including calls that already wait. `progress` still returns the tokens
-  that the client has received.
+  deadline, every call raises `EngineFailed`, including calls that are already waiting. `progress` still returns the
+  tokens that the client has received.
 - The error of one request is raised only at the caller of that request.
 - A client that lost the actor to another owner can no longer change the actor.
 - The request of a cancelled caller is aborted, and its id may be reused immediately. Later results of an aborted

@@ -10,10 +10,10 @@ learner gets the error `Deposed` and stops. A batch that differs from its commit
 the batch, and the rollout stage forms the batch again. With `train.not_finite = "skip"`, a batch that makes weights NaN
 or infinite is voided and formed again, too.
 
-While version v + 1 is published (see `publishing`), batch v + 1 may be leased and trained on if alpha is 1 or more.
-Versions are committed in order, and batch v + 1 stays in the channel until version v + 2 is committed. If publishing
-version v + 1 fails or the learner dies, the training that followed version v + 1 is lost, and batch v + 1 is trained on
-again.
+While version v + 1 is being published (see `publishing`), batch v + 1 may be leased and trained on if `async_ratio` is
+1 or more. Versions are committed in order, and batch v + 1 stays in the channel until version v + 2 is committed. If
+publishing version v + 1 fails or the learner dies, the training that followed version v + 1 is lost, and batch v + 1 is
+trained on again.
 """
 
 from __future__ import annotations

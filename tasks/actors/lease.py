@@ -5,11 +5,11 @@
 - An actor ends, with the processes that it started, when the supervisor has written no status for
   `cluster.lease_seconds`. The stages' flows watch the same lease and fail a little earlier, so they restart no actor.
 - Any change of the supervisor's status renews the lease. Clocks of different machines are never compared.
-- A pause of the actor or of its machine is not blamed on the supervisor: however late a read of the status is, at most
-  twice the usual time between two reads counts.
-- While storage does not answer, nobody can renew a lease. So the lease is extended by `store.patience_seconds`.
-- The timer does not depend on the actor's work: an actor with a blocked event loop ends, too. If a library holds
-  Python's global interpreter lock, the actor ends when the lock is released.
+- A pause of the actor or of its machine does not expire the lease, because at most twice the usual time between two
+  reads of the status is counted.
+- While storage does not answer, the lease is extended by `store.patience_seconds`, because nobody can renew it.
+- The timer does not depend on the actor's event loop, so an actor with a blocked event loop ends, too. If a library
+  holds Python's global interpreter lock, the actor ends when the lock is released.
 """
 
 from __future__ import annotations

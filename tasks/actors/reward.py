@@ -100,7 +100,7 @@ class RewardActor:
         self._finished.set()
 
     async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
-        """Score requests, each a pair of int32 tokens as bytes and a reference; return the first scores."""
+        """Score requests, each given as the bytes of int32 tokens and a reference; return the first scores."""
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), scorer.submit([ScoreRequest(Int32s(t), r) for t, r in requests])

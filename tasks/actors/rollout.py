@@ -1,10 +1,12 @@
 """The actor of the rollout stage, which runs a run's scheduler, proxy, weight sync and evaluations on one event loop.
 
-channel <-- commit <-- scheduler --> proxy --> engine actors
-   |                      |                        ^     |
-   +--> newer version --> weight sync -> update ---+     | a borrowed engine, or a separate one
-                             |                           v
-                             +--------------------> evaluations --> storage
+    channel <-- commit <-- scheduler --> proxy --> engine actors
+       |                      |                        ^     |
+       +--> newer version --> weight sync -> update ---+     | a borrowed engine, or a separate one
+                                 |                           v
+                                 +--------------------> evaluations --> storage
+
+An evaluation has an engine for itself, which is borrowed from the run's engines or runs only evaluations.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 
 ENDINGS = tuple(StopReason)
 
-# columns: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
+# columns of partial responses: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
 PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each non-text part
-# columns: ids_N, prompts_T (int32), lengths_N, settings_N; then prefixes and non-text parts of requests with any
+# columns of requests: ids_N, prompts_T (int32), lengths_N, settings_N; then the prefixes and the non-text parts
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
-# tokens of the generations, index of each generation's ending in `ENDINGS`, cached_N
+# columns of generations: their tokens, the indices of their endings in `ENDINGS`, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
 # result of `EngineActor.collect`: finished generations, failed requests, new tokens of running requests
 Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], PackedPartials]

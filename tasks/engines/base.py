@@ -46,7 +46,7 @@ class TokenSpan:
 
     @classmethod
     def of(cls, tokens: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> TokenSpan:
-        """Build a part from sequences of numbers."""
+        """Build a span from sequences of tokens, log-probs and versions."""
         return cls(Int32s.of(tokens), Float32s.of(logprobs), Int32s.of(versions))
 
     def __len__(self) -> int:

@@ -285,7 +285,7 @@ class VllmEngine:
 
 
 def _enable_ray_logger() -> Any:
-    """Make vLLM find Ray's metrics, and return vLLM's own logger for them."""
+    """Make vLLM find Ray's metrics, and return the logger with which vLLM reports to Ray."""
     from vllm.v1.metrics import ray_wrappers
 
     if ray_wrappers.ray_metrics is None:  # vLLM sets None if Ray Serve is missing

@@ -29,9 +29,9 @@ LONGEST_PROBE = 8448  # largest number of probe tokens; more would take longer t
 def context_length(config: Mapping[str, Any]) -> int:
     """Return the largest number of tokens of a prompt and its response for which learner and engines agree.
 
-    Linear scaling of positions multiplies the context length by its factor. With LongRoPE, the context length is the
-    original length, because the scaling factors change at this length. With dynamic scaling, the context length is the
-    length in the config, because in longer sequences a log-prob depends on later tokens.
+    Linear scaling of positions multiplies the context length by its factor. With LongRoPE, the context length is at
+    most the original length, because the scaling factors change at this length. With dynamic scaling, the context
+    length is the length in the config, because in longer sequences a log-prob depends on later tokens.
 
     Raises:
         ConfigError: the config names no context length.

@@ -3,12 +3,12 @@
     hidden states --> the model's own forward --> logits
                       (hidden states replace the decoder's output)
 
-A model's forward may compute more than a matrix product between hidden states and logits: a soft-cap (Gemma 2), a scale
-(Granite, Cohere), a bias. So the model's own forward is run, and no part of it is implemented a second time. Training,
+Between hidden states and logits, a model may compute more than a matrix product, such as a soft-cap (Gemma 2), a scale
+(Granite, Cohere) or a bias. `LMHead` therefore runs the model's own forward and reimplements no part of it. Training,
 the probe, the transformers engine and the cold start all use `LMHead`. A model that cannot be run in this way is
 rejected at the start of a run.
 
-Shapes: M positions, T tokens, H hidden, V vocabulary.
+Shapes: M is the number of positions, T of tokens, H of hidden features, and V of tokens in the vocabulary.
 """
 
 from __future__ import annotations

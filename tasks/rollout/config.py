@@ -105,7 +105,7 @@ class RolloutConfig(Section):
 
     @property
     def leaves_behind(self) -> bool:
-        """True if a running group may be preempted and issued again, which must repeat the group's random draws."""
+        """True if a running group may be preempted, so that the random draws of a group have to be repeatable."""
         return self.bound == "drop" or self.tail_batching
 
 

@@ -46,7 +46,7 @@ class PlayedEpisode:
     a generation.
 
     At any time the environment either runs or waits for the answer to a request. `let_go` cancels the environment only
-    while it runs.
+    while the environment runs.
     """
 
     prompt: Prompt

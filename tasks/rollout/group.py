@@ -4,12 +4,13 @@
                = an episode, run by the environment         `-----> Discard: it was given up
 
 - The episodes of a dispatch run independently. A response is scored as soon as it ends.
-- A request for which no engine was left is sent again, with the same seed. The other responses are kept meanwhile.
-- With more than G responses, the first G responses that end are kept and the others are aborted. The tokens of all
-  responses are counted.
+- A request for which no engine was left is sent again, with the same seed. The group's other responses are kept.
+- If more than `group_size` responses are generated, the first `group_size` responses that end are kept, and the others
+  are aborted. The tokens of all responses are counted.
 - `give_up` aborts the running requests. A dispatch that was given up returns a `Discard` with the number of tokens that
   were generated for the dispatch.
-- An environment may compute between two turns. Then its episode has no request to abort, so its task is cancelled.
+- An environment may compute between two turns. If an episode is given up while its environment computes, the task of
+  the environment is cancelled.
 """
 
 from __future__ import annotations

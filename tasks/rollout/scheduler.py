@@ -18,7 +18,8 @@ is formed. The module `issue_order` decides which prompts are issued for the sam
 
 Each batch is committed with the prompts that were issued and the groups that were discarded since the previous batch.
 These prompts and groups are collected in one step of the event loop, so they are consistent. A scheduler that resumes
-from the run's log issues exactly the prompts without a fate in the log, and forms the voided batches again first.
+from the run's log first forms the voided batches again, and issues again exactly those prompts whose groups are neither
+in a batch nor discarded.
 """
 
 from __future__ import annotations

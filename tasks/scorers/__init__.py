@@ -1,8 +1,10 @@
-"""Scorers: one contract (`base`), and one file for each kind. `build_scorer` alone decides which scorer a run has.
+"""Scorers: `base` has the contract, and each kind of scorer has one file.
 
-verifier     a function that scores texts: `exact`, `reasoning_gym`, or user-defined (`imported`)
-pool         runs a verifier for one response after another, in worker processes
-concurrent   runs a verifier for several responses at a time, in worker processes
+    verifier     a function that scores texts: `exact`, `reasoning_gym`, or user-defined (`imported`)
+    pool         runs a verifier for one response after another, in worker processes
+    concurrent   runs a verifier for several responses at a time, in worker processes
+
+Only `build_scorer` decides which scorer a run has.
 """
 
 from __future__ import annotations
