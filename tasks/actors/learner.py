@@ -270,7 +270,7 @@ class LearnerActor:
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
-                self._settle()  # raises an error if the log itself is damaged
+                self._settle()  # if the log is damaged, publishing has failed, too, and its error is raised
                 reason = str(error)
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
                 self.batches.void(self.writer, number, reason)  # no effect if the stored batch is intact

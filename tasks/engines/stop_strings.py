@@ -4,7 +4,7 @@ The stop string stays in the response. The last token of a response may contain 
 string. Every engine uses this module, so all engines end a response at the same token.
 
 A stop string of n bytes has at most n tokens, because each token has at least one byte. After each token, it is enough
-to decode the newest tokens and to search a stop string in their text. `SPARE` more tokens are decoded, because some
+to decode the newest tokens and to search their text for a stop string. `SPARE` more tokens are decoded, because some
 tokenizers drop a blank at the beginning of a text.
 """
 
