@@ -81,7 +81,9 @@ class ModelInput:
         placed, end = tuple(placed), 0
         for position, part in placed:
             if not end <= position <= len(flat) - part.length:
-                raise ValueError(f"a part of {part.length} positions does not fit at {position} of {len(flat)}")
+                raise ValueError(
+                    f"a part of {part.length} positions does not fit at position {position} of {len(flat)}"
+                )
             end = position + part.length
         return cls(flat, placed)
 

@@ -33,7 +33,7 @@ def command(options: argparse.Namespace) -> int:
     try:
         whole = repair_log(context, agreed=options.yes) if options.repair else _audit(context, options)
     except Missing:
-        raise ConfigError(f"there is no such run in {context.uri}; check the run id or --store") from None
+        raise ConfigError(f"there is no run in {context.uri}; check the run id or --store") from None
     return OK if whole else FAILED
 
 

@@ -114,9 +114,11 @@ class PlanRequest:
                 raise ConfigError(f"--{name} {value:g}: give a number of 0 or more")
         for path in filter(None, (self.write, self.json)):
             if not path.parent.is_dir():
-                raise ConfigError(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}; make it")
+                raise ConfigError(
+                    f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}; create it"
+                )
         if self.write and self.recipe.exists() and self.write.resolve() == self.recipe.resolve():
-            raise ConfigError(f"--write {str(self.write)!r}: that is the recipe itself; give another name")
+            raise ConfigError(f"--write {str(self.write)!r} is the recipe itself; give another name")
 
 
 def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Plan:

@@ -53,7 +53,7 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
     recheck(after, context)
     if is_under_way(context):
         raise ConfigError(
-            f"run {context.run_id!r} is under way, and its config changes only at a start; stop it first: "
+            f"run {context.run_id!r} is under way, and its config can change only at a start; stop the run first: "
             f"rollflow stop {context.uri}"
         )
     if change_config(context, after):

@@ -92,13 +92,15 @@ def points_of(options: argparse.Namespace) -> list[SweepRun]:
     first = load_recipe(options.recipe, varied[0])
     study = checked(options.study or new_run_id(f"{first.name}-sweep"), "--study")
     if len(study) > LONGEST_RECIPE:
-        raise ConfigError(f"--study {study!r}: the names of its runs are longer; give at most {LONGEST_RECIPE} letters")
+        raise ConfigError(f"--study {study!r} is too long for a part of run ids; give at most {LONGEST_RECIPE} letters")
     count = len(varied) * options.seeds
     if count == 1:
         several = "--set train.learning_rate=1e-4,3e-4, or --seeds 3"
         raise ConfigError(f"a sweep needs several values or seeds, e.g. {several}; `rollflow run` makes one run")
     if count > MOST:
-        raise ConfigError(f"--seeds {options.seeds}: that is {count} runs; give fewer values or seeds, for {MOST}")
+        raise ConfigError(
+            f"--seeds {options.seeds}: the sweep would have {count} runs; give fewer values or seeds, for {MOST} runs"
+        )
     found = []
     for (number, sets), seed in product(enumerate(varied), range(options.seeds)):
         config = load_recipe(options.recipe, [*sets, f"tracking.study={study}"])

@@ -102,7 +102,7 @@ class RunWatch:
 
     def _check_request(self) -> None:
         if self._stages.paused:
-            raise RunEnded("paused", pause=True)
+            raise RunEnded("a user paused the run's flow run", pause=True)
         asked = read_request(self._writer.context.store)
         if asked is None:
             return

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--keep-spares", action="store_true", help="start another spare worker as soon as one is used")
     parser.add_argument("--ready", type=Path, required=True)
     parser.add_argument("--lost", type=Path, help="folder with records of the workers that died while they started")
-    raise SystemExit(f"ended: {serve(parser.parse_args())}")
+    raise SystemExit(f"a process of the Ray node ended: {serve(parser.parse_args())}")
 
 
 if __name__ == "__main__":

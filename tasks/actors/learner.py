@@ -327,7 +327,7 @@ class LearnerActor:
         """Check before training that no trajectory of the batch exceeds the largest allowed staleness."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
-            raise Stale(f"batch {number} holds a trajectory started under version {oldest}, which is too old")
+            raise Stale(f"batch {number} has a trajectory that was started under version {oldest}, which is too old")
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
         """Start publishing the learner's state as `version`; the next `_settle` waits for the commit."""

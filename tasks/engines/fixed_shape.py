@@ -238,7 +238,7 @@ class FixedShapeSampler:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 if name not in stored or stored[name].shape != parameter.shape:
-                    raise Corrupt(f"{weights} holds no tensor {name} of shape {tuple(parameter.shape)}")
+                    raise Corrupt(f"{weights} has no tensor {name} of shape {tuple(parameter.shape)}")
                 parameter.copy_(stored[name])
         for group in self._list_groups():
             for _, row in group.taken:

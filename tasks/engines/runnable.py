@@ -82,6 +82,6 @@ def find_folder_hindrance(folder: Path) -> str | None:
         policy = AutoConfig.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 - transformers raises many classes for a config that it cannot read
         said = str(error).strip().splitlines()[-1].strip()
-        raise ValueError(f"transformers cannot read its config.json ({said})") from None
+        raise ValueError(f"transformers cannot read the policy's config.json ({said})") from None
     why = find_hindrance(policy)
     return None if why is None else f"a model of type {policy.model_type} ({why})"

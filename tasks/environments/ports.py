@@ -74,7 +74,7 @@ NO_TEXT = _NoText()
 
 
 def _refuse() -> NoReturn:
-    raise ConfigError("environment: it needs a tokenizer, and this run has none; give the run a policy")
+    raise ConfigError("environment: the environment needs a tokenizer, and this run has none; give the run a policy")
 
 
 def _read_clock() -> float:

@@ -67,6 +67,6 @@ def build_toolbox(parts: Mapping[str, ImportTool]) -> Toolbox:
 def _import_tool(key: str, part: ImportTool) -> Tool:
     function = imported_function(key, part, ToolResult)
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{key}.path = {part.path!r}: it cannot be awaited; write `async def`")
+        raise ConfigError(f"{key}.path = {part.path!r}: the function is not asynchronous; define it with `async def`")
     build_part(key, part, lambda: inspect.signature(function).bind_partial(**part.options))
     return functools.partial(function, **part.options)

@@ -171,8 +171,8 @@ class TorchLearner(TrainedModels):
         """Raise `Corrupt` unless this learner can load the files `weights` and `state`."""
         saved = shapes_of(_of_stem(STATE, state))
         own = {**random_like(saved), **self._weight_of_kl()}
-        check_fit("weights do", shapes_of(weights.items()), self.policy.weights_like())
-        check_fit("the learner state does", saved, {**own, **self.policy.expected_tensors(saved)})
+        check_fit("the weights", shapes_of(weights.items()), self.policy.weights_like())
+        check_fit("the learner state", saved, {**own, **self.policy.expected_tensors(saved)})
         check_parts(state, [STATE, *(stem for stem, _ in self._roles())], saved)
         for stem, role in self._roles():
             role.check(shapes_of(_of_stem(stem, state)))

@@ -40,7 +40,7 @@ class BatchRows:
         """
         for placed in batch.foreign_parts if batch.optional("foreign_parts") is not None else ():
             if placed:
-                raise refuse("the learner", placed[0])
+                raise refuse(reader="the learner", placed=placed[0])
         table = batch.table
         tokens = _column(table, "tokens")
         offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)

@@ -113,7 +113,7 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
     """Return a copy of a model in which `other` replaces `module`; the copy shares all other parts with the model."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
-        raise TypeError("the decoder is the model itself")
+        raise TypeError("the model has no head, because its decoder is the model itself")
     top = made = _copy_module(model)
     *outer, last = path.split(".")
     for name in outer:

@@ -80,7 +80,7 @@ def _read_headers(folder: Path) -> dict[str, Path]:
     listed = {name: folder / file for name, file in (index or {}).items()}
     if index is not None and listed != where:
         wrong = {name for name in {*listed, *where} if listed.get(name) != where.get(name)}
-        raise _refusal(f"{INDEX} is wrong about the tensors {_list_names(wrong)}")
+        raise _refusal(f"{INDEX} names wrong files for the tensors {_list_names(wrong)}")
     return where
 
 

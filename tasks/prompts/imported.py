@@ -56,7 +56,8 @@ class ImportedSource:
                 raise self._refusal(call, "asks a question that is held out; leave those out of what is trained on")
             if question not in self._excluded:
                 return question
-        raise self._refusal(f"{stream}({position})", "asks what is held out; leave that out of what is trained on")
+        why = "asks what is held out; leave that out of what is trained on"
+        raise self._refusal(call=f"{stream}({position})", why=why)
 
     def _check(self, call: str, question: object) -> None:
         if not isinstance(question, Question):

@@ -94,7 +94,9 @@ def judged_part(config: JsonlPrompts, answer: str) -> str:
     """Return the part of an answer that is compared; raise `ValueError` if `answer_after` is not in the answer."""
     mark = config.answer_after
     if mark and mark not in answer:
-        raise ValueError(f"its answer does not hold prompts.answer_after = {mark!r}; write it there, or drop that key")
+        raise ValueError(
+            f"the answer does not contain {mark!r}, the text of prompts.answer_after; correct the answer or the key"
+        )
     return answer.rpartition(mark)[2].strip() if mark else answer
 
 

@@ -201,7 +201,7 @@ class PlayedEpisode:
         if "" in stop:
             raise ValueError("a stop string is empty")
         if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}, and a generation has at least one token")
+            raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
         longest = self.room if max_tokens is None else min(max_tokens, self.room)
         return Turn(self.turns, self.prompt.input.followed_by(self.response), longest, stop)
 

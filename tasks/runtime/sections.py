@@ -61,7 +61,8 @@ def _reject_bool(name: str, given: Any, info: FieldInfo | None) -> None:
     kinds = _list_types(info.annotation)
     if (int in kinds or float in kinds) and bool not in kinds and Any not in kinds:
         context = {"key": name, "value": given}
-        raise PydanticCustomError("truth", "true and false are not numbers; write a number", context)
+        error = PydanticCustomError("truth", "true and false are not numbers; write a number", context)
+        raise error
 
 
 def _contains_bool(given: Any) -> bool:
@@ -106,7 +107,7 @@ def refuse(key: str, value: object, cure: str) -> NoReturn:
 def refuse_all(refusals: Iterable[PydanticCustomError]) -> None:
     """Raise one error that reports several wrong values together; a validator calls this function."""
     if found := [InitErrorDetails(type=one, input=None) for one in refusals]:
-        raise ValidationError.from_exception_data("", found)
+        raise ValidationError.from_exception_data(title="", line_errors=found)
 
 
 def check_storable(value: object, key: str = "") -> None:

@@ -126,10 +126,12 @@ def validate_score(who: str, score: Any) -> Score:
     try:
         if not isinstance(score, Score):
             if not isinstance(score, Real):
-                raise TypeError(f"it returned a {type(score).__name__}, not a Score or a number")
+                raise TypeError(f"the score is a {type(score).__name__}, not a Score or a number")
             score = Score(score)  # type: ignore[arg-type]
         reason = make_storable(str(score.reason), LONGEST_REASON)
-        return Score(_check_number("its value", score.value), reason, Outcome(score.outcome), _check_parts(score.parts))
+        return Score(
+            _check_number("the score's value", score.value), reason, Outcome(score.outcome), _check_parts(score.parts)
+        )
     except Exception as error:  # noqa: BLE001 - user code may return anything
         return failure_score(who, error)
 
@@ -139,15 +141,15 @@ def _check_number(what: str, value: Any) -> float:
         raise TypeError(f"{what} is a {type(value).__name__}, not a number")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST:
-        raise ValueError(f"{what} is {value}")
+        raise ValueError(f"{what} is {value}, which is not a finite float32 number")
     return number
 
 
 def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
     if len(parts) > MOST_PARTS:
-        raise ValueError(f"it has {len(parts)} parts, and {MOST_PARTS} is the limit")
+        raise ValueError(f"the score has {len(parts)} parts, but a score has at most {MOST_PARTS}")
     return {
-        make_storable(str(name), LONGEST_NAME): _check_number(f"its part {name!r}", part)
+        make_storable(str(name), LONGEST_NAME): _check_number(f"the score's part {name!r}", part)
         for name, part in parts.items()
     }
 

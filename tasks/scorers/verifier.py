@@ -52,7 +52,7 @@ class Verifier:
         found = self.function(list(responses), list(references))
         found = list(await found if self.is_async else found)
         if len(found) != len(responses):
-            raise ValueError(f"it returned {len(found)} scores for {len(responses)} responses")
+            raise ValueError(f"the verifier returned {len(found)} scores for {len(responses)} responses")
         return found
 
 

@@ -54,9 +54,11 @@ class WorkerProcess:
             line = await self._read_line(seconds)
         except TimeoutError:
             await self.end()
-            raise NotReady(f"it took more than reward.start_seconds = {seconds:g}; set more") from None
+            raise NotReady(
+                f"the worker did not start within reward.start_seconds = {seconds:g}; set more seconds"
+            ) from None
         except WorkerDied:
-            raise NotReady(f"it ended with code {self._process.returncode}") from None
+            raise NotReady(f"the worker ended with exit code {self._process.returncode}") from None
         if line != READY:  # the line says why the worker is not ready
             await self.end()
             raise NotReady(line.decode(errors="replace").strip())
@@ -81,7 +83,7 @@ class WorkerProcess:
             return build(json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError):
             await self.end()
-            raise WorkerDied("it wrote no valid score") from None
+            raise WorkerDied("the worker wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
         """Discard the scores of `count` requests that were given to another worker; end the worker after `deadline`."""
@@ -98,10 +100,10 @@ class WorkerProcess:
                 line = await self._process.stdout.readline()
         except ValueError:  # the line is longer than any valid score
             await self.end()
-            raise WorkerDied("it wrote no valid score") from None
+            raise WorkerDied("the worker wrote no valid score") from None
         if not line:
             await self._process.wait()
-            raise WorkerDied("it ended without an answer")
+            raise WorkerDied("the worker ended without an answer")
         return line
 
     def kill(self) -> None:

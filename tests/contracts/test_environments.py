@@ -263,7 +263,7 @@ def test_slow_tool_ends_at_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        (ImportTool(path=f"{__name__}:prompt"), r"tools\.now\.path = .*: it cannot be awaited; write `async def`"),
+        (ImportTool(path=f"{__name__}:prompt"), r"tools\.now\.path = .*: the function is not asynchronous; define it"),
         (ImportTool(path="os:system"), r"not name a function that is annotated to return rollflow's ToolResult"),
         (ImportTool(path=f"{__name__}:sleepy", options={"days": 1}), r"tools\.now\.options = .*'days'"),
     ],
@@ -277,7 +277,7 @@ def test_unsuitable_tool_is_refused(part: ImportTool, words: str) -> None:
     ("wrong", "reason"),
     [
         ({"stop": ("",)}, "a stop string is empty"),
-        ({"max_tokens": 0}, "max_tokens is 0, and a generation has at least"),
+        ({"max_tokens": 0}, "max_tokens is 0, but a generation has at least"),
     ],
 )
 def test_wrong_generation_request_fails_its_episode(wrong: dict[str, Any], reason: str) -> None:
@@ -292,7 +292,7 @@ def test_run_without_a_tokenizer_says_so() -> None:
     pipeline = Pipeline(MemoryStore("text"), versions=1, environment=own("text port"))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())
-    assert ended.group_contains(ConfigError, match="it needs a tokenizer, and this run has none")
+    assert ended.group_contains(ConfigError, match="the environment needs a tokenizer, and this run has none")
 
 
 ODD: dict[str, Any] = {"below": [-1], "part": [1.5], "word": ["a"], "above": [5, 300], "flat": Int32s.of([-7])}
@@ -344,7 +344,7 @@ def own(wrong: str) -> Environment:
     [
         ("error", "environment failed: LookupError: no such room"),
         ("full", "environment failed: ValueError: 65 tokens do not fit into the response"),
-        ("nan", "environment failed: ValueError: its value is nan"),
+        ("nan", "environment failed: ValueError: the score's value is nan, which is not a finite float32 number"),
         ("nothing", "the episode ended without a reward"),
         ("below", "environment failed: ValueError: -1 is not a token of the policy, whose 300 tokens are 0 to 299"),
         ("above", "environment failed: ValueError: 300 is not a token of the policy, whose 300 tokens are 0 to 299"),
@@ -353,7 +353,7 @@ def own(wrong: str) -> Environment:
         ("part", "environment failed: TypeError: 'float' object cannot be interpreted as an integer"),
         ("word", "environment failed: TypeError: 'str' object cannot be interpreted as an integer"),
         ("exit", "environment failed: SystemExit: 0"),
-        ("text", "environment failed: TypeError: it returned a str, not a Score or a number"),
+        ("text", "environment failed: TypeError: the score is a str, not a Score or a number"),
         ("half", r"\ud83d"),
         ("unsaid", "None"),
     ],

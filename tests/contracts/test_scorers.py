@@ -239,23 +239,32 @@ def unjudged(reason: str) -> Score:
         (Score(0.5, "x" * 100_000), Score(0.5, "x" * 1000)),
         (Score(0.5, "half \ud83d"), Score(0.5, r"half \ud83d")),
         (Score(0.5, None), Score(0.5, "None")),  # type: ignore[arg-type]
-        (Score(math.inf, "much"), unjudged("ValueError: its value is inf")),
-        (Score(-1e39, "more than a float32"), unjudged("ValueError: its value is -1e+39")),
+        (
+            Score(math.inf, "much"),
+            unjudged("ValueError: the score's value is inf, which is not a finite float32 number"),
+        ),
+        (
+            Score(-1e39, "more than a float32"),
+            unjudged("ValueError: the score's value is -1e+39, which is not a finite float32 number"),
+        ),
         (Score(3e38, "as much as one"), Score(3e38, "as much as one")),
-        (Score("1", "text"), unjudged("TypeError: its value is a str, not a number")),  # type: ignore[arg-type]
+        (Score("1", "text"), unjudged("TypeError: the score's value is a str, not a number")),  # type: ignore[arg-type]
         (1, Score(1.0)),
         (True, Score(1.0)),
         (np.float32(0.5), Score(0.5)),
-        ("good", unjudged("TypeError: it returned a str, not a Score or a number")),
-        (None, unjudged("TypeError: it returned a NoneType, not a Score or a number")),
+        ("good", unjudged("TypeError: the score is a str, not a Score or a number")),
+        (None, unjudged("TypeError: the score is a NoneType, not a Score or a number")),
         (Score(1.0, "", "partial"), Score(1.0, "", Outcome.PARTIAL)),  # type: ignore[arg-type]
         (Score(1.0, "", "good"), unjudged("ValueError: 'good' is not a valid Outcome")),  # type: ignore[arg-type]
         (Score(0.5, parts={"a": 1, "b\ud83d": 2.0}), Score(0.5, parts={"a": 1.0, r"b\ud83d": 2.0})),
-        (Score(0.5, parts={"a": math.nan}), unjudged("ValueError: its part 'a' is nan")),
-        (Score(0.5, parts={"a": None}), unjudged("TypeError: its part 'a' is a NoneType, not a number")),  # type: ignore[dict-item]
+        (
+            Score(0.5, parts={"a": math.nan}),
+            unjudged("ValueError: the score's part 'a' is nan, which is not a finite float32 number"),
+        ),
+        (Score(0.5, parts={"a": None}), unjudged("TypeError: the score's part 'a' is a NoneType, not a number")),  # type: ignore[dict-item]
         (
             Score(0.5, parts={str(number): 1.0 for number in range(65)}),
-            unjudged("ValueError: it has 65 parts, and 64 is the limit"),
+            unjudged("ValueError: the score has 65 parts, but a score has at most 64"),
         ),
     ],
 )

@@ -111,7 +111,7 @@ TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
     "failing": (
         lambda made: made._others._started[2].pipes.orders.send(LoadState({}, {}, None)),
         60.0,
-        "rank 2 of 3 failed (Corrupt: weights do not fit the model: ",
+        "rank 2 of 3 failed (Corrupt: the tensors of the weights do not fit the model: ",
     ),
 }
 

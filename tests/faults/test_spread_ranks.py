@@ -112,7 +112,13 @@ def nonsense(learner: MultiRankLearner) -> None:
 TROUBLE: list[Any] = [
     pytest.param(send(signal.SIGKILL), 600.0, "ended, because its process or its machine is gone", id="killed"),
     pytest.param(send(signal.SIGSTOP), 5.0, "did not reach the other ranks within 5 s", id="stopped", marks=SOAK),
-    pytest.param(nonsense, 600.0, r"failed \(Corrupt: weights do not fit the model: .*\)", id="failing", marks=SOAK),
+    pytest.param(
+        nonsense,
+        600.0,
+        r"failed \(Corrupt: the tensors of the weights do not fit the model: .*\)",
+        id="failing",
+        marks=SOAK,
+    ),
 ]
 
 

@@ -481,7 +481,7 @@ def test_unknown_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_missing_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no such run in" in refused(capsys, "audit", "nobody")
+    assert "there is no run in" in refused(capsys, "audit", "nobody")
     assert "there is no run in" in refused(capsys, "status")
 
 

@@ -160,7 +160,7 @@ def test_drawn_settings_are_taken_or_refused(tree: dict[str, Any]) -> None:
             assert said.startswith(prefix), said
             assert "TOML" not in said, said
             assert PLANTED not in said
-            if not any(word in said for word in ("variables", "write [", "belong here", "has a password")):
+            if not any(word in said for word in ("variables", "write [", "a settings file has only", "has a password")):
                 check_refusal(said.removeprefix(f"{prefix}: "))
             return
         assert PLANTED not in f"{read}"

@@ -126,7 +126,7 @@ def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str], file: P
     assert "--gpus 1: an engine takes 1" in refused(capsys, "plan", RECIPE, *given, "1")
     assert "--alpha -1: give a number of 0 or more" in refused(capsys, "plan", RECIPE, *given, "6", "--alpha", "-1")
     assert "--max-bias nan: give" in refused(capsys, "plan", RECIPE, *given, "6", "--max-bias", "nan")
-    assert "that is the recipe itself" in refused(capsys, "plan", RECIPE, *given, "6", "--write", RECIPE)
+    assert "is the recipe itself" in refused(capsys, "plan", RECIPE, *given, "6", "--write", RECIPE)
     assert "there is no folder" in refused(
         capsys, "plan", RECIPE, *given, "6", "--write", str(tmp_path / "no" / "x.toml")
     )

@@ -37,7 +37,7 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("[train]\nlearner = 'torch'", "train: only [variables], [store], [cluster] and [tracking] belong here"),
+        ("[train]\nlearner = 'torch'", "train: a settings file has only [variables], [store], [cluster] and"),
         ("store = 's3://b/p'", "store is a value, not a section; write [store] above its keys"),
         ("variables = 1", "variables is a value, not a section; write [variables] above the names"),
         ("[store]\nurl = 's3://b/p'", "store.url = 's3://b/p': there is no such key; did you mean store.uri?"),

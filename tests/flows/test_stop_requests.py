@@ -149,7 +149,7 @@ def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.
     def looks(stages: Any) -> None:
         stages.paused = stages.progress.version == 4
 
-    assert followed(run, monkeypatch, looks) == ["paused"]
+    assert followed(run, monkeypatch, looks) == ["a user paused the run's flow run"]
     assert _describe_failure(RunEnded("paused", pause=True))[0] == "paused"
     assert _describe_failure(RunEnded("stopped"))[0] == "stopped"
     assert _describe_failure(RollflowError("broken"))[0] == "failed"

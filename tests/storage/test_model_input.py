@@ -79,9 +79,9 @@ def test_reader_of_tokens_refuses_a_foreign_part() -> None:
 
 @pytest.mark.parametrize("position", [-1, 4, 100])
 def test_flat_form_with_a_wrong_place_is_refused(position: int) -> None:
-    with pytest.raises(ValueError, match=f"a part of 3 positions does not fit at {position} of 6"):
+    with pytest.raises(ValueError, match=f"a part of 3 positions does not fit at position {position} of 6"):
         ModelInput.from_flat(MIXED.flat, [PlacedPart(position, IMAGE)])
-    with pytest.raises(ValueError, match="does not fit at 4"):
+    with pytest.raises(ValueError, match="does not fit at position 4"):
         ModelInput.from_flat(Int32s.same(0, 9), [PlacedPart(2, IMAGE), PlacedPart(4, IMAGE)])
 
 

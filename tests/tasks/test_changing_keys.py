@@ -166,8 +166,6 @@ def test_changes_are_shown(run: RunContext, tmp_path: Path, capsys: pytest.Captu
 
 def test_resume_of_a_run_under_way_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.commands.resume.is_under_way", lambda context: True)
-    with pytest.raises(
-        ConfigError, match="is under way, and its config changes only at a start; stop it first: rollflow stop"
-    ):
+    with pytest.raises(ConfigError, match="its config can change only at a start; stop the run first: rollflow stop"):
         record_change(RunContext(run.uri, run.cache), ["versions=7"])
     assert not of_kind(run.store, ConfigChanged)

@@ -178,7 +178,7 @@ def test_learner_refuses_a_stale_batch() -> None:
     actor = LearnerActor.__new__(LearnerActor)
     actor.config = RunConfig(async_ratio=2.0)
     actor._check_fresh(2, some_batch())
-    with pytest.raises(Stale, match="batch 3 holds a trajectory started under version 0"):
+    with pytest.raises(Stale, match="batch 3 has a trajectory that was started under version 0"):
         actor._check_fresh(3, some_batch())
 
 

@@ -127,9 +127,9 @@ def test_wrong_index_is_refused(tmp_path: Path) -> None:
             check_tensors(folder, "float32")
 
     write_index(folder, {"weight_map": {k: v for k, v in index["weight_map"].items() if k != name}})
-    refused(f"is wrong about the tensors {name}")
+    refused(f"names wrong files for the tensors {name}")
     write_index(folder, {"weight_map": {**index["weight_map"], "x": "a.safetensors"}})
-    refused("is wrong about the tensors x")
+    refused("names wrong files for the tensors x")
     write_index(folder, {"weight_map": {**index["weight_map"], "x": "c.safetensors"}})
     refused("weight files c.safetensors are missing")
     write_index(folder, {"weight_map": [1]})

@@ -134,7 +134,7 @@ def test_worked_solutions_are_scored_after_their_mark(tmp_path: Path) -> None:
     assert [row.reference["answer"] for row in rows] == [str(n + 1) for n in range(30)]
     question = open_prompts(config, None, read_file).sources[0].training(0)
     assert question.reference["answer"] == question.answer == str(int(question.text.split()[0]) + 1)
-    with pytest.raises(ConfigError, match=r"line 1: its answer does not hold prompts.answer_after = '@@'; .*30 such"):
+    with pytest.raises(ConfigError, match=r"line 1: the answer does not contain '@@', .*30 such"):
         read_files(config_of(file, answer_after="@@"), read_file)
 
 

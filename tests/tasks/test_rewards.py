@@ -186,8 +186,12 @@ async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> 
     ("worker", "start_seconds", "words"),
     [
         ("print('RuntimeError: no judge here')", HANG_SECONDS, "RuntimeError: no judge here"),
-        ("raise SystemExit(3)", HANG_SECONDS, "it ended with code 3"),
-        ("import time; time.sleep(600)", 0.5, r"it took more than reward\.start_seconds = 0\.5; set more"),
+        ("raise SystemExit(3)", HANG_SECONDS, "the worker ended with exit code 3"),
+        (
+            "import time; time.sleep(600)",
+            0.5,
+            r"the worker did not start within reward\.start_seconds = 0\.5; set more seconds",
+        ),
     ],
 )
 async def test_workers_that_never_get_ready_fail_the_pool(

@@ -87,7 +87,9 @@ def load_settings(path: Path) -> Settings:
 def _check_sections(tree: Mapping[str, Any]) -> None:
     for name, section in tree.items():
         if name not in SECTIONS:
-            raise ConfigError(f"{name}: only [variables], [store], [cluster] and [tracking] belong here; remove it")
+            raise ConfigError(
+                f"{name}: a settings file has only [variables], [store], [cluster] and [tracking]; remove {name}"
+            )
         if not isinstance(section, dict):
             raise ConfigError(f"{name} is a value, not a section; write [{name}] above its keys")
 
@@ -124,7 +126,9 @@ def _check_address(key: str, value: str) -> None:
     except ValueError:
         return
     if parts.password is not None:
-        raise ConfigError(f"{key} = {redact(value)!r} has a password, which this file must not hold; remove it")
+        raise ConfigError(
+            f"{key} = {redact(value)!r} has a password, which a settings file must not contain; remove the password"
+        )
 
 
 def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> Iterator[str]:

@@ -88,7 +88,7 @@ class Critic:
         """Raise `Corrupt` unless `saved` is empty or has the same tensors as this critic by name, shape and type."""
         if saved:
             check_fit(
-                "the critic's state does",
+                "the critic's state",
                 saved,
                 {**self._weights(), **self.optimized.expected_tensors(drop_weights(saved))},
             )

@@ -50,7 +50,7 @@ class Reference:
     def check(self, saved: Mapping[str, Tensor]) -> None:
         """Raise `Corrupt` unless `saved` is empty or has the same tensors as this reference by name, shape and type."""
         if saved:
-            check_fit("the reference does", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
+            check_fit("the reference", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:

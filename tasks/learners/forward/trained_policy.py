@@ -56,7 +56,7 @@ class TrainedPolicy(TrainedTensors):
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
             del tensor  # free the tensor's file before the next file is read
-        check_fit("weights do", {}, left)
+        check_fit("the weights", {}, left)
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Return the model's tensors by Hugging Face name."""

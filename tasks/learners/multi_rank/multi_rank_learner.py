@@ -280,7 +280,7 @@ class OtherRanks:
             self._ranks = GlooRanks(self._store, 0, count, seconds, self._check, host=self._host)
             return self._ranks
         except (RankLost, RuntimeError) as error:
-            raise self.fail("the ranks started", error) from error
+            raise self.fail(when="the ranks started", error=error) from error
 
     def order(self, order: Order) -> None:
         """Send an order to all other ranks."""

@@ -103,7 +103,7 @@ def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor])
     """Raise `Corrupt` unless `given` and `own` have the same tensors by name, shape and type."""
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
-        raise Corrupt(f"{what} not fit the model: {', '.join(differing[:4])}")
+        raise Corrupt(f"the tensors of {what} do not fit the model: {', '.join(differing[:4])}")
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:

@@ -110,7 +110,7 @@ class ShardedCritic(Critic):
         """See `Critic`."""
         if saved:
             own = {f"{WEIGHT}{name}": tensor for name, tensor in self.optimized.parameters_like().items()}
-            check_fit("the critic's state does", saved, {**own, **self.optimized.expected_tensors(drop_weights(saved))})
+            check_fit("the critic's state", saved, {**own, **self.optimized.expected_tensors(drop_weights(saved))})
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.optimized.put(name, weight)
