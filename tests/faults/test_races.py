@@ -19,7 +19,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.rollout.scheduler import ResumePoint
 from tests.support.batches import begin, file_of, learning, publish, ready, scheduling, staged, train
 from tests.support.described import describe
-from tests.support.log_model import Model
+from tests.support.log_model import Model, read_log
 from tests.support.log_runs import of_kind
 from tests.support.waiting import HANG_SECONDS
 
@@ -62,9 +62,7 @@ def _racer(root: Path, step: Step, rounds: int, racer: int, barrier: Barrier, re
 
 def check_story(store: LocalStore) -> Model:
     """Check the log independently of the fold: its chain, one fate per dispatch, each version's batch."""
-    model = Model()
-    for path in store.list("log"):
-        model.take(store.get(path), store.get)
+    model = read_log(store)
     model.check_story()
     return model
 

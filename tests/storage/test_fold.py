@@ -30,6 +30,7 @@ from rollflow.storage.objects.base import Data
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
 from tests.support.counts import examples
+from tests.support.fold_comparison import compare
 from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run
 from tests.support.log_drawn import BODY, Json, changed, legal
 from tests.support.log_model import Model
@@ -121,7 +122,7 @@ class Run(RuleBasedStateMachine):
             before = snapshots.to_bytes(state)
             self.states.append(apply(state, decode(data, n, self.store.get)))
             assert snapshots.to_bytes(state) == before, "apply changed its argument"
-            self.model.compare(self.states[-1])
+            compare(self.model, self.states[-1])
         for actor in self.actors:
             assert same(actor.log.state, self.states[actor.log.state.n + 1])
 

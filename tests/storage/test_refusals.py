@@ -16,9 +16,10 @@ from rollflow.storage.log.rules import apply, decide
 from rollflow.storage.log.state import Deposed, EntryRefused, GroupTooOld, RunState, Superseded
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason
-from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run, entries
+from tests.support.fold_comparison import compare
+from tests.support.log_actors import Learner, Scheduler, Supervisor, create_run
 from tests.support.log_drawn import BODY, Json, legal
-from tests.support.log_model import Model
+from tests.support.log_model import Model, read_log
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Rich:
     """A run with all kinds of entries: alpha 2, version 6, batches 6 and 8 wait, batch 7 was voided."""
 
     store: MemoryStore = field(default_factory=lambda: MemoryStore(uuid.uuid4().hex))
-    model: Model = field(default_factory=Model)
+    model: Model = field(init=False)
 
     def __post_init__(self) -> None:
         create_run(self.store, 2, keep_last=1, keep_every=4, state_every=2)
@@ -36,8 +37,7 @@ class Rich:
         for version in range(9):
             self.round(scheduler, learner, version)
         learner.void(7)
-        for data in entries(self.store):
-            self.model.take(data, self.store.get)
+        self.model = read_log(self.store)
         self.state = learner.log.state
 
     def round(self, scheduler: Scheduler, learner: Learner, version: int) -> None:
@@ -69,7 +69,7 @@ def decided(state: RunState, entry: tuple[Role, int, Json]) -> RunState:
 
 
 def test_the_rich_run_is_rich(rich: Rich) -> None:
-    rich.model.compare(rich.state)
+    compare(rich.model, rich.state)
     assert (rich.state.version, rich.state.holes, list(rich.state.waiting)) == (6, [7], [6, 8])
     assert rich.state.behind
     assert rich.state.releasable
@@ -384,9 +384,7 @@ def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool
         scheduler.commit()
     state = scheduler.log.state.copy()
     state.alpha = alpha
-    model = Model()
-    for data in entries(store):
-        model.take(data, store.get)
+    model = read_log(store)
     entry = next(entry for entry in legal(model) if entry[2]["kind"] == "batch-committed")
     if taken:
         assert decided(state, entry).waiting[ahead].groups[0].started == 0

@@ -1,7 +1,13 @@
-"""A run's log as a plain model: all entries so far, and rules that depend only on them.
+"""A run's log as a plain model, the tests' only one: all entries so far, and rules that depend only on them.
 
-The model shares no code with the fold. It reads entries as JSON, keeps every dispatch's fate forever, and decides
-whether an entry may follow. The model is slow and grows without bound, so it is only for tests.
+The model shares no code with rollflow, and imports nothing of it. It reads entries as JSON, keeps every dispatch's fate
+forever, and decides whether an entry may follow. The model is slow and grows without bound, so it is only for tests.
+
+    take           reads the next entry: its seal, its chain, its index, its rules
+    check_file     compares the rows of a batch's file with the entry that committed it
+    check_story    checks the invariants of a whole log, in a second formulation
+
+`fold_comparison` compares the fold's state with the model.
 """
 
 from __future__ import annotations
@@ -9,13 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollflow.storage.log.state import RunState
-from rollflow.storage.records import DiscardReason, GroupKey
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from rollflow.storage.objects import ObjectStore
 
 Json = Mapping[str, Any]
 WRITERS = {
@@ -28,7 +37,15 @@ WRITERS = {
     "pruned": {"learner", "supervisor"},
 }
 FORMED = (("groups",), ("group_size",), ("engine", "temperature"), ("engine", "max_new_tokens"))
-LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
+LEFT_BEHIND = ("stale", "redundant")
+AGAIN = ("stale", "redundant", "failed", "corrupt")  # fates after which the prompt is issued again
+
+
+class GroupKey(NamedTuple):
+    """A dispatch: a prompt, and the number of earlier dispatches of the prompt."""
+
+    prompt: int
+    attempt: int
 
 
 class Illegal(Exception):
@@ -54,6 +71,7 @@ class Model:
     hashes: list[str] = field(default_factory=lambda: [""])  # hashes of the entries, after an empty hash
     claims: dict[str, Json] = field(default_factory=dict)  # role -> the entry of its newest claim
     fates: dict[GroupKey, str] = field(default_factory=dict)  # every dispatch in the order of issue -> its fate
+    issued: Counter[int] = field(default_factory=Counter)  # source -> number of prompts that were ever issued
     tokens: dict[GroupKey, int] = field(default_factory=dict)  # dispatch with a fate -> its number of tokens
     slow: Counter[int] = field(default_factory=Counter)  # prompt -> number of preempted dispatches
     alive: dict[int, Json] = field(default_factory=dict)  # batch number -> its entry, until it is voided
@@ -107,10 +125,6 @@ class Model:
     def holes(self) -> list[int]:
         return [number for number in range(self.formed) if number not in self.alive]
 
-    def position(self, source: int) -> int:
-        """Return how many prompts of a source were ever issued."""
-        return sum(1 for key in self.fates if key.attempt == 0 and key.prompt % self.sources == source)
-
     def filtered(self, source: int) -> int:
         return sum(1 for key, fate in self.fates.items() if fate == "filtered" and key.prompt % self.sources == source)
 
@@ -122,7 +136,7 @@ class Model:
     def needed(self, whole: Json | None = None) -> set[tuple[int, str]]:
         """Return the objects that must exist: of kept versions, of start versions within alpha, and of replay bases."""
         whole = whole or self.config
-        config, latest = {"keep_last": 5, "keep_every": 10, "state_every": 1} | whole["store"], self.latest
+        config, latest = {"keep_last": 5, "keep_every": 10, "state_every": 1} | whole.get("store", {}), self.latest
         kept = {v for v in range(latest + 1) if v > latest - config["keep_last"] or v % config["keep_every"] == 0}
         kept |= {v for v in range(latest + 1) if v >= latest - math.floor(whole["async_ratio"])}
         every = config["state_every"]
@@ -145,9 +159,14 @@ class Model:
         return ""
 
     def take(self, data: bytes, read: Callable[[str], bytes]) -> None:
-        """Build the next entry as it is stored."""
+        """Read the next entry, as it is stored; raise `Illegal` if it may not follow."""
         tree = json.loads(data)
-        body = tree["body"] | (json.loads(read(tree["index"]["path"])) if "index" in tree else {})
+        plain = json.dumps({name: part for name, part in tree.items() if name != "seal"}, separators=(",", ":"))
+        need(tree["seal"] == hashlib.sha256(plain.encode()).hexdigest(), "its seal")
+        body = tree["body"]
+        if index := tree.get("index"):
+            need(hashlib.sha256(lists := read(index["path"])).hexdigest() == index["sha256"], "its index")
+            body = body | json.loads(lists)
         tree["body"] = body
         need(tree["n"] == len(self.entries), "its number")
         need(tree["prev"] == self.hashes[-1], "its chain")
@@ -198,7 +217,7 @@ class Model:
         need(number == self.formed or number in self.holes, "not a number to form")
         need(bool(body["groups"]), "no groups")
         need(body["rows"] == len(body["groups"]) * self.config["group_size"], "rows")
-        trial = Model(self.entries, fates=dict(self.fates))
+        trial = Model(self.entries, fates=dict(self.fates), issued=Counter(self.issued))
         trial.settle(body, "batch")
         for *_, started, newest, _ in body["groups"]:
             need(number - started <= self.alpha, "stale")
@@ -208,7 +227,8 @@ class Model:
         """Yield the fates in a commit, one after another."""
         for prompt in body["issued"]:
             place, source = divmod(prompt, self.sources)
-            need(prompt >= 0 and place == self.position(source), "out of its source's order")
+            need(prompt >= 0 and place == self.issued[source], "out of its source's order")
+            self.issued[source] += 1
             self.fates[GroupKey(prompt, 0)] = "open"
         for key, reason, _, tokens in body["discards"]:
             self._end(GroupKey(*key), reason, tokens)
@@ -238,7 +258,7 @@ class Model:
         there = self.alive.get(number - 1)
         need((there["n"] if there is not None else None) == body["batch_entry"], "not of its batch")
         need(number == 0 or there is not None, "of no batch")
-        every = self.config["store"].get("state_every", 1)
+        every = self.config.get("store", {}).get("state_every", 1)
         need(number % every > 0 or bool(body["state"]), "no state where one is stored")
 
     def _prune(self, body: Json) -> None:
@@ -275,58 +295,30 @@ class Model:
         groups: list[list[int]] = self.alive[version - 1]["body"]["groups"] if version else []
         return groups
 
-    # --- comparison with the fold -----------------------------------------------------------------------------
-
-    def compare(self, state: RunState) -> None:
-        """Check that the fold's state at this entry agrees."""
-        assert (state.n, state.sha256) == (len(self.entries) - 1, self.hashes[-1])
-        if not self.entries:
+    def check_file(self, number: int, read: Callable[[str], bytes]) -> None:
+        """Check a batch's file: its hash and, if it is an Arrow file, that its rows are those of the entry's groups."""
+        body, n = self.alive[number]["body"], self.alive[number]["n"]
+        data = read(body["file"]["path"])
+        need(hashlib.sha256(data).hexdigest() == body["file"]["sha256"], "not the file that was committed")
+        if not data.startswith(b"ARROW1"):
             return
-        self._compare_head(state)
-        self._compare_dispatches(state)
-        self._compare_totals(state)
-        self._compare_retention(state)
+        rows = pa.ipc.open_file(data).read_all().to_pylist()
+        config = [entry["body"]["config"] for entry in self.entries[:n] if "config" in entry["body"]][-1]
+        keys = [tuple(group[:2]) for group in body["groups"] for _ in range(config["group_size"])]
+        need([(row["index"], row["attempt"]) for row in rows] == keys, "its rows are not those of its groups")
+        need(all(number - row["started_version"] <= config["async_ratio"] for row in rows), "a row is stale")
 
-    def _compare_head(self, state: RunState) -> None:
-        assert (state.run_id, state.alpha) == (self.created["run_id"], self.alpha)
-        assert state.group_size == self.config["group_size"]
-        self._compare_configs(state)
-        assert (state.version, state.next_batch, state.voids) == (self.latest, self.formed, self.voids)
-        assert state.published == (self.versions[-1]["n"] if self.versions else -1)
-        assert state.holes == self.holes
-        names = ("under", "who", "cluster", "host", "process")
-        claims = {role: (e["n"], *(e["body"][name] for name in names)) for role, e in self.claims.items()}
-        found = {r: (c.entry, c.under, c.who, c.cluster, c.host, c.process) for r, c in state.claims.items()}
-        assert found == claims
-        for role in ("supervisor", "scheduler", "learner"):
-            assert state.newest_claim(role) == (self.claims[role]["n"] if role in self.claims else -1)
-
-    def _compare_configs(self, state: RunState) -> None:
-        """Compare the config of each version and entry with the one found by reading all entries."""
-        newest, version = 0, -1
-        for n, entry in enumerate(self.entries):
-            newest = n if "config" in entry["body"] else newest
-            assert state.config_at(n) == newest
-            if entry["version"] > version:
-                version = entry["version"]
-                assert state.config_of(version) == newest
-        assert state.config_of(version + 1) == newest
-
-    def _compare_dispatches(self, state: RunState) -> None:
-        assert state.in_flight == tuple(self.open)
-        assert list(state.open) == [key.prompt for key in self.open]
-        assert state.cursor.issued == tuple(map(self.position, range(self.sources)))
-        assert state.cursor.filtered == tuple(map(self.filtered, range(self.sources)))
-        assert state.behind == self.left_behind([key.prompt for key in self.open])
-        assert state.redraws == self.to_draw_anew()
-        assert state.not_finite == len({n for n, _ in self.rejected if n > state.published})
-        assert state.waiting.keys() == self.waiting.keys()
-        for number, entry in self.waiting.items():
-            batch, body = state.waiting[number], entry["body"]
-            assert (batch.entry, batch.rows, batch.surplus_tokens) == (entry["n"], body["rows"], body["surplus_tokens"])
-            assert {"path": batch.file.path, "size": batch.file.size, "sha256": batch.file.sha256} == body["file"]
-            assert [list(group) for group in batch.groups] == body["groups"]
-            assert batch.behind == self.left_behind([group[0] for group in body["groups"]])
+    def check_end(self, versions: int, groups: int, open_: Collection[tuple[int, int]]) -> None:
+        """Check an ended run: its versions, each trained on a batch of `groups`, and the dispatches without a fate."""
+        self.check_story()
+        assert self.latest == versions
+        batches = [self.trained_on(version) for version in range(1, versions + 1)]
+        assert [len(batch) for batch in batches] == [groups] * versions
+        prompts = [prompt for batch in batches for prompt, *_ in batch]
+        assert len(set(prompts)) == len(prompts), "a prompt is trained on twice"
+        waiting = {key for key, fate in self.fates.items() if fate == "open"}
+        assert len(set(open_)) == len(open_), "held twice"
+        assert set(open_) == waiting, "lost, or made up"
 
     def left_behind(self, prompts: list[int]) -> dict[int, int]:
         return {prompt: self.slow[prompt] for prompt in prompts if self.slow[prompt]}
@@ -336,34 +328,17 @@ class Model:
         wanted = {key.prompt for key, fate in self.fates.items() if fate in ("open", "batch")}
         return dict(Counter(prompt for _, prompt in self.rejected if prompt in wanted))
 
-    def _compare_totals(self, state: RunState) -> None:
-        ended = {key: fate for key, fate in self.fates.items() if fate not in ("open", "batch")}
-        tokens: Counter[str] = Counter()
-        for key, fate in ended.items():
-            tokens[fate] += self.tokens[key]
-        trained = [self.alive[number]["body"] for number in range(self.latest)]
-        totals = state.totals
-        assert totals.groups == Counter(ended.values())
-        assert totals.tokens == tokens
-        assert totals.staleness == Counter(body["number"] - group[2] for body in trained for group in body["groups"])
-        alpha = max(config["async_ratio"] for config in self.configs)
-        assert all(0 <= aged <= alpha or aged < 0 for aged in totals.staleness)
-        assert totals.rows == sum(body["rows"] for body in trained)
-        assert totals.surplus_tokens == sum(body["surplus_tokens"] for body in trained)
-
-    def _compare_retention(self, state: RunState) -> None:
-        assert sorted(state.releasable) == sorted(self.may_be_pruned())
-        assert all(state.held[version][kind] == self.versions[version]["n"] for version, kind in state.releasable)
-        left = len(state.held) - len({version for version, _ in self.may_be_pruned()})
-        assert left <= state.retention.window + 1, "what is held does not grow"
+    # --- the whole log -----------------------------------------------------------------------------------------
 
     def check_story(self) -> None:
         """Check the invariants of a whole log, in a second and simpler formulation."""
-        for prompt in {key.prompt for key in self.fates}:
-            fates = [fate for key, fate in sorted(self.fates.items()) if key.prompt == prompt]
-            attempts = sorted(key.attempt for key in self.fates if key.prompt == prompt)
-            assert attempts == list(range(len(attempts)))
-            assert all(DiscardReason(fate).issued_again for fate in fates[:-1])
+        histories = defaultdict[int, list[tuple[int, str]]](list)  # prompt -> its attempts and their fates, in order
+        for key, fate in sorted(self.fates.items()):
+            histories[key.prompt].append((key.attempt, fate))
+        for history in histories.values():
+            assert [attempt for attempt, _ in history] == list(range(len(history)))
+            fates = [fate for _, fate in history]
+            assert all(fate in AGAIN for fate in fates[:-1])
             assert fates[-1] in ("open", "batch", "trained", "filtered")
         for source in range(self.sources):
             places = [
@@ -376,3 +351,33 @@ class Model:
         always = set.intersection(*map(self.needed, self.configs))
         assert not always & self.stored() & set(self.pruned)
         assert len({entry["id"] for entry in self.entries}) == len(self.entries)
+
+
+def read_log(store: ObjectStore) -> Model:
+    """Read the log of a store."""
+    model = Model()
+    for path in store.list("log"):
+        model.take(store.get(path), store.get)
+    return model
+
+
+def read_run(run: Path) -> Model:
+    """Read the log and the batch files of the run in a folder; raise `Illegal` with the number of a wrong entry."""
+    model = Model()
+
+    def read(path: str) -> bytes:
+        return (run / path).read_bytes()
+
+    for n, path in enumerate(sorted((run / "log").iterdir())):
+        try:
+            need(path.name == f"{n:010d}.json", "its name")
+            model.take(path.read_bytes(), read)
+        except Illegal as why:
+            raise Illegal(f"{n}: {why}") from None
+    for number in model.alive:
+        try:
+            model.check_file(number, read)
+        except Illegal as why:
+            raise Illegal(f"batch {number}: {why}") from None
+    model.check_story()
+    return model

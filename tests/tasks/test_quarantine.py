@@ -29,7 +29,7 @@ from rollflow.tasks.rollout.group import sample_seed
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import train_again
 from rollflow.tasks.runtime.clock import run_virtual
-from tests.support.ledger import check_log
+from tests.support.log_model import read_log
 from tests.support.log_runs import of_kind, read
 from tests.support.pipeline import Pipeline
 from tests.support.small_run import Halt, StoreFeed, batch, prepare_small, train_small
@@ -250,7 +250,7 @@ def test_nonfinite_rows_are_sampled_with_another_seed(alpha: float, stops: Colle
     voids = [entry.body for entry in read(store) if isinstance(entry.body, BatchVoided)]
     assert 2 <= len(voids) <= 4
     assert {void.cause for void in voids} == {"not-finite"}
-    check_log(read(store), last.versions, last.groups, last.state.in_flight)
+    read_log(store).check_end(last.versions, last.groups, last.state.in_flight)
     trained = {group.prompt for version in range(1, 7) for group in groups_of(last, version)}
     assert {2, 9, 10} <= trained
 

@@ -44,7 +44,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.simulation.parts import check_fresh
 from tests.support.counts import examples
 from tests.support.described import describe
-from tests.support.ledger import check_log
+from tests.support.log_model import read_log
 from tests.support.log_runs import read
 from tests.support.pipeline import Damage, Pipeline
 
@@ -81,7 +81,7 @@ def check(pipeline: Pipeline) -> None:
         assert min(batch.table["started_version"].to_pylist()) >= version - 1 - pipeline.async_ratio
         keys += batch.keys
     assert len(set(keys)) == len(keys)
-    check_log(read(pipeline.store), pipeline.versions, pipeline.groups, pipeline.state.in_flight)
+    read_log(pipeline.store).check_end(pipeline.versions, pipeline.groups, pipeline.state.in_flight)
 
 
 @pytest.mark.long
