@@ -38,7 +38,7 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
 
 def batches(model: Model) -> Iterator[Json]:
     """Draw a batch for every number that is to be formed, from open prompts and two new ones."""
-    issued = [model.position(source) * model.sources + source for source in range(model.sources)]
+    issued = [model.issued[source] * model.sources + source for source in range(model.sources)]
     keys = [*([key.prompt, key.attempt] for key in model.open), *([prompt, 0] for prompt in issued)]
     discards = [[key, "stale", 0, 5] for key in keys[:-2]]
     for number in [*model.holes, model.formed]:

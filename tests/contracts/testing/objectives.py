@@ -133,7 +133,7 @@ class ObjectiveContract:
 
     def test_values_that_are_not_requested_are_not_read(self, objective: Objective) -> None:
         """A learner gives None for each value that the objective does not request."""
-        given, without = draw_tokens(), dict[str, None]()
+        given, without = draw_tokens(), dict[str, Any]()
         if not objective.uses_proximal:
             without["proximal_M"] = None
         if not objective.uses_entropy:
