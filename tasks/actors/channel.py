@@ -66,7 +66,7 @@ class StoredBatches:
     def _read(self, number: int) -> pa.Buffer:
         waiting = self._store.find_waiting(number)
         if waiting is None:
-            raise Missing(f"batch {number} is no longer waiting")
+            raise Missing(f"batch {number} no longer waits to be trained on")
         return self._store.read(waiting.file)
 
 

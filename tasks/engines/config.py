@@ -12,7 +12,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 class EngineBase(Section):
     """The keys of all engines."""
 
-    replicas: int = Field(1, gt=0, description="number of engines; each engine holds the whole policy")
+    replicas: int = Field(1, gt=0, description="number of engines; each engine has a copy of the whole policy")
     max_concurrent_requests: int = Field(
         256, gt=0, description="largest number of requests that one engine runs at a time"
     )

@@ -189,8 +189,8 @@ class TorchTrain(RankedTrain):
     kind: Literal["torch"] = Field("torch", description="training by torch; each rank has one device")
     sharded: bool = Field(
         False,
-        description="whether each rank holds only a shard of the weights, gradients and moments instead of all of "
-        "them (FSDP2)",
+        description="whether each rank has only a shard of the weights, gradients and moments, by FSDP2; false: each "
+        "rank has all of them",
     )
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ class Correction(Section):
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
         description="what happens to tokens whose ratio to the behaviour policy is out of range. none: nothing; clamp: "
-        "the ratio is clamped; mask: the loss is 0; second-moment (no range): the largest squared log-ratios are "
+        "the ratio is clamped; mask: the loss is 0; second-moment: tokens with the largest squared log-ratios are "
         "dropped",
     )
     level: Level = Field(

@@ -44,7 +44,8 @@ class ImportedSource:
         for question in found:
             self._check(f"held_out({count})", question)
         if len({self._excluded.identity(question) for question in found}) < len(found):
-            raise self._refusal(f"held_out({count})", "asks a question twice; hold out distinct ones")
+            why = "asks a question twice; hold out distinct ones"
+            raise self._refusal(call=f"held_out({count})", why=why)
         return found
 
     def _find_allowed(self, stream: str, ask: Callable[[int], Question], position: int) -> Question:

@@ -61,7 +61,7 @@ class BubblewrapSandboxes:
                 await self._start_box()
                 result = await self.run(Program(code="print(6 * 7)"))
             if result.stdout != b"42\n":
-                raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
+                raise SandboxFailed(f"the first program in the sandbox printed {result.stdout!r} and {result.stderr!r}")
         except TimeoutError:
             await self.close()
             reason = f"it was not ready after sandbox.start_seconds = {self._config.start_seconds:g}"

@@ -88,7 +88,7 @@ def _add_training(commands: Commands) -> None:
         "The runs are trained one after the other and compared at the end.",
         "rollflow sweep mine.toml --set train.learning_rate=1e-4,3e-4 --seeds 3",
     )
-    sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe, a TOML file")
+    sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="path of the recipe (TOML)")
     _set_argument(sweep, "set a key of the recipe to one or more values", "KEY=VALUE[,VALUE...]")
     _settings_argument(sweep)
     sweep.add_argument(
@@ -149,7 +149,7 @@ def _add_watching(commands: Commands) -> None:
     inspect.add_argument(
         "what", nargs="?", metavar="VERSION|TRAJECTORY", help="version (e.g. 7) or trajectory (12.0.3)"
     )
-    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
     compare = commands.add(
         "compare",
@@ -219,7 +219,7 @@ def _add_keeping(commands: Commands) -> None:
     gc.add_argument("--dry-run", action="store_true", help="list the objects and delete nothing")
     age = "delete only objects older than this age, e.g. 30m or 2d (default: 1h)"
     gc.add_argument("--older-than", default="1h", metavar="AGE", help=age)
-    gc.add_argument("--json", action="store_true", help="print one JSON object")
+    gc.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def _add_planning(commands: Commands) -> None:
@@ -346,7 +346,7 @@ GROUPS = {
 
 
 def _recipe_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe, a TOML file")
+    command.add_argument("recipe", type=Path, metavar="RECIPE", help="path of the recipe (TOML)")
     _set_argument(command, "set a key of the recipe to another value, e.g. train.learning_rate=1e-4")
 
 

@@ -102,7 +102,9 @@ def _check_variables(variables: object) -> None:
         if name not in VARIABLES:  # the error does not show the value, which may be a secret
             if name in SECRETS or SECRET_NAME.search(name):
                 instead = f"name its file in {name}_PATH" if f"{name}_PATH" in FILES else "export it before the command"
-                raise ConfigError(f"{key} is a secret, which this file must not hold; remove it, and {instead}")
+                raise ConfigError(
+                    f"{key} is a secret, which a settings file must not contain; remove it, and {instead}"
+                )
             close = difflib.get_close_matches(name, VARIABLES, n=1)
             cure = f"did you mean {close[0]}?" if close else "remove it"
             raise ConfigError(f"{key}: rollflow reads no such variable; {cure}")

@@ -253,7 +253,7 @@ def _end_with_owner() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The fork server lives while any process holds this pipe open, so only the owner may hold the pipe open.
+    # The fork server runs until no process has this pipe open, so only the owner may have it open.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 

@@ -18,7 +18,7 @@ from rollflow.tasks.learners.checkpoint.shards import Named
 from rollflow.tasks.learners.config import RankedTrain
 from rollflow.tasks.learners.optimizer.master_weights import MasterWeights
 
-MASTER = "master"  # key of a saved master, before the parameter's name
+MASTER = "master"  # prefix of the names under which master weights are saved
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state of a parameter that AdamW has changed
 
 

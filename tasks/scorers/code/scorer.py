@@ -94,7 +94,7 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
         except SandboxFailed:
             if attempt == TRIES - 1:
                 raise
-    raise AssertionError("unreachable")
+    raise AssertionError("the last try of a case returns or raises")
 
 
 def read_cases(reference: Mapping[str, Any]) -> list[Case]:
