@@ -6,11 +6,15 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.counts import ALL
+
+if TYPE_CHECKING:
+    from rollflow.flows.services.process import PrefectServer
 
 # No bound on time: a machine may be slow. `make test` draws the same cases each time, so that what it says is of the
 # change that it looks at; `make soak` draws new ones.
@@ -58,3 +62,18 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     own = tmp_path_factory.getbasetemp()
     return migrated((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "prefect-database")
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
+    """One Prefect server for all tests of the group `prefect` that do not ask for all deployments of their server.
+
+    A test asks it through `tests.support.prefect_home.use_server`.
+    """
+    from rollflow.flows.services.process import PrefectServer
+    from tests.support.prefect_home import give
+
+    home = tmp_path_factory.mktemp("prefect")
+    give(prefect_database, home)
+    with PrefectServer(home) as server:
+        yield server

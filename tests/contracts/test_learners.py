@@ -88,8 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(*always: str) -> list[ParameterSet]:
-    """Return all cases. Sharded learners take seconds to start, so most tests of these run only in `make soak`."""
-    soak = {name for name in CASES if name.startswith(("DeepSpeed", "in parts"))} - set(always)
+    """Return all cases. Ranks take seconds to start, so most tests of those learners run only in `make soak`."""
+    soak = {name for name in CASES if name.startswith(("DeepSpeed", "in parts", "two ranks"))} - set(always)
     return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
 
 
@@ -118,10 +118,17 @@ class TestLearners(LearnerContract):
     def builder(self, case: str) -> Builder:
         return partial(build_learner, CASES[case])
 
-    @pytest.mark.parametrize("case", cases("DeepSpeed"), indirect=True)
-    @pytest.mark.parametrize("versions", [0, 2])
+    @pytest.mark.parametrize(
+        ("case", "versions"),
+        [
+            pytest.param(*case.values, versions, marks=case.marks)
+            for versions, found in ((0, cases()), (2, cases("DeepSpeed", "two ranks, critic")))
+            for case in found
+        ],
+        indirect=["case"],
+    )
     def test_restored_learner_takes_the_same_next_steps(
         self, learner: Learner, builder: Builder, start: LearnerStart, versions: int
     ) -> None:
-        """One sharded learner takes this test in `make test`, too."""
+        """Two learners with ranks take this test in `make test`, too."""
         super().test_restored_learner_takes_the_same_next_steps(learner, builder, start, versions)

@@ -101,13 +101,13 @@ class Fetching(Pipeline):
 
 def test_run_on_a_faulty_s3_ends_with_a_clean_audit(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
     """A lost answer neither loses nor duplicates an entry."""
-    pipeline = Fetching(store, versions=8, train_seconds=0.05)  # type: ignore[arg-type]
+    pipeline = Fetching(store, versions=4, train_seconds=0.05)  # type: ignore[arg-type]
     pipeline.cache = tmp_path
     asyncio.run(pipeline.run())
-    assert Log(store).state.version == 8
+    assert Log(store).state.version == 4
     report = audit(store, deep=True)
     assert report.violations == []
-    assert report.trajectories == 8 * 4 * 2
+    assert report.trajectories == 4 * 4 * 2
     appended = read(store)
     assert len({entry.id for entry in appended}) == len(appended) == report.entries
-    assert all(proxy.faults[kind] > 5 for kind in KINDS)
+    assert all(proxy.faults[kind] > 2 for kind in KINDS)

@@ -86,22 +86,22 @@ async def call(method: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(method)
 
 
-@pytest.mark.parametrize(
-    "kind", [partial(RolloutActor, address=""), LearnerActor, RewardActor], ids=["rollout", "learner", "reward"]
-)
-async def test_actor_reports_what_it_waits_for(kind: Any, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """The actor is started while the store is unreachable; its flow would treat a silent actor as stuck."""
+async def test_actors_report_what_they_wait_for(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """The actors are started while the store is unreachable; their flows would treat a silent actor as stuck."""
     proxy.fall_silent()
-    actor = kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0))
-    running: Awaitable[Any] = asyncio.create_task(call(actor.run))
+    kinds: list[Any] = [partial(RolloutActor, address=""), LearnerActor, RewardActor]
+    actors = [kind(RunContext(f"s3://{BUCKET}/none", tmp_path, patience=60.0)) for kind in kinds]
+    running: list[Awaitable[Any]] = [asyncio.create_task(call(actor.run)) for actor in actors]
     limit = time.monotonic() + 60
-    while not (waits := (await call(actor.status)).waits_for).startswith("object storage: "):
-        assert time.monotonic() < limit, waits
-        await asyncio.sleep(0.1)
+    for actor in actors:
+        while not (waits := (await call(actor.status)).waits_for).startswith("object storage: "):
+            assert time.monotonic() < limit, waits
+            await asyncio.sleep(0.1)
     proxy.come_back()
-    with pytest.raises(ConfigError, match=r"there is no such run"):
-        await running
-    assert (await call(actor.status)).waits_for == ""
+    for actor, run in zip(actors, running, strict=True):
+        with pytest.raises(ConfigError, match=r"there is no such run"):
+            await run
+        assert (await call(actor.status)).waits_for == ""
 
 
 class Away(MemoryStore):

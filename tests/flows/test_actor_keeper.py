@@ -134,7 +134,7 @@ def test_unwatched_actor_is_not_restarted(tmp_path: Path) -> None:
 
 def test_busy_actor_is_not_dead(tmp_path: Path) -> None:
     """The actor is silent for several times the allowed time: a library computes, and holds Python's lock."""
-    context, result = keep(tmp_path, "busy", restarts=0, answer=3.0, patience=HANG_SECONDS)
+    context, result = keep(tmp_path, "busy", restarts=0, answer=2.0, patience=HANG_SECONDS)
     assert result == "done"
     assert RecoveryLog(context.store).read() == []
 
@@ -147,8 +147,8 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
 
 
 def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
-    with pytest.raises(RestartsExhausted, match="no progress for 8 s"):
-        keep(tmp_path, "busy", restarts=0, answer=3.0, patience=8.0)
+    with pytest.raises(RestartsExhausted, match="no progress for 4 s"):
+        keep(tmp_path, "busy", restarts=0, answer=2.0, patience=4.0)
 
 
 def test_unstorable_note_does_not_end_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

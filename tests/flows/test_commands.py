@@ -116,8 +116,15 @@ def test_replay_with_other_ranks_fails_beyond_rounding(copy: RunContext, capsys:
     assert "weights/model.safetensors by up to" in out
 
 
-@pytest.mark.parametrize("given", [{}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize("rate", [1e-3, 1e-6])
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ({}, 1e-3),
+        ({"dtype": "bfloat16"}, 1e-6),
+        pytest.param({}, 1e-6, marks=pytest.mark.soak),
+        pytest.param({"dtype": "bfloat16"}, 1e-3, marks=pytest.mark.soak),
+    ],
+)
 def test_replay_with_other_ranks_scales_with_the_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

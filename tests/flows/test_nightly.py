@@ -31,7 +31,7 @@ from rollflow.storage.errors import Unreachable
 from rollflow.tasks.rollout.evaluation import Evaluation, store_evaluation
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
-from tests.support.prefect_home import served
+from tests.support.prefect_home import use_server
 from tests.support.small_run import make_policy, train_small
 
 RECIPE = """
@@ -198,9 +198,9 @@ def test_bad_nightly_file_is_one_sentence(
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
-    with served(tmp_path_factory.mktemp("nightly"), prefect_database) as server:
-        yield server
+def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
+    with use_server(prefect_server):
+        yield prefect_server
 
 
 with_server = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import HANG_SECONDS
 
 # This script reproduces a deadlock of Prefect's server: the event loop's thread creates objects while it holds the
@@ -52,6 +54,7 @@ def test_collector_thread_avoids_the_deadlock(tmp_path: Path) -> None:
     assert run(tmp_path, "beside", HANG_SECONDS).split() == ["collected", "written"]
 
 
+@pytest.mark.soak
 def test_collection_in_the_event_loop_deadlocks(tmp_path: Path) -> None:
     """If this test fails, `prefect_server` is no longer needed."""
     assert run(tmp_path, "itself", 8.0).split() == []

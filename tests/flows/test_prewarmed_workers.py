@@ -84,7 +84,7 @@ def test_actor_starts_in_a_spare_of_its_kind(head: RayHead) -> None:
     until(lambda: not psutil.pid_exists(spare))
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("head", ["engine"], indirect=True)
 def test_engine_worker_has_a_fork_server(head: RayHead) -> None:
     """Workers that are no spares have a fork server, too; the fork server ends with its worker."""

@@ -50,7 +50,7 @@ from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
-from tests.support.prefect_home import served
+from tests.support.prefect_home import use_server
 from tests.support.waiting import HANG_SECONDS, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prefect")]
@@ -65,10 +65,10 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[PrefectServer]:
-    """Yield one Prefect server for the module; each test has its own deployments and runs."""
-    with served(tmp_path_factory.mktemp("prefect"), prefect_database) as server:
-        yield server
+def server(prefect_server: PrefectServer) -> Iterator[PrefectServer]:
+    """Use the tests' Prefect server; each test has its own deployments and runs."""
+    with use_server(prefect_server):
+        yield prefect_server
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
 
 def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
     """After an error the stack ends in order: no command finds the stack, and its process has an exit code."""
-    fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3); sys.exit(1)"), str(tmp_path)]
+    fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(1); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code 1"):
         keep_stack(tmp_path, fails, RecoveryConfig(restarts=1, backoff_seconds=0), StopFlag())
     assert stack.find(tmp_path) is None

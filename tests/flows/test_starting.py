@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,17 +177,20 @@ def status_of(home: Path, port: int, *options: str) -> subprocess.CompletedProce
 
 @pytest.mark.long
 def test_status_answers_without_the_store(tmp_path: Path, silent: int) -> None:
-    done = status_of(tmp_path, silent)
-    assert done.returncode == 1
-    assert "did not answer within 6 s; this machine has seen nothing of the run" in done.stderr
-    save_last_status(tmp_path, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
-    done = status_of(tmp_path, silent)
-    assert done.returncode == 0
-    assert "did not answer within 6 s" in done.stderr
-    assert "ago its state was" in done.stderr
-    assert "4 / 9" in done.stdout
-    done = status_of(tmp_path, silent, "--json")
-    assert RunStatus.from_json(done.stdout).version == 4
+    new, known = tmp_path / "new", tmp_path / "known"
+    save_last_status(known, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
+    with ThreadPoolExecutor() as pool:  # each command waits for six seconds
+        asked = [
+            pool.submit(status_of, *given) for given in ((new, silent), (known, silent), (known, silent, "--json"))
+        ]
+    nothing, printed, parsed = (one.result() for one in asked)
+    assert nothing.returncode == 1
+    assert "did not answer within 6 s; this machine has seen nothing of the run" in nothing.stderr
+    assert printed.returncode == 0
+    assert "did not answer within 6 s" in printed.stderr
+    assert "ago its state was" in printed.stderr
+    assert "4 / 9" in printed.stdout
+    assert RunStatus.from_json(parsed.stdout).version == 4
 
 
 def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rollflow.flows.keepalive.run_watch import RunWatch
 from rollflow.flows.locations import find_run, run_home
 from rollflow.flows.post_training import _describe_failure
 from rollflow.flows.registration.prefect_api import open_client, requested_at
+from rollflow.flows.services.process import PrefectServer
 from rollflow.flows.steps import split_blocks
 from rollflow.flows.views.status import STATUS, RunStatus
 from rollflow.storage.errors import RollflowError
@@ -29,7 +30,7 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.stop_requests import REQUEST, RunEnded, read_request, request_stop, take_back
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
-from tests.support.prefect_home import served
+from tests.support.prefect_home import use_server
 from tests.support.waiting import HANG_SECONDS, until
 
 
@@ -72,9 +73,9 @@ def test_request_after_the_start_is_kept(run: RunContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-def test_request_time_follows_start_retry_and_resume(prefect_database: Path, tmp_path: Path) -> None:
+def test_request_time_follows_start_retry_and_resume(prefect_server: PrefectServer) -> None:
     """The time is that of the start, retry or resumption, not when the server notices it late or the process begins."""
-    with served(tmp_path / "home", prefect_database), open_client() as client:
+    with use_server(prefect_server), open_client() as client:
         began = time.time()
         made = client.create_flow_run(flow(lambda: None, name="nothing"), state=Scheduled())
         first = requested_at(made.id)

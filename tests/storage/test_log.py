@@ -275,7 +275,7 @@ def test_many_writers_and_readers_agree_and_none_starves(tmp_path: Path) -> None
     create_run(store)
     supervisor = Supervisor(store)
     Learner(store, supervisor.writer.claim).publish()
-    target, stop, failures = 1_000 if ALL else 300, threading.Event(), []
+    target, stop, failures = 1_000 if ALL else 150, threading.Event(), []
     refused: Counter[str] = Counter()
     appended = dict.fromkeys(["scheduler", "learner", "supervisor"], 0)
 

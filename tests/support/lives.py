@@ -11,7 +11,7 @@ from rollflow.storage.errors import Conflict, NotFinite, StoreFailed
 from rollflow.storage.log.state import Deposed, Superseded
 from rollflow.tasks.actors.statuses import RewardStatus
 
-BUSY_SECONDS = 15.0
+BUSY_SECONDS = 9.0
 
 
 class Worker:

@@ -19,7 +19,7 @@ from rollflow.tasks.actors.run_engines import start_engine
 from rollflow.tasks.run.context import RunContext
 from tests.support.small_run import prepare_small
 
-ENGINES = 3
+ENGINES = 2
 LABELS = {"ray.io/accelerator-type": "H100"}
 CASES: dict[str, Mapping[str, Any]] = {
     "labels": {"engine": {"labels": LABELS}},
@@ -42,7 +42,9 @@ def main() -> None:
     address, folder = sys.argv[1], Path(sys.argv[2])
     shared = {"address": address}
     runs = {  # prepared first, because the checks attach to the cluster themselves
-        name: prepare_small(folder, name, cluster=shared | {"placement": placement, "env": {"PLACED": name}})
+        name: prepare_small(
+            folder, name, cluster=shared | {"placement": placement, "env": {"PLACED": name}}, engine={"kind": "timed"}
+        )
         for name, placement in CASES.items()
     }
     cluster.attach(address, "placed", deadline_seconds=60)

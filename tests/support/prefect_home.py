@@ -34,12 +34,18 @@ def migrated(folder: Path) -> Path:
 @contextmanager
 def served(home: Path, made: Path) -> Iterator[PrefectServer]:
     """Start a server with this home and a copy of the database; clients of this process use it."""
+    give(made, home)
+    with PrefectServer(home) as server, use_server(server):
+        yield server
+
+
+@contextmanager
+def use_server(server: PrefectServer) -> Iterator[PrefectServer]:
+    """Let the clients of this process use a server."""
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-    give(made, home)
-    server = PrefectServer(home)
     auth = server.env["PREFECT_API_AUTH_STRING"]
-    with server, temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
+    with temporary_settings({PREFECT_API_URL: server.api_url, PREFECT_API_AUTH_STRING: auth}):
         yield server
 
 

@@ -106,6 +106,7 @@ def prepare_small(
     async_ratio: float = 1,
     cluster: Mapping[str, object] | None = None,
     tracking: Mapping[str, object] | None = None,
+    engine: Mapping[str, object] | None = None,
     **store: object,
 ) -> RunContext:
     """Prepare a run of `versions` versions in `ROLLFLOW_HOME`, without claiming it."""
@@ -121,7 +122,7 @@ def prepare_small(
             "groups": GROUPS,
             "group_size": SIZE,
             "async_ratio": async_ratio,
-            "engine": {"kind": "transformers", "max_new_tokens": 8},
+            "engine": {"kind": "transformers", "max_new_tokens": 8, **(engine or {})},
             "train": {"warmup_versions": 0, "learning_rate": 1e-3, **(train or {})},
             "evaluation": {"prompts": 4},
             "store": store,

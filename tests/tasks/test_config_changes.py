@@ -55,9 +55,9 @@ def published(context: RunContext) -> list[Any]:
     return of_kind(context.store, VersionPublished)
 
 
-CHANGES: Sequence[Sequence[str]] = (
-    ["versions=5", "train.learning_rate=0.002"],
-    ["versions=5", "train.schedule=linear"],
+CHANGES: Sequence[Any] = (
+    pytest.param(["versions=5", "train.learning_rate=0.002"], marks=pytest.mark.soak),
+    pytest.param(["versions=5", "train.schedule=linear"], marks=pytest.mark.soak),
     ["versions=5", "train.minibatches=1", "train.weight_decay=0.1", "train.betas=[0.5, 0.6]", "store.shard_bytes=4096"],
     ["versions=5", "async_ratio=2", "train.objective.surrogate.high=0.5", "train.reference.every=3"],
 )

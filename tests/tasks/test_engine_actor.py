@@ -150,14 +150,14 @@ async def test_requests_of_a_dead_or_stuck_actor_continue_elsewhere(ray_node: No
 @pytest.mark.slow
 async def test_engine_without_new_tokens_fails(ray_node: None) -> None:
     hanging = TIMED.model_copy(update={"seconds_per_token": 100.0})
-    engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=3.0)
+    engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=2.0)
     await engine.start()
     await engine.suspend("continue")
     waiting = asyncio.create_task(engine.generate(GenerationRequest("a", ModelInput.of((3,)), 10)))
-    await asyncio.sleep(3.5)
+    await asyncio.sleep(2.5)
     assert not waiting.done()  # a suspended engine is not stuck
     await engine.resume()
-    with pytest.raises(EngineFailed, match="engine-0 generated no token for 3 s"):
+    with pytest.raises(EngineFailed, match="engine-0 generated no token for 2 s"):
         await asyncio.wait_for(waiting, HANG_SECONDS)
     await engine.close()
 

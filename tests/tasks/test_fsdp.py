@@ -138,7 +138,8 @@ def test_module_with_child_modules_is_not_gathered_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_state_of_four_ranks_continues_on_any_number(folder: Path) -> None:
+@pytest.mark.parametrize("others", [(3,), pytest.param((2, 4), marks=SOAK)])
+def test_state_of_four_ranks_continues_on_any_number(folder: Path, others: tuple[int, ...]) -> None:
     """Each rank has only its shards. Three of four ranks have nothing of the critic's head, which has a single row."""
     kind = KINDS["PPO with a critic"]
     made = in_parts(folder, 4, **kind)
@@ -152,7 +153,7 @@ def test_state_of_four_ranks_continues_on_any_number(folder: Path) -> None:
     made.step(batch(1), 1)
     expected = tensors(made)
     made._others.end()
-    for other in (whole(folder, **kind), in_parts(folder, 2, **kind), in_parts(folder, 3, **kind)):
+    for other in (whole(folder, **kind), *(in_parts(folder, ranks, **kind) for ranks in others)):
         other.load(*stored)
         assert saved(other) == stored
         other.step(batch(1), 1)

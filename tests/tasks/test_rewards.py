@@ -94,10 +94,10 @@ async def test_worker_is_ready_once_its_verifier_is(
 ) -> None:
     """A worker whose imports took longer than a score may take would give its first response a score of 0."""
     (tmp_path / "reasoning_gym.py").write_text(
-        "import time\ntime.sleep(4)\ndef get_score_answer_fn(family): return lambda response, reference: 1.0\n"
+        "import time\ntime.sleep(2.5)\ndef get_score_answer_fn(family): return lambda response, reference: 1.0\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), *sys.path]))
-    pool = RewardPool(ReasoningGymReward(deadline_seconds=3.0), folder)
+    pool = RewardPool(ReasoningGymReward(deadline_seconds=2.0), folder)
     assert await scores(pool, [ScoreRequest([5], {"family": "any", "answer": "1"})]) == [(1.0, "right")]
 
 
@@ -189,8 +189,8 @@ async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> 
         ("raise SystemExit(3)", HANG_SECONDS, "the worker ended with exit code 3"),
         (
             "import time; time.sleep(600)",
-            0.5,
-            r"the worker did not start within reward\.start_seconds = 0\.5; set more seconds",
+            0.2,
+            r"the worker did not start within reward\.start_seconds = 0\.2; set more seconds",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""Ten thousand random schedules, a tenth of them in `make test`: whatever is chosen and whatever happens, no prompt is
-lost or doubled, alpha holds, no engine gets more requests than slots, and batches keep coming.
+"""Ten thousand random schedules, a twentieth of them in `make test`: whatever is chosen and whatever happens, no prompt
+is lost or doubled, alpha holds, no engine gets more requests than slots, and batches keep coming.
 `tests/support/ledger.py` checks each of them by the plain model of the log.
 
 The schedules of `test_scheduler` also go through batch files and the audit; the ones here are many.

@@ -485,14 +485,14 @@ def test_lengths_have_the_configured_correlation() -> None:
 
 
 def recorded(version: int, active: float, draw: np.random.Generator) -> RecordedVersion:
-    """A version of 60 groups of 4, on an engine with prefill 0.2 and 0.05 s per token at n = 1, slowing 0.1."""
-    shared = np.repeat(draw.normal(size=60), 4)
-    z = np.sqrt(0.6) * shared + np.sqrt(0.4) * draw.normal(size=240)
+    """A version of 20 groups of 4, on an engine with prefill 0.2 and 0.05 s per token at n = 1, slowing 0.1."""
+    shared = np.repeat(draw.normal(size=20), 4)
+    z = np.sqrt(0.6) * shared + np.sqrt(0.4) * draw.normal(size=80)
     tokens = np.maximum(1, np.rint(50 * np.exp(0.5 * z)))
     seconds = (0.2 + 0.05 * tokens) * (1 + 0.1 * (active - 1))
     lasted = float(seconds.sum()) / active
-    groups = np.repeat(np.arange(60), 4).tolist()
-    return RecordedVersion(version, lasted, 0.5, 0.03, 0.1, groups, tokens.tolist(), seconds.tolist(), [0.02] * 240)
+    groups = np.repeat(np.arange(20), 4).tolist()
+    return RecordedVersion(version, lasted, 0.5, 0.03, 0.1, groups, tokens.tolist(), seconds.tolist(), [0.02] * 80)
 
 
 @pytest.mark.long
@@ -500,7 +500,7 @@ def test_fitted_hardware_matches_the_record() -> None:
     draw = np.random.default_rng(0)
     versions = [recorded(v, active, draw) for v, active in enumerate((4.0, 8.0, 12.0, 16.0, 20.0) * 3)]
     assert correlation_of(versions) == pytest.approx(0.6, abs=0.08)
-    fit = fit_hardware(versions, recipe(groups=60))
+    fit = fit_hardware(versions, recipe(groups=20))
     assert fit.update.seconds == 0.03
     assert fit.update.fetch_seconds == pytest.approx(0.1)
     assert set(fit.reward.measured) == {0.02}

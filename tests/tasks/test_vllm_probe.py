@@ -90,6 +90,7 @@ async def test_death_of_vllms_process_ends_every_wait(tmp_path: Path) -> None:
         await engine.close()
 
 
+@pytest.mark.soak
 def test_vllm_processes_end_with_a_killed_owner(tmp_path: Path) -> None:
     """No process of the engine outlives its owner, or listens outside loopback."""
     script = tmp_path / "owner.py"

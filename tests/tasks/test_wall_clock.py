@@ -39,7 +39,9 @@ def planned(case: str) -> RunConfig:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.soak) if "batch" in name else name for name in CASES]
+)
 def test_wall_clock_trains_the_same(actors: list[Any], case: str) -> None:
     config = planned(case)
     wall = asyncio.run(formed(WallWorld(config, case, actors)))

@@ -1,4 +1,4 @@
-"""A client of the channel's actor, as a separate process: `python -m tests.support.channel_client ADDRESS STORE`."""
+"""The checks of the channel's actor, by a client in a process that is attached to a Ray node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ import pyarrow as pa
 import pytest
 import ray
 
-from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import Corrupt, Unreachable
 from rollflow.storage.log.run_log import Writer
-from rollflow.storage.objects import ObjectStore, open_store
+from rollflow.storage.objects import ObjectStore
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors import channel as ray_channel
 from rollflow.tasks.actors.channel import CHANNEL, RayChannel, start_channel
@@ -137,11 +135,9 @@ async def lost_with_its_owner(channel: RayChannel, scheduler: Scheduler) -> None
         return found
 
     expected = scheduler.batches.read(file_of(scheduler.batches, 6))
-    ray_channel.ray.get = get
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_channel.ray, "get", get)
         assert await blocking(channel.lease, 6, HANG_SECONDS) == expected
-    finally:
-        ray_channel.ray.get = fetch
     assert seen
 
 
@@ -171,12 +167,13 @@ async def nobody_there(channel: RayChannel) -> None:
         async with asyncio.timeout(HANG_SECONDS):
             while True:
                 await actor.ping.remote(0.1)
-    ray_channel.GRACE_SECONDS = 1.0
-    with pytest.raises(Unreachable, match="no channel actor existed to take batch 7 within 2 s"):
-        await channel.put(7, b"", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_channel, "GRACE_SECONDS", 1.0)
+        with pytest.raises(Unreachable, match="no channel actor existed to take batch 7 within 2 s"):
+            await channel.put(7, b"", 1)
 
 
-async def main(store: ObjectStore) -> None:
+async def check_channel(store: ObjectStore) -> None:
     """Run all checks, with one client and one channel after another."""
     scheduler = Scheduler(store, *ready(store, async_ratio=9))
     channel = start_channel(store, 2, 0)
@@ -186,8 +183,3 @@ async def main(store: ObjectStore) -> None:
     await lost_with_its_owner(channel, scheduler)
     await by_the_name_of_its_file(channel, scheduler)
     await nobody_there(channel)
-
-
-if __name__ == "__main__":
-    with cluster.attached_cluster(sys.argv[1], "test"):
-        asyncio.run(main(open_store(sys.argv[2])))
