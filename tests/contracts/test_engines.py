@@ -37,7 +37,7 @@ CONFIGS: dict[str, EngineConfig] = {
     "transformers": TransformersEngineConfig(),
     "vllm": VllmEngineConfig(),
 }
-KINDS = ["timed", "transformers", "ray-timed", "ray-transformers", "vllm"]
+KINDS = ["timed", "transformers", "ray-timed", pytest.param("ray-transformers", marks=pytest.mark.soak), "vllm"]
 LONG = 200
 
 

@@ -111,16 +111,16 @@ def leftovers(home: Path) -> list[str]:
 def test_asynchronous_run_on_vllm_audits_clean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = Command(tmp_path, SMALL.format(versions=7, alpha=2, engine="vllm"))
+    command = Command(tmp_path, SMALL.format(versions=5, alpha=2, engine="vllm"))
     output = command.run("run", str(command.recipe), "--run-id", "first")
     assert "held-out accuracy" in output
-    assert re.search(r"training \| version \d/7", output)
+    assert re.search(r"training \| version \d/5", output)
     summary = command.summary("first")
     assert summary["audit"] == "clean"
-    assert summary["versions"] == 7
-    assert sum(summary["staleness"].values()) == 7 * 64  # type: ignore[attr-defined]
+    assert summary["versions"] == 5
+    assert sum(summary["staleness"].values()) == 5 * 64  # type: ignore[attr-defined]
     assert max(map(int, summary["staleness"])) <= 2  # type: ignore[call-overload]
-    assert set(summary["accuracy"]["by_version"]) == {"0", "3", "6", "7"}  # type: ignore[index]
+    assert set(summary["accuracy"]["by_version"]) == {"0", "3", "5"}  # type: ignore[index]
     assert set(summary["idle"]) == {"rollout", "reward", "train"}  # type: ignore[call-overload]
     assert (tmp_path / "store/runs/first/reward.png").stat().st_size > 5000
     until(lambda: not leftovers(tmp_path))
@@ -129,7 +129,7 @@ def test_asynchronous_run_on_vllm_audits_clean(
     assert main(["audit", "first"]) == 0
     assert main(["status"]) == 0
     assert main(["run", str(command.recipe), "--run-id", "first"]) == 2
-    weights = sorted((tmp_path / "store/runs/first/policies/00000007").glob("*/weights/*.safetensors"))
+    weights = sorted((tmp_path / "store/runs/first/policies/00000005").glob("*/weights/*.safetensors"))
     weights[0].write_bytes(weights[0].read_bytes()[:-1] + b"x")
     assert main(["audit", "first"]) == 0  # it was read before
     assert main(["audit", "first", "--deep"]) == 1
@@ -165,7 +165,7 @@ def check_mlflow(home: Path, run_id: str) -> None:
     assert found.info.run_name == run_id
     assert found.info.status == "FINISHED"
     assert found.data.params["async_ratio"] == "2.0"
-    assert [m.step for m in client.get_metric_history(found.info.run_id, "rollout/reward")] == list(range(1, 8))
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "rollout/reward")] == list(range(1, 6))
     assert "reward.png" in [a.path for a in client.list_artifacts(found.info.run_id)]
 
 

@@ -201,8 +201,8 @@ def owner():
 first = owner()
 assert ray.get(first.begin.remote(60.0, "one")) == [1, 1]  # three of four are taken
 second = owner()  # has the fourth
-said = ray.get(second.begin.remote(3.0, "two"))
-assert said.startswith("train.ranks = 3: 2 GPUs were not free at the same time within 3 s; wait for another run"), said
+said = ray.get(second.begin.remote(1.0, "two"))
+assert said.startswith("train.ranks = 3: 2 GPUs were not free at the same time within 1 s; wait for another run"), said
 ray.kill(second)
 ray.kill(first)
 again = owner()  # of the first run
