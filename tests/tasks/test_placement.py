@@ -162,7 +162,7 @@ def test_recipe_may_set_every_placement_key(tmp_path: Path) -> None:
     assert (read.env, read.placement.strategy) == ({"NCCL_DEBUG": "WARN"}, "pack")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_engines_run_where_the_recipe_says(tmp_path: Path) -> None:
     """In a separate process, because Ray reads a cluster's token when it is first imported."""
     head = RayHead(tmp_path / "ray", cpus=2)
