@@ -156,7 +156,7 @@ class TrainBase(Section):
 
 
 class RankedTrain(TrainBase):
-    """Keys that learners of several processes share."""
+    """Config keys that all learners with several processes have."""
 
     threads: int = Field(1, gt=0, description="number of CPU threads of each learner process")
     ranks: int = Field(

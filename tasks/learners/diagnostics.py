@@ -88,7 +88,7 @@ class Diagnostics:
         return told
 
     def _read(self) -> None:
-        """Copy the added values from the device."""
+        """Copy the added values from the device to the CPU."""
         for columns, divergence_M, is_first in self._added:
             found = columns.cpu().numpy()
             self._found.append(found)

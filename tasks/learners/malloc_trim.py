@@ -1,4 +1,4 @@
-"""Return of freed memory to the operating system: the C library would keep it while a version is published."""
+"""Return of freed memory to the operating system: the C library would keep this memory during publishing."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Penalties(Section):
 
 
 class ObjectiveBase(Section):
-    """Keys that all objectives share."""
+    """Config keys that all objectives have."""
 
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(

@@ -16,7 +16,8 @@ from rollflow.storage.model_input import refuse
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """A whole batch as flat arrays with row offsets. An array is a view of the Arrow buffer if its type allows that.
+    """A whole batch as flat arrays with row offsets. An array is a view of an Arrow buffer if the array's data type
+    allows it.
 
     B is the number of tokens with loss mask 1 in the batch. Values for these B tokens are a flat array or
     tensor of length B, one row of the batch after the other.

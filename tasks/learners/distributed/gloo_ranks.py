@@ -42,8 +42,8 @@ class GlooRanks(Ranks):
     ) -> None:
         """Join a group of ranks; all ranks of the group must join at about the same time.
 
-        `seconds` limits each later collective call. `name` distinguishes the group from other groups of the same ranks.
-        `host` is the address at which the other ranks reach this rank.
+        `seconds` is the time limit of each later collective call. `name` distinguishes the group from other groups of
+        the same ranks. `host` is the address at which the other ranks reach this rank.
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host

@@ -29,7 +29,8 @@ class BarrierMessage(IntEnum):
 
 
 class StepStopped(Exception):
-    """Raised if a step ends before it changed a stored tensor; only on the first rank, `error` is the cause."""
+    """Raised if a step ends before it changed a stored tensor; `error` is the cause, which only the first rank
+    knows."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(str(error))

@@ -22,10 +22,10 @@ class Meeting:
 @dataclass(frozen=True, slots=True)
 class LoadState:
     """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
-    files' contents are sent next.
+    contents of the files follow the message.
 
-    `width` is the result of the first rank's test of the model. All ranks use the first rank's `width`, because all
-    ranks must pack a batch into equal lines.
+    X
+    All ranks use the first rank's `width`, because all ranks must pack a batch into equal lines.
     """
 
     weights: Mapping[str, int]
@@ -35,7 +35,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """Train `version` on a batch of `size` bytes; the batch is sent next."""
+    """Train `version` on a batch of `size` bytes; the batch follows this message."""
 
     version: int
     size: int

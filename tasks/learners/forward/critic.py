@@ -2,8 +2,8 @@
 
 At the first trained version the critic is a copy of the policy, with a new head that outputs zero. With `model =
 "head"` the critic is only a head on the policy's hidden states. The critic is trained on every row towards the returns
-of `objectives/gae.py`, after the policy's own update on the same rows. The critic's weights and moments are part of the
-learner's state.
+that `objectives/gae.py` computes, after the policy's own update on the same rows. The critic's weights and moments are
+part of the learner's state.
 
 Shapes: M tokens with loss mask 1 in a micro-batch, B tokens with loss mask 1 in a batch, hidden size H.
 """

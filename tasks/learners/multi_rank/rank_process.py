@@ -116,8 +116,8 @@ def run_rank(
 
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: RankedTrain, start: LearnerStart) -> None:
-    """Execute the first rank's orders until its process ends. `host` is the address at which other ranks reach this
-    machine."""
+    """Execute the first rank's orders until the first rank's process ends. `host` is the address at which other ranks
+    reach this machine."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
         # The learner starts without weights, because the first rank sends weights and state.
