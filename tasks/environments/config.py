@@ -12,10 +12,19 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section
 EPISODES = {"kind": "the trajectories in the log are its episodes"}
 
 
-class SingleTurnEnvironment(Section):
-    """One prompt, one response, one reward."""
+class EnvironmentBase(Section):
+    """What all kinds of environment have."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
+
+    @property
+    def tool_parts(self) -> Mapping[str, ImportTool]:
+        """The tools of the environment by name; a kind with tools overrides this property."""
+        return {}
+
+
+class SingleTurnEnvironment(EnvironmentBase):
+    """One prompt, one response, one reward."""
 
     kind: Literal["single-turn"] = Field(
         "single-turn", description="an episode is one prompt, one response, and the verifier's reward"
@@ -30,16 +39,19 @@ class ImportTool(Imported):
     )
 
 
-class ImportEnvironment(Imported):
+class ImportEnvironment(Imported, EnvironmentBase):
     """A user-defined environment."""
-
-    fixed: ClassVar[Mapping[str, str]] = EPISODES
 
     kind: Literal["import"] = Field("import", description="your own environment: a class that derives from Environment")
     tools: dict[str, ImportTool] = Field(
         default_factory=dict,
         description="tools by name: your asynchronous functions, annotated to return a ToolResult",
     )
+
+    @property
+    def tool_parts(self) -> Mapping[str, ImportTool]:
+        """The tools of `[environment.tools]`."""
+        return self.tools
 
 
 EnvironmentConfig = Annotated[SingleTurnEnvironment | ImportEnvironment, Field(discriminator="kind")]

@@ -26,7 +26,7 @@ def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
                 from rollflow.tasks.learners.multi_rank.multi_rank_learner import MultiRankLearner
 
                 return MultiRankLearner(config, start)
-            case _:
+            case DeepSpeedTrain() | TorchTrain():
                 from rollflow.tasks.learners.torch_learner import TorchLearner
 
                 return TorchLearner.create(config, start)

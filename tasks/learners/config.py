@@ -58,7 +58,7 @@ class Lora(Section):
 
 
 class TrainBase(Section):
-    """Keys that all learners share."""
+    """Keys that all learners share. A learner of one process declares `ranks: Literal[1]`."""
 
     fixed: ClassVar[Mapping[str, str]] = {"kind": STORED, "lora": STORED, "master_dtype": STORED}
 
@@ -138,26 +138,6 @@ class TrainBase(Section):
         "same prompts",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_kinds(cls, tree: Any) -> Any:
-        """Fill in omitted kinds, and move keys of configs from before objectives had parts into the objective."""
-        return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
-
-    @model_validator(mode="after")
-    def _critic_of_an_adapter(self) -> Self:
-        if self.lora and self.objective.advantage.baseline == "critic" and self.critic.model == "own":
-            refuse(
-                "train.critic.model",
-                "own",
-                'the critic "own" is a whole model, and [train.lora] trains only adapters; choose "head"',
-            )
-        return self
-
-
-class RankedTrain(TrainBase):
-    """Config keys that all learners with several processes have."""
-
     threads: int = Field(1, gt=0, description="number of CPU threads of each learner process")
     ranks: int = Field(
         1,
@@ -174,6 +154,22 @@ class RankedTrain(TrainBase):
         "all ranks end",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_kinds(cls, tree: Any) -> Any:
+        """Fill in omitted kinds, and move keys of configs from before objectives had parts into the objective."""
+        return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
+
+    @model_validator(mode="after")
+    def _critic_of_an_adapter(self) -> Self:
+        if self.lora and self.objective.advantage.baseline == "critic" and self.critic.model == "own":
+            refuse(
+                "train.critic.model",
+                "own",
+                'the critic "own" is a whole model, and [train.lora] trains only adapters; choose "head"',
+            )
+        return self
+
     @model_validator(mode="after")
     def _multi_node_has_ranks(self) -> Self:
         if self.multi_node and self.ranks == 1:
@@ -185,7 +181,7 @@ class RankedTrain(TrainBase):
         return self
 
 
-class TorchTrain(RankedTrain):
+class TorchTrain(TrainBase):
     kind: Literal["torch"] = Field("torch", description="training by torch; each rank has one device")
     sharded: bool = Field(
         False,
@@ -209,7 +205,7 @@ class TorchTrain(RankedTrain):
         return self
 
 
-class DeepSpeedTrain(RankedTrain):
+class DeepSpeedTrain(TrainBase):
     # In the JSON schema, `kind` is required for DeepSpeed: a form without `kind` must match the torch section only.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
@@ -264,12 +260,12 @@ class DeepSpeedTrain(RankedTrain):
         return self
 
 
-def with_ranks(train: TorchTrain | DeepSpeedTrain, ranks: int) -> TorchTrain | DeepSpeedTrain:
+def with_ranks(train: TrainConfig, ranks: int) -> TrainConfig:
     """Return the config of the same training by `ranks` processes of one machine; for one rank, unsharded torch."""
     given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)
-    return TorchTrain.model_validate({name: given[name] for name in RankedTrain.model_fields})
+    return TorchTrain.model_validate({name: given[name] for name in TrainBase.model_fields})
 
 
 # Keys of DeepSpeed's config that the learner sets, and the rollflow keys that set them.

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.policies.device import fix_workspace
 
 RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
-def begin_process(config: RankedTrain, seed: int) -> None:
+def begin_process(config: TrainBase, seed: int) -> None:
     """Set the threads, the seed and the algorithms of this process, before the process uses a device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def begin_process(config: RankedTrain, seed: int) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow and not needed
 
 
-def random_state(config: RankedTrain, device: torch.device) -> dict[str, Tensor]:
+def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
     """Return the state of the CPU's random generator, and of the GPU's with `deterministic` on a GPU."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":

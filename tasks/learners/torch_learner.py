@@ -25,7 +25,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.shards import Files, Named, shapes_of, tensors_of, to_files
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.forward.critic import Critic
 from rollflow.tasks.learners.forward.models import TrainedModels
 from rollflow.tasks.learners.forward.pre_update import compute_before
@@ -89,7 +89,7 @@ class TorchLearner(TrainedModels):
         """Shard weights and state over the ranks; do nothing if this kind of learner cannot be sharded."""
 
     @classmethod
-    def create(cls, config: RankedTrain, start: LearnerStart) -> Self:
+    def create(cls, config: TrainBase, start: LearnerStart) -> Self:
         """Create the learner: prepare this process, and load the model."""
         begin_process(config, start.seed)
         return cls(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.environments.config import ImportEnvironment
-from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
+from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
@@ -11,12 +10,10 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def build_ports(config: RunConfig, tokenizer: PolicyTokenizer) -> EnvironmentPorts:
-    """Build the ports of the environment; rollflow's own environment needs none.
+    """Build the ports of the environment, whatever its kind.
 
     Raises:
         ConfigError: a tool cannot be imported.
     """
-    if not isinstance(config.environment, ImportEnvironment):
-        return NO_PORTS
     chat = {source.domain for source in config.prompts if source.chat}
-    return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), build_toolbox(config.environment.tools))
+    return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), build_toolbox(config.environment.tool_parts))

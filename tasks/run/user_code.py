@@ -32,7 +32,7 @@ def check_own_parts(config: RunConfig) -> None:
         build_objective(config.train.objective)
     if isinstance(config.environment, ImportEnvironment):
         build_environment(config.environment)
-        build_toolbox(config.environment.tools)
+    build_toolbox(config.environment.tool_parts)
     for source in config.prompts:
         if isinstance(source, ImportPrompts):
             _check_source(source, config)
@@ -45,8 +45,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
     """
     sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
-    tools = config.environment.tools if isinstance(config.environment, ImportEnvironment) else {}
-    named = {f"environment.tools.{name}": tool for name, tool in tools.items()}
+    named = {f"environment.tools.{name}": tool for name, tool in config.environment.tool_parts.items()}
     parts = {**sections, **sources, **named}
     return {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
 

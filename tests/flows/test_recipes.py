@@ -383,7 +383,7 @@ def test_kind_key_selects_the_learner() -> None:
     for wrong, words in (
         ({"kind": "third"}, "train.kind = 'third' is not one of ['torch', 'other']"),
         ({"kind": "other", "rank": "x"}, "train.rank = 'x' is not of type 'integer'"),
-        ({"kind": "other", "threads": 2}, "train.threads = 2: there is no such key"),
+        ({"kind": "other", "sharded": True}, "train.sharded = True: there is no such key"),
     ):
         with pytest.raises(ValidationError) as refused:
             Tree.model_validate({"train": wrong})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rollflow.tasks.learners.checkpoint.shards import Named
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors, check_fit
 from rollflow.tasks.objectives.packing import MicroBatch
 from rollflow.tasks.policies.device import send
@@ -38,7 +38,7 @@ class ValueHead(nn.Module):
 class Critic:
     """A model that estimates the reward still to come. See the module's docstring."""
 
-    def __init__(self, policy: Any, config: RankedTrain) -> None:
+    def __init__(self, policy: Any, config: TrainBase) -> None:
         self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
         own = copy.deepcopy(policy.get_decoder()) if config.critic.model == "own" else None
         embeddings = policy.get_output_embeddings().weight

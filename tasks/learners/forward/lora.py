@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.checkpoint.shards import Named
-from rollflow.tasks.learners.config import Lora, RankedTrain
+from rollflow.tasks.learners.config import Lora, TrainBase
 from rollflow.tasks.learners.forward.reference import Reference, named_tensors
 from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
@@ -43,7 +43,7 @@ class LoraPolicy(TrainedPolicy):
     """A policy of which only an adapter is trained. The function `first` returns the weights with which the run began,
     by Hugging Face name."""
 
-    def __init__(self, model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(self, model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
         self._first, self._warned = first, False
         kind = torch.float32 if config.master_dtype == "float32" else model.dtype

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollflow.tasks.learners.base import WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.shards import SHARD_BYTES
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.ranks import Ranks
 from rollflow.tasks.learners.forward.activation_checkpointing import recompute_layers
 from rollflow.tasks.learners.forward.critic import Critic
@@ -31,7 +31,7 @@ from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import find_device, send
 
 
-def _trained_policy(model: Any, config: RankedTrain, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
+def _trained_policy(model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
     """Build the trained policy: a policy whose parameters are all trained, or a policy with an adapter. The package
     peft is imported only for an adapter."""
     if config.lora is None:
@@ -48,7 +48,7 @@ class TrainedModels:
     def __init__(
         self,
         model: Any,
-        config: RankedTrain,
+        config: TrainBase,
         *,
         temperature: float,
         versions: int,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rollflow.tasks.learners.checkpoint.shards import Named
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.forward.reference import Reference, named_tensors
 from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
 from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors, check_fit
@@ -19,7 +19,7 @@ from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors, ch
 class TrainedPolicy(TrainedTensors):
     """A policy whose parameters are all trained."""
 
-    def __init__(self, model: Any, config: RankedTrain, given: Mapping[str, nn.Parameter] | None = None) -> None:
+    def __init__(self, model: Any, config: TrainBase, given: Mapping[str, nn.Parameter] | None = None) -> None:
         """Set up the trained parameters: those in `given`, or by default all parameters of the model."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)

@@ -36,7 +36,7 @@ from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.records import StoredObject
 from rollflow.tasks.learners.base import LearnerStart, WaitForPublish, no_wait
 from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, serve_store
 from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, wait_published
 from rollflow.tasks.learners.distributed.rank_gpus import check_gpus
@@ -77,7 +77,7 @@ POLL_SECONDS = 0.05
 class MultiRankLearner:
     """The first rank of a learner with several ranks, which leads the other ranks. See the module's docstring."""
 
-    def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
+    def __init__(self, config: TrainBase, start: LearnerStart) -> None:
         """Start the other ranks and create the first rank.
 
         Raises:
@@ -233,7 +233,7 @@ class MultiRankLearner:
 class ForkedRank:
     """A rank that runs in a forked process on this machine."""
 
-    def __init__(self, config: RankedTrain, start: LearnerStart, rank: int, meeting: Meeting) -> None:
+    def __init__(self, config: TrainBase, start: LearnerStart, rank: int, meeting: Meeting) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([IMPORTS])
         pairs = context.Pipe(), context.Pipe()
@@ -256,7 +256,7 @@ class ForkedRank:
 class OtherRanks:
     """The processes of all ranks but the first, which are started, ordered and ended together."""
 
-    def __init__(self, config: RankedTrain, start: LearnerStart) -> None:
+    def __init__(self, config: TrainBase, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
         self._store = serve_store(self._host)
         self.ordered = 0  # number of orders that the first rank has sent

@@ -35,7 +35,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, NotFinite
 from rollflow.storage.objects.base import Data, split_buffers
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import DeepSpeedTrain, RankedTrain, TorchTrain
+from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainBase
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks, connect_store
 from rollflow.tasks.learners.distributed.publish_barrier import StepStopped, follow_first_rank
 from rollflow.tasks.learners.distributed.rank_gpus import take_gpu
@@ -88,7 +88,7 @@ class OrderCount:
                 raise RankLost(f"the rank did not execute {count} orders within {seconds:g} s")
 
 
-def learner_of(config: RankedTrain) -> type[TorchLearner]:
+def learner_of(config: TrainBase) -> type[TorchLearner]:
     """Return the learner class that each rank runs; raise `ConfigError` if DeepSpeed is needed but not installed."""
     if isinstance(config, DeepSpeedTrain):
         if find_spec("deepspeed") is None:
@@ -105,7 +105,7 @@ def learner_of(config: RankedTrain) -> type[TorchLearner]:
 
 
 def run_rank(
-    rank: int, meeting: Meeting, pipes: Pipes, config: RankedTrain, start: LearnerStart, ear: socket.socket
+    rank: int, meeting: Meeting, pipes: Pipes, config: TrainBase, start: LearnerStart, ear: socket.socket
 ) -> None:
     """Run `serve_rank` in a process that was forked for this rank; send the process's warnings to the socket `ear`."""
     _end_with_owner()
@@ -115,7 +115,7 @@ def run_rank(
     serve_rank(rank, meeting, meeting.host, pipes, config, start)
 
 
-def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: RankedTrain, start: LearnerStart) -> None:
+def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: TrainBase, start: LearnerStart) -> None:
     """Execute the first rank's orders until the first rank's process ends. `host` is the address at which other ranks
     reach this machine."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()

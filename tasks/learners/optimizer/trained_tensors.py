@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rollflow.storage.errors import Corrupt
 from rollflow.tasks.learners.checkpoint.shards import Named
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.optimizer.master_weights import MasterWeights
 
 MASTER = "master"  # prefix of the names under which master weights are saved
@@ -25,7 +25,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state of a parame
 class TrainedTensors:
     """The trained parameters `given`, by name, and the AdamW that trains them. See the module's docstring."""
 
-    def __init__(self, given: Mapping[str, nn.Parameter], config: RankedTrain, learning_rate: float) -> None:
+    def __init__(self, given: Mapping[str, nn.Parameter], config: TrainBase, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
         self.trained = MasterWeights(given, wide=config.master_dtype == "float32")
         self.adamw = torch.optim.AdamW(

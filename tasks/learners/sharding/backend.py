@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.malloc_trim import given_back
 from rollflow.tasks.learners.optimizer.nonfinite import all_finite
@@ -41,7 +41,7 @@ class ShardingBackend(TrainedTensors):
     """Trained parameters that are sharded over ranks. See the module's docstring."""
 
     def __init__(  # this constructor does not call that of `TrainedTensors`
-        self, model: nn.Module, config: RankedTrain, ranks: GlooRanks
+        self, model: nn.Module, config: TrainBase, ranks: GlooRanks
     ) -> None:
         self.ranks = ranks
         given = dict(model.named_parameters())

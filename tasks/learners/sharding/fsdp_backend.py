@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.checkpoint.shards import Named
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.forward.activation_checkpointing import find_layers
@@ -51,7 +51,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 class FsdpTensors(ShardingBackend):
     """The parameters of `model`, sharded by FSDP2; `trained` has this rank's shards."""
 
-    def __init__(self, model: nn.Module, config: RankedTrain, ranks: GlooRanks) -> None:
+    def __init__(self, model: nn.Module, config: TrainBase, ranks: GlooRanks) -> None:
         super().__init__(model, config, ranks)
         self._model = model
         self._root = self._shard_model()

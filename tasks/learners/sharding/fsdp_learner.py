@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from rollflow.tasks.learners.base import LearnerStart
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.forward.activation_checkpointing import find_layers
 from rollflow.tasks.learners.sharding.fsdp_backend import FsdpTensors, begin_group
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner, ShardedPolicy
@@ -21,7 +21,7 @@ class FsdpLearner(ShardedLearner):
     engine, engine_of_policy = FsdpTensors, FsdpPolicy
 
     @classmethod
-    def create(cls, config: RankedTrain, start: LearnerStart) -> Self:
+    def create(cls, config: TrainBase, start: LearnerStart) -> Self:
         """See `TorchLearner`; raise `ConfigError` if the model has no list of layers."""
         made = super().create(config, start)
         find_layers(made.model, "train.sharded")

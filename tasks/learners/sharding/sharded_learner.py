@@ -22,7 +22,7 @@ from torch import Tensor
 from rollflow.storage.objects.base import Data
 from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
 from rollflow.tasks.learners.checkpoint.shards import Files, Named, file_of, index_of, plan_files
-from rollflow.tasks.learners.config import RankedTrain
+from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.forward.critic import WEIGHT, Critic, drop_weights, value_loss
 from rollflow.tasks.learners.forward.reference import named_tensors
@@ -43,7 +43,7 @@ Stored = dict[str, dict[str, dict[str, Tensor]]]  # stem -> file name -> tensor 
 class ShardedPolicy(TrainedPolicy, ShardingBackend):
     """A policy whose parameters are sharded; a subclass adds a sharding backend as its other base class."""
 
-    def __init__(self, model: Any, config: RankedTrain, ranks: GlooRanks) -> None:
+    def __init__(self, model: Any, config: TrainBase, ranks: GlooRanks) -> None:
         self.model = model
         given = dict(model.named_parameters())
         self.rest = {name: tensor for name, tensor in named_tensors(model).items() if name not in given}

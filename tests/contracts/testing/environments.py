@@ -41,8 +41,7 @@ class CodePoints:
 
 def build_ports(config: EnvironmentConfig) -> EnvironmentPorts:
     """Build the ports of an environment with its tools; a token is a code point."""
-    tools = config.tools if isinstance(config, ImportEnvironment) else {}
-    return EnvironmentPorts(CodePoints(), PolicyRenderer(CodePoints(), ()), build_toolbox(tools))  # type: ignore[arg-type]
+    return EnvironmentPorts(CodePoints(), PolicyRenderer(CodePoints(), ()), build_toolbox(config.tool_parts))  # type: ignore[arg-type]
 
 
 @dataclass
