@@ -1,14 +1,19 @@
-"""The proxy: no token from wrong weights is used, requests go where there is room, and they survive the death of their
-engine."""
+"""Random tests of the proxy: engines die, join and are updated while requests run, and many calls are made at a time.
+
+Every request ends once, with its own tokens. `test_proxy_engines` and `test_proxy_requests` have an example of each
+promise.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from rollflow.storage.errors import EngineFailed
@@ -17,8 +22,10 @@ from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
-from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
+from rollflow.tasks.rollout.config import Routing
+from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration, WeightsProbe
 from rollflow.tasks.runtime.clock import run_virtual
+from tests.support.counts import examples
 
 NO_PROBE = WeightsProbe((), (), 0.1)
 CONFIG = TimedEngineConfig(
@@ -26,146 +33,8 @@ CONFIG = TimedEngineConfig(
 )
 
 
-class Probed(TimedEngine):
-    """A timed engine that answers the probe, with wrong values from some version on."""
-
-    def __init__(self, wrong_from: int) -> None:
-        super().__init__(CONFIG)
-        self.wrong_from = wrong_from
-
-    async def logprobs(self, tokens):  # type: ignore[no-untyped-def]
-        return (-1.0, -2.0 - (0.5 if self.version >= self.wrong_from else 0.0))
-
-
-PROBE = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.01)
-
-
 def request(number: int) -> GenerationRequest:
     return GenerationRequest(f"r{number}", ModelInput.of((1, 2)), 50, seed=number)
-
-
-def test_wrong_engine_is_closed_and_its_requests_move() -> None:
-    async def main() -> None:
-        good, bad = Probed(99), Probed(1)
-        for engine in (good, bad):
-            await engine.start()
-        proxy = InferenceProxy([good, bad], 4)
-        await proxy.update(0, Path(), PROBE, "continue")
-        running = [asyncio.create_task(proxy.generate(request(i))) for i in range(8)]
-        await asyncio.sleep(1.0)
-        await proxy.update(1, Path(), PROBE, "continue")
-        made = await asyncio.gather(*running)
-        assert all(m.generation.ending in (StopReason.STOP, StopReason.LENGTH) for m in made)
-        assert list(proxy.failed) == [1]
-        assert "differ from the learner's log-probs by 0.5 nats" in proxy.failed[1]
-        assert proxy.version == 1
-
-    run_virtual(main())
-
-
-def test_waiting_requests_fail_without_a_good_engine() -> None:
-    async def main() -> None:
-        engine = Probed(1)
-        await engine.start()
-        proxy = InferenceProxy([engine], 4)
-        await proxy.update(0, Path(), PROBE, "continue")
-        running = [asyncio.create_task(proxy.generate(request(i))) for i in range(6)]
-        await asyncio.sleep(1.0)
-        with pytest.raises(
-            EngineFailed,
-            match=r"no engine is left to run requests: .*the engine's weights are not the published weights",
-        ):
-            await proxy.update(1, Path(), PROBE, "continue")
-        for outcome in await asyncio.gather(*running, return_exceptions=True):
-            assert isinstance(outcome, EngineFailed)
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_update_continues_or_restarts_running_requests(in_flight: str) -> None:
-    """Continued requests have tokens of both versions and count from the old one; restarted ones have only new
-    tokens.
-    """
-
-    async def main() -> None:
-        engine = TimedEngine(CONFIG)
-        await engine.start()
-        proxy = InferenceProxy([engine], 4)
-        await proxy.update(0, Path(), NO_PROBE, "continue")
-        running = [asyncio.create_task(proxy.generate(request(i))) for i in range(4)]
-        await asyncio.sleep(0.55)
-        await proxy.update(1, Path(), NO_PROBE, in_flight)  # type: ignore[arg-type]
-        made = await asyncio.gather(*running)
-        versions = {v for m in made for v in m.generation.versions}
-        assert {m.version for m in made} == ({0} if in_flight == "continue" else {1})
-        assert versions == ({0, 1} if in_flight == "continue" else {1})
-        assert proxy.restarted == (0 if in_flight == "continue" else 4)
-
-    run_virtual(main())
-
-
-class Slow(TimedEngine):
-    """A timed engine that loads new weights slowly."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(CONFIG)
-        self.seconds = seconds
-
-    async def update(self, version: int, weights: Path) -> None:
-        await asyncio.sleep(self.seconds)
-        await super().update(version, weights)
-
-
-def test_version_counts_once_the_first_engine_serves_it() -> None:
-    """The slowest engine does not delay admission: it takes no request before it has the version."""
-
-    async def main() -> None:
-        engines = [Slow(1.0), Slow(100.0)]
-        for engine in engines:
-            await engine.start()
-        proxy = InferenceProxy(engines, 4)
-        seen: list[tuple[float, int]] = []
-        clock = asyncio.get_running_loop().time
-        proxy.on_change = lambda: seen.append((clock(), proxy.version))
-        await proxy.update(0, Path(), NO_PROBE, "continue")
-        began = clock()
-        updating = asyncio.create_task(proxy.update(1, Path(), NO_PROBE, "continue"))
-        await asyncio.sleep(2.0)
-        assert proxy.version == 1
-        assert any(at < began + 2.0 and version == 1 for at, version in seen)
-        assert {(await proxy.generate(request(i))).version for i in range(4)} == {1}
-        assert engines[1].version == 0
-        assert clock() < began + 100.0
-        await updating
-        assert [engine.version for engine in engines] == [1, 1]
-
-    run_virtual(main())
-
-
-def test_capacity_counts_only_live_engines() -> None:
-    async def main() -> None:
-        engines = [TimedEngine(CONFIG) for _ in range(3)]
-        for engine in engines:
-            await engine.start()
-        proxy = InferenceProxy(engines, 4, 1e6)
-        await proxy.update(0, Path(), NO_PROBE, "continue")
-        assert proxy.capacity == 12
-        told: list[int] = []
-        proxy.on_change = lambda: told.append(proxy.capacity)
-        # Without engines the capacity is that of one, so that requests still arrive and fail.
-        for engine, left in zip(engines, (8, 4, 4), strict=True):
-            running = [asyncio.create_task(proxy.generate(request(100 * left + i))) for i in range(12)]
-            await asyncio.sleep(0.1)
-            engine.kill("killed by the test")
-            await asyncio.sleep(0.1)
-            assert proxy.capacity == left
-            for one in running:
-                one.cancel()
-        await proxy.join(0, TimedEngine(CONFIG))
-        assert told[-1] == 4  # the new engine has joined
-
-    run_virtual(main())
 
 
 @dataclass
@@ -260,41 +129,124 @@ def test_every_request_ends_once_and_keeps_its_tokens(
             assert versions[: len(world.had[seed])] == world.had[seed].versions
 
 
-def test_requests_wait_for_an_engine_to_join() -> None:
-    async def main() -> None:
-        first, second = TimedEngine(CONFIG), TimedEngine(CONFIG)
-        proxy = InferenceProxy([first], 4, replacement_seconds=10.0)
-        await proxy.update(0, Path(), NO_PROBE, "continue")
-        running = [asyncio.create_task(proxy.generate(request(number))) for number in range(6)]
-        await asyncio.sleep(1.0)
-        first.kill()
-        assert proxy.failed == {0: "the timed engine was killed"}
-        await proxy.update(1, Path(), NO_PROBE, "continue")
-        assert proxy.version == 1
-        await proxy.join(0, second)
-        made = await asyncio.gather(*running)
-        assert proxy.taken_over == 4
-        assert [m.version for m in made] == [0, 0, 0, 0, 1, 1]
-        assert all(m.generation.versions.count(0) == 10 for m in made[:4])  # a second at 0.1 s a token
-        assert proxy.failed == {}
+# --- a crowd of calls -----------------------------------------------------------------------------------------
 
-        second.kill()
-        with pytest.raises(EngineFailed, match="no engine is left to run requests: the timed engine was killed"):
-            await proxy.generate(request(7))
-        assert asyncio.get_running_loop().time() > 10.0
-
-    run_virtual(main())
+SLOTS = 3
+TIMED = TimedEngineConfig(
+    max_concurrent_requests=SLOTS, median_tokens=4, max_new_tokens=12, seconds_per_token=0.1, update_seconds=0.1
+)
 
 
-def test_engine_with_wrong_weights_does_not_join() -> None:
-    async def main() -> None:
-        proxy = InferenceProxy([Probed(99)], 4)
-        await proxy.update(0, Path(), PROBE, "continue")
-        running = asyncio.create_task(proxy.generate(request(0)))
-        await asyncio.sleep(1.0)
-        with pytest.raises(EngineFailed, match="not the published weights"):
-            await proxy.join(0, Probed(0))
-        assert proxy.failed == {}
-        assert (await running).version == 0
+class Strict(TimedEngine):
+    """A timed engine that rejects more requests than slots; its calls take effect a moment later."""
 
-    run_virtual(main())
+    now = 0
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.now += 1
+        assert self.now <= SLOTS, "more requests than slots"
+        try:
+            return await super().generate(request)
+        finally:
+            self.now -= 1
+
+    async def abort(self, ids: Any) -> None:
+        await asyncio.sleep(0.05)
+        await super().abort(ids)
+
+
+@dataclass
+class Crowd:
+    """Makes random calls to the proxy. A request's number is its seed, so its response is known."""
+
+    routing: Routing
+    in_flight: InFlight
+    tasks: dict[int, asyncio.Task[StopReason]] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
+    cancelled: set[int] = field(default_factory=set)
+
+    async def run(self, events: list[tuple[float, str, int, int]]) -> None:
+        self.proxy = InferenceProxy([Strict(TIMED), Strict(TIMED)], SLOTS, 1e6, self.routing)
+        await self.proxy.update(0, Path(), NO_PROBE, self.in_flight)
+        changes = [asyncio.create_task(self.change(*event)) for event in events]
+        await asyncio.gather(*changes)
+        for place in self.proxy.failed:
+            await self.proxy.join(place, Strict(TIMED))
+        async with asyncio.timeout(100):
+            outcomes = await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        for number, outcome in zip(self.tasks, outcomes, strict=True):
+            if isinstance(outcome, asyncio.CancelledError):
+                assert number in self.cancelled
+            else:
+                assert outcome in (StopReason.STOP, StopReason.LENGTH) or number in self.aborted, outcome
+        assert self.proxy.running == 0
+        assert all(lane.taken == 0 for lane in self.proxy._queue.places.values())
+
+    async def change(self, at: float, what: str, number: int, many: int) -> None:
+        await asyncio.sleep(at)
+        match what:
+            case "ask":
+                for _ in range(many):
+                    self.ask(self.one(str(len(self.tasks)), number))
+            case "abort":
+                await self.abort(number, many)
+            case "cancel":
+                self.cancelled |= {key for key in self.some(number, many) if self.tasks[key].cancel()}
+            case "kill":
+                self.proxy._queue.places[number % 2].engine.kill()  # type: ignore[attr-defined]
+            case "join":
+                await self.proxy.join(number % 2, Strict(TIMED))
+            case _:
+                version = max(self.proxy.version, self.proxy._taken.version if self.proxy._taken else 0) + 1
+                await self.proxy.update(version, Path(), NO_PROBE, self.in_flight)
+        for _ in range(4):  # a cancelled task needs some turns of the loop
+            await asyncio.sleep(0)
+        self.check()
+
+    def check(self) -> None:
+        """Check that no request waits while there is room."""
+        queue = self.proxy._queue
+        if any(ticket.waits for _, ticket in queue._queue):
+            assert not any(lane.free for lane in queue.live)
+
+    def some(self, number: int, width: int) -> list[int]:
+        running = [key for key, task in self.tasks.items() if not task.done()]
+        return running[number : number + width]
+
+    async def abort(self, number: int, width: int) -> None:
+        """Check that they end immediately, unless an engine is being updated."""
+        chosen = self.some(number, width)
+        self.aborted |= set(chosen)
+        alone = [key for key in chosen if f"r{key}" in self.proxy._jobs]
+        await self.proxy.abort([f"r{key}" for key in chosen])
+        await asyncio.sleep(2 * TIMED.update_seconds + 0.1)
+        assert all(self.tasks[key].done() for key in alone), "an aborted request goes on"
+
+    def ask(self, coroutine: Coroutine[Any, Any, StopReason]) -> None:
+        self.tasks[len(self.tasks)] = asyncio.create_task(coroutine)
+
+    async def one(self, name: str, priority: int) -> StopReason:
+        request = GenerationRequest(f"r{name}", ModelInput.of((1,)), 12, seed=priority)
+        asked = RequestOptions(priority, priority)
+        return StopReason((await self.proxy.generate(request, asked)).generation.ending)
+
+
+EVENTS = st.tuples(
+    st.integers(0, 40).map(lambda twentieths: twentieths / 20),
+    st.sampled_from(["ask", "abort", "cancel", "kill", "join", "update"]),
+    st.integers(0, 5),
+    st.integers(1, SLOTS),
+)
+
+
+@pytest.mark.many
+@settings(max_examples=examples(600), deadline=None, phases=set(Phase) - {Phase.explain})
+@given(
+    st.lists(EVENTS, max_size=16),
+    st.sampled_from(["least-work", "prefix"]),
+    st.sampled_from(["continue", "restart"]),
+)
+def test_every_request_to_the_proxy_ends(
+    events: list[tuple[float, str, int, int]], routing: Routing, in_flight: InFlight
+) -> None:
+    run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask", 0, 2), *events]))

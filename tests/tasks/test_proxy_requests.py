@@ -8,7 +8,7 @@ import pytest
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import StopReason
-from rollflow.tasks.engines.base import Generation, GenerationRequest
+from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, request, virtual
 
@@ -216,5 +216,24 @@ def test_unstarted_request_gets_the_version_at_its_end() -> None:
         with pytest.raises(EngineFailed, match="no engine is left to run requests: refused"):
             await proxy.generate(request("a"))
         assert (proxy.running, proxy.restarted) == (0, 1)
+
+    virtual(main)
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "restart"])
+def test_update_continues_or_restarts_running_requests(in_flight: InFlight) -> None:
+    """Continued requests have tokens of both versions and count from the old one; restarted ones only of the new."""
+
+    async def main() -> None:
+        proxy = InferenceProxy([Noting()], 4)
+        await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
+        running = [asking(proxy, name) for name in "abcd"]
+        await asyncio.sleep(0.55)
+        await proxy.update(1, WEIGHTS, NO_PROBE, in_flight)
+        made = await asyncio.gather(*running)
+        versions = {v for m in made for v in m.generation.versions}
+        assert {m.version for m in made} == ({0} if in_flight == "continue" else {1})
+        assert versions == ({0, 1} if in_flight == "continue" else {1})
+        assert proxy.restarted == (0 if in_flight == "continue" else 4)
 
     virtual(main)

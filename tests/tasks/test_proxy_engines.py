@@ -1,15 +1,41 @@
-"""The proxy's calls to engines when they are updated, borrowed or replaced, worked by hand."""
+"""The proxy's engines, worked by hand: they are probed, updated, borrowed, replaced, and die."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.tasks.engines.base import InFlight
+from rollflow.storage.model_input import ModelInput
+from rollflow.storage.records import StopReason
+from rollflow.tasks.engines.base import GenerationRequest, InFlight
+from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
+from rollflow.tasks.runtime.clock import run_virtual
 from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, virtual
+
+TIMED = TimedEngineConfig(
+    max_concurrent_requests=4, max_new_tokens=50, median_tokens=30, sigma=0.5, seconds_per_token=0.1
+)
+PROBE = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.01)
+
+
+class Probed(TimedEngine):
+    """A timed engine that answers the probe, with wrong values from some version on."""
+
+    def __init__(self, wrong_from: int) -> None:
+        super().__init__(TIMED)
+        self.wrong_from = wrong_from
+
+    async def logprobs(self, tokens):  # type: ignore[no-untyped-def]
+        return (-1.0, -2.0 - (0.5 if self.version >= self.wrong_from else 0.0))
+
+
+def numbered(number: int) -> GenerationRequest:
+    return GenerationRequest(f"r{number}", ModelInput.of((1, 2)), 50, seed=number)
 
 
 @pytest.mark.parametrize(
@@ -238,3 +264,99 @@ def test_replaced_engine_hands_its_requests_over() -> None:
         assert (await elsewhere).generation.id == "b"
 
     virtual(main)
+
+
+def test_wrong_engine_is_closed_and_its_requests_move() -> None:
+    async def main() -> None:
+        good, bad = Probed(99), Probed(1)
+        for engine in (good, bad):
+            await engine.start()
+        proxy = InferenceProxy([good, bad], 4)
+        await proxy.update(0, Path(), PROBE, "continue")
+        running = [asyncio.create_task(proxy.generate(numbered(i))) for i in range(8)]
+        await asyncio.sleep(1.0)
+        await proxy.update(1, Path(), PROBE, "continue")
+        made = await asyncio.gather(*running)
+        assert all(m.generation.ending in (StopReason.STOP, StopReason.LENGTH) for m in made)
+        assert list(proxy.failed) == [1]
+        assert "differ from the learner's log-probs by 0.5 nats" in proxy.failed[1]
+        assert proxy.version == 1
+
+    run_virtual(main())
+
+
+class Slow(TimedEngine):
+    """A timed engine that loads new weights slowly."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(TIMED)
+        self.seconds = seconds
+
+    async def update(self, version: int, weights: Path) -> None:
+        await asyncio.sleep(self.seconds)
+        await super().update(version, weights)
+
+
+def test_version_counts_once_the_first_engine_serves_it() -> None:
+    """The slowest engine does not delay admission: it takes no request before it has the version."""
+
+    async def main() -> None:
+        engines = [Slow(1.0), Slow(100.0)]
+        for engine in engines:
+            await engine.start()
+        proxy = InferenceProxy(engines, 4)
+        seen: list[tuple[float, int]] = []
+        clock = asyncio.get_running_loop().time
+        proxy.on_change = lambda: seen.append((clock(), proxy.version))
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        began = clock()
+        updating = asyncio.create_task(proxy.update(1, Path(), NO_PROBE, "continue"))
+        await asyncio.sleep(2.0)
+        assert proxy.version == 1
+        assert any(at < began + 2.0 and version == 1 for at, version in seen)
+        assert {(await proxy.generate(numbered(i))).version for i in range(4)} == {1}
+        assert engines[1].version == 0
+        assert clock() < began + 100.0
+        await updating
+        assert [engine.version for engine in engines] == [1, 1]
+
+    run_virtual(main())
+
+
+def test_capacity_counts_only_live_engines() -> None:
+    async def main() -> None:
+        engines = [TimedEngine(TIMED) for _ in range(3)]
+        for engine in engines:
+            await engine.start()
+        proxy = InferenceProxy(engines, 4, 1e6)
+        await proxy.update(0, Path(), NO_PROBE, "continue")
+        assert proxy.capacity == 12
+        told: list[int] = []
+        proxy.on_change = lambda: told.append(proxy.capacity)
+        # Without engines the capacity is that of one, so that requests still arrive and fail.
+        for engine, left in zip(engines, (8, 4, 4), strict=True):
+            running = [asyncio.create_task(proxy.generate(numbered(100 * left + i))) for i in range(12)]
+            await asyncio.sleep(0.1)
+            engine.kill("killed by the test")
+            await asyncio.sleep(0.1)
+            assert proxy.capacity == left
+            for one in running:
+                one.cancel()
+        await proxy.join(0, TimedEngine(TIMED))
+        assert told[-1] == 4  # the new engine has joined
+
+    run_virtual(main())
+
+
+def test_engine_with_wrong_weights_does_not_join() -> None:
+    async def main() -> None:
+        proxy = InferenceProxy([Probed(99)], 4)
+        await proxy.update(0, Path(), PROBE, "continue")
+        running = asyncio.create_task(proxy.generate(numbered(0)))
+        await asyncio.sleep(1.0)
+        with pytest.raises(EngineFailed, match="not the published weights"):
+            await proxy.join(0, Probed(0))
+        assert proxy.failed == {}
+        assert (await running).version == 0
+
+    run_virtual(main())
