@@ -24,8 +24,8 @@ class LoadState:
     """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
     contents of the files follow the message.
 
-    X
-    All ranks use the first rank's `width`, because all ranks must pack a batch into equal lines.
+    `width` is the width of the model's layers, or None if rows of this model do not share prompts. All ranks use the
+    first rank's `width`, because all ranks must pack a batch into equal lines.
     """
 
     weights: Mapping[str, int]
