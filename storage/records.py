@@ -44,7 +44,7 @@ class Outcome(StrEnum):
     UNPARSABLE = "unparsable"  # the response has no answer in the expected form
     TIMEOUT = "timeout"  # the deadline passed
     KILLED = "killed"  # the process that judged or ran the response was killed
-    UNJUDGED = "unjudged"  # nobody judged the response
+    UNJUDGED = "unjudged"  # nobody could judge the response, for a reason that the policy cannot have caused
 
 
 class DiscardReason(StrEnum):
@@ -54,6 +54,7 @@ class DiscardReason(StrEnum):
     FAILED = "failed"  # the group's engine or verifier failed
     FILTERED = "filtered"  # the run's filter removed the group, because the group carries no training signal
     REDUNDANT = "redundant"  # the group was an extra one, and the batch did not need it
+    UNJUDGED = "unjudged"  # a response of the group could not be judged, after several tries
     CORRUPT = "corrupt"  # the group's batch was voided: its file was damaged, or a value was not finite
 
     @property

@@ -23,6 +23,7 @@ class BatchLimits:
     group_size: int  # trajectories per group
     redundant_responses: int  # number of responses that are started per group in addition to `group_size`
     max_new_tokens: int
+    judges_all: bool  # True if no response that could not be judged is trained on
     reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config discards groups
     made_up: bool = False  # true: a timed engine invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response

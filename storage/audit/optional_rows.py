@@ -57,8 +57,10 @@ class _Rows:
         return f"{self.keys[row].prompt}.{self.keys[row].attempt}.{self.samples[row]}"
 
 
-def check_optional(batch: TrajectoryBatch, vocabulary: int) -> Iterator[Found]:
+def check_optional(batch: TrajectoryBatch, vocabulary: int, *, judges_all: bool = False) -> Iterator[Found]:
     """Report values of optional columns that rollflow never writes; all token ids must be below `vocabulary`.
+
+    With `judges_all`, report each trajectory that nobody could judge, because a run must not train on it.
 
     The module `rows` must have checked that all list columns of a row have the same length.
     """
@@ -67,6 +69,10 @@ def check_optional(batch: TrajectoryBatch, vocabulary: int) -> Iterator[Found]:
         rows = _Rows.of(batch, vocabulary)
         for name, column in columns.items():
             yield from CHECKS[name](rows, column)
+        if judges_all and "outcome" in columns:
+            for row, outcome in enumerate(columns["outcome"].to_pylist()):
+                if outcome == Outcome.UNJUDGED:
+                    yield "unjudged", f"nobody judged trajectory {rows.name(row)}, and the batch contains it"
 
 
 def _check_parts(rows: _Rows, column: pa.Array) -> Iterator[Found]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from rollflow.storage.log.state import RunState
 
-ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage"]
+ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage", "unjudged"]
 SPANS = 64  # largest number of version ranges with separate counts, so that a report does not grow with the run
 
 

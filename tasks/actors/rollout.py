@@ -51,6 +51,7 @@ from rollflow.tasks.rollout.evaluation import (
     store_evaluation,
     store_skipped,
 )
+from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
@@ -325,7 +326,7 @@ class RolloutActor:
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        score = await self.reward.score(request)
+        score = await judge_repeatedly(self.reward.score, self.config.reward.judge_tries)(request)
         self._judged += 1
         return score
 

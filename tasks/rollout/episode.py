@@ -23,7 +23,7 @@ from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
-NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.UNJUDGED)
+NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NOTHING = TokenSpan()
 CHOSEN = b"\1"
 

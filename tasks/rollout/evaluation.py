@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, EngineFailed, Missing
 from rollflow.storage.objects.base import ObjectStore
-from rollflow.storage.records import Prompt
+from rollflow.storage.records import Outcome, Prompt
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.environments.base import Environment
@@ -35,7 +35,7 @@ from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
-from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged
 
 T = TypeVar("T")
 AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died
@@ -159,9 +159,15 @@ class Evaluator:
     ports: EnvironmentPorts = NO_PORTS
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns."""
+        """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns.
+
+        Raises:
+            Unjudged: nobody could judge a response, so an accuracy would count it as wrong.
+        """
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
         done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
+        if missing := [score.reason for score, _ in done if score.outcome is Outcome.UNJUDGED]:
+            raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
         passed = [score.value == 1.0 for score, _ in done]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return Evaluation(
@@ -259,6 +265,8 @@ class Evaluations:
                         return await self._evaluate_on(engine, version)
                     except EngineFailed as error:
                         failures.append(error)
+            except Unjudged as error:
+                return EvaluationSkipped(version, str(error))
             except (Missing, Corrupt) as error:
                 return EvaluationSkipped(version, f"the weights of this version are gone: {error}")
             except EngineFailed:  # no engine is free, or the borrowed engine died and will be replaced

@@ -7,6 +7,8 @@
 - A request for which no engine was left is sent again, with the same seed. The group's other responses are kept.
 - If more than `group_size` responses are generated, the first `group_size` responses that end are kept, and the others
   are aborted. The tokens of all responses are counted.
+- If nobody can judge a response, after several tries, the dispatch is given up: a reward of 0 would train the policy on
+  a failure that the policy did not cause.
 - `give_up` aborts the running requests. A dispatch that was given up returns a `Discard` with the number of tokens that
   were generated for the dispatch.
 - An environment may compute between two turns. If an episode is given up while its environment computes, the task of
@@ -23,7 +25,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from rollflow.storage.errors import EngineFailed
-from rollflow.storage.records import Discard, DiscardReason, GroupKey, Prompt, StopReason, Trajectory, TrajectoryGroup
+from rollflow.storage.records import (
+    Discard,
+    DiscardReason,
+    GroupKey,
+    Outcome,
+    Prompt,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment
@@ -65,6 +76,7 @@ class GroupRollout:
     number: int  # position of this dispatch among all dispatches of its scheduler
     awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
     redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
+    unjudged: str = field(default="", kw_only=True)  # why a response could not be judged
     unanswered: int = field(init=False)  # number of episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
@@ -137,6 +149,10 @@ class GroupRollout:
         finally:
             self._playing.discard(episode)
         if score is None:
+            return None
+        if score.outcome is Outcome.UNJUDGED and ports.limits.judge_tries:
+            self.unjudged = score.reason
+            await self.give_up(DiscardReason.UNJUDGED)
             return None
         trajectory = episode.trajectory(sample, episode.started_version(self.ports.limits.staleness_from), score)
         self.ports.spans.respond(self.key, trajectory)

@@ -36,6 +36,9 @@ class RolloutLimits:
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
     filter: FilterConfig | None = None
+    # times that a response is judged while its outcome is "unjudged"; 0: an unjudged response is trained on
+    judge_tries: int = 0
+    max_unjudged: int = 20  # the run fails after this many unjudged groups in a row
     shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the trained groups
 
     @property

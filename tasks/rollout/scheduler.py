@@ -45,6 +45,7 @@ from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
+from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
@@ -116,7 +117,7 @@ class RolloutScheduler:
         self._group_ports = GroupPorts(
             limits,
             proxy,
-            ports.score,
+            judge_repeatedly(ports.score, limits.judge_tries),
             self._count_response,
             self._note_start,
             ports.environment,
@@ -130,6 +131,7 @@ class RolloutScheduler:
         self._generating = 0  # number of unfinished responses of all running groups
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
+        self._unjudged_in_a_row = 0
         self._published = proxy.version  # newest published version, and number of the learner's next batch
         self._aborts: set[asyncio.Task[None]] = set()
         self._room, self._ready = asyncio.Event(), asyncio.Event()
@@ -220,10 +222,23 @@ class RolloutScheduler:
         self._starts.remove(rollout)
         self._free_requests(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
+            self._unjudged_in_a_row = 0
             self._add_scored(ended, rollout)
         else:
             self._discard(ended)
+            self._check_judged(ended, rollout.unjudged)
         self._ready.set()
+
+    def _check_judged(self, discard: Discard, why: str) -> None:
+        """Raise `ConfigError` after too many groups in a row with a response that nobody could judge."""
+        if discard.reason is not DiscardReason.UNJUDGED:
+            return
+        self._unjudged_in_a_row += 1
+        if self._unjudged_in_a_row == self.limits.max_unjudged:
+            raise ConfigError(
+                f"reward.max_unjudged = {self.limits.max_unjudged}: so many groups in a row had a response that nobody "
+                f"could judge (the last reason: {why}); fix the scorer, then resume the run"
+            )
 
     async def _count_response(self, tokens: int) -> None:
         """Count a response that ended."""

@@ -301,7 +301,7 @@ BEFORE: dict[str, dict[str, Any]] = {
         "attention": "default",
         "advantage_dtype": "float32",
     },
-    "reward": {"special_tokens": False},
+    "reward": {"special_tokens": False, "judge_tries": 0},
 }
 
 

@@ -30,5 +30,7 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         batch_order=rollout.batch_order,
         staleness_from=rollout.staleness_from,
         filter=rollout.filter,
+        judge_tries=config.reward.judge_tries,
+        max_unjudged=config.reward.max_unjudged,
         shares=tuple(source.share for source in config.prompts),
     )

@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
+from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Outcome
 from rollflow.storage.token_arrays import Int32s
 
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # character limits of a reason, and of a failure's reason
 LARGEST = 3.4028234663852886e38  # largest absolute value of a score: the largest float32
+FAILED = " failed: "  # in the reason of a score of `failure_score`, between the code's name and its error
 MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts, and of characters in a part's name
 
 ScoreColumns = tuple[float, str, str, dict[str, float], float]  # value, reason, outcome, parts, seconds
@@ -154,11 +156,26 @@ def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+class Unjudged(RollflowError):
+    """Nobody can judge this response now, for a reason that the policy cannot have caused: judge it again later."""
+
+
 def failure_score(who: str, error: BaseException) -> Score:
-    """Return the score of a response on which user code failed, and log a warning."""
-    reason = make_storable(f"{who} failed: {type(error).__name__}: {error}", LONGEST_FAILURE)
-    logging.getLogger(__name__).warning("a response gets a reward of 0, as its %s", reason)
-    return Score(0.0, reason, Outcome.UNJUDGED)
+    """Return the score of a response on which user code failed, and log a warning.
+
+    A failure that the response may have caused scores 0, because otherwise the policy could learn to cause it. Only
+    `Unjudged` and a lost connection have other causes; then the response is unjudged.
+    """
+    reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
+    is_unjudged = isinstance(error, Unjudged | ConnectionError)
+    effect = "nobody could judge a response" if is_unjudged else "a response gets a reward of 0"
+    logging.getLogger(__name__).warning("%s, as its %s", effect, reason)
+    return Score(0.0, reason, Outcome.UNJUDGED if is_unjudged else Outcome.UNPARSABLE)
+
+
+def is_failure(score: Score) -> bool:
+    """Return whether a score says that user code failed on the response, as `failure_score` does."""
+    return score.value == 0 and FAILED in score.reason
 
 
 def timeout_score(seconds: float) -> Score:

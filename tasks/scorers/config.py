@@ -64,6 +64,16 @@ class RewardBase(Section):
         description="seconds allowed for scoring one response; after this time its reward is 0, and the reason is "
         "recorded",
     )
+    judge_tries: int = Field(
+        3,
+        ge=0,
+        le=100,
+        description="number of times that a response is judged while nobody can judge it, for example because a "
+        "judge's server is away; then its group is discarded, and its prompt is issued again. 0: its reward is 0",
+    )
+    max_unjudged: int = Field(
+        20, gt=0, description="the run fails after this many groups in a row with a response that nobody could judge"
+    )
     start_seconds: float = Field(
         120.0,
         gt=0,

@@ -285,7 +285,7 @@ def test_wrong_generation_request_fails_its_episode(wrong: dict[str, Any], reaso
     environment._own.request = wrong  # type: ignore[attr-defined]
     pipeline = Pipeline(MemoryStore(reason), versions=1, sigma=0.0, environment=environment)
     run_virtual(pipeline.run())
-    assert all(reason in one.reason and one.outcome is Outcome.UNJUDGED for one in trajectories(pipeline))
+    assert all(reason in one.reason and one.outcome is Outcome.UNPARSABLE for one in trajectories(pipeline))
 
 
 def test_run_without_a_tokenizer_says_so() -> None:
@@ -362,7 +362,7 @@ def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong), vocabulary=300)
     run_virtual(pipeline.run())
     assert {one.reward for one in trajectories(pipeline)} == {0.0}
-    outcome = Outcome.WRONG if wrong in ("half", "unsaid") else Outcome.UNJUDGED
+    outcome = Outcome.WRONG if wrong in ("half", "unsaid") else Outcome.UNPARSABLE
     assert {one.outcome for one in trajectories(pipeline)} == {outcome}
     named = reason.replace("environment", f"environment {__name__}:Odd", 1 if "failed" in reason else 0)
     assert all(one.reason.startswith(named) for one in trajectories(pipeline))

@@ -126,10 +126,10 @@ async def test_every_response_gets_an_outcome(pool: Callable[..., Scorer], name:
     found = await score_all(scorer, references)
     assert found == [
         *(CLOSE, CLOSE),
-        unjudged("LookupError: no such answer"),
+        failure("LookupError: no such answer"),
         Score(0.0, "deadline: no verdict in 3 s", Outcome.TIMEOUT),
         Score(0.0, "the reward worker died twice on this response", Outcome.KILLED),
-        Score(0.0, "request failed: TypeError: Object of type set is not JSON serializable", Outcome.UNJUDGED),
+        Score(0.0, "request failed: TypeError: Object of type set is not JSON serializable", Outcome.UNPARSABLE),
         CLOSE,
     ]
     assert (scorer.usage.scored, scorer.usage.timeouts) == (len(references) - 1, 1)
@@ -230,8 +230,8 @@ async def test_worker_process_checks_the_whole_responses_form(folder: Path) -> N
     assert [score.value for score in found] == [1.0, -0.5, -0.5]
 
 
-def unjudged(reason: str) -> Score:
-    return Score(0.0, f"verifier failed: {reason}", Outcome.UNJUDGED)
+def failure(reason: str) -> Score:
+    return Score(0.0, f"verifier failed: {reason}", Outcome.UNPARSABLE)
 
 
 @pytest.mark.parametrize(
@@ -243,30 +243,30 @@ def unjudged(reason: str) -> Score:
         (Score(0.5, None), Score(0.5, "None")),  # type: ignore[arg-type]
         (
             Score(math.inf, "much"),
-            unjudged("ValueError: the score's value is inf, which is not a finite float32 number"),
+            failure("ValueError: the score's value is inf, which is not a finite float32 number"),
         ),
         (
             Score(-1e39, "more than a float32"),
-            unjudged("ValueError: the score's value is -1e+39, which is not a finite float32 number"),
+            failure("ValueError: the score's value is -1e+39, which is not a finite float32 number"),
         ),
         (Score(3e38, "as much as one"), Score(3e38, "as much as one")),
-        (Score("1", "text"), unjudged("TypeError: the score's value is a str, not a number")),  # type: ignore[arg-type]
+        (Score("1", "text"), failure("TypeError: the score's value is a str, not a number")),  # type: ignore[arg-type]
         (1, Score(1.0)),
         (True, Score(1.0)),
         (np.float32(0.5), Score(0.5)),
-        ("good", unjudged("TypeError: the score is a str, not a Score or a number")),
-        (None, unjudged("TypeError: the score is a NoneType, not a Score or a number")),
+        ("good", failure("TypeError: the score is a str, not a Score or a number")),
+        (None, failure("TypeError: the score is a NoneType, not a Score or a number")),
         (Score(1.0, "", "partial"), Score(1.0, "", Outcome.PARTIAL)),  # type: ignore[arg-type]
-        (Score(1.0, "", "good"), unjudged("ValueError: 'good' is not a valid Outcome")),  # type: ignore[arg-type]
+        (Score(1.0, "", "good"), failure("ValueError: 'good' is not a valid Outcome")),  # type: ignore[arg-type]
         (Score(0.5, parts={"a": 1, "b\ud83d": 2.0}), Score(0.5, parts={"a": 1.0, r"b\ud83d": 2.0})),
         (
             Score(0.5, parts={"a": math.nan}),
-            unjudged("ValueError: the score's part 'a' is nan, which is not a finite float32 number"),
+            failure("ValueError: the score's part 'a' is nan, which is not a finite float32 number"),
         ),
-        (Score(0.5, parts={"a": None}), unjudged("TypeError: the score's part 'a' is a NoneType, not a number")),  # type: ignore[dict-item]
+        (Score(0.5, parts={"a": None}), failure("TypeError: the score's part 'a' is a NoneType, not a number")),  # type: ignore[dict-item]
         (
             Score(0.5, parts={str(number): 1.0 for number in range(65)}),
-            unjudged("ValueError: the score has 65 parts, but a score has at most 64"),
+            failure("ValueError: the score has 65 parts, but a score has at most 64"),
         ),
     ],
 )

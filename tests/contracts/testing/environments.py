@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rollflow.storage.model_input import ModelInput
-from rollflow.storage.records import Outcome, Prompt, StopReason
+from rollflow.storage.records import Prompt, StopReason
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment
@@ -19,7 +19,7 @@ from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironm
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.policies.renderer import PolicyRenderer
-from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.base import Score, is_failure
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, run_bounded
 
 PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
@@ -135,7 +135,7 @@ class EnvironmentContract:
         scores = run_bounded(play_all(), "an episode", self.hang_seconds)
         for episode, score in zip(episodes, scores, strict=True):
             assert not episode.fault, episode.fault
-            assert score is None or score.outcome is not Outcome.UNJUDGED, (
+            assert score is None or not is_failure(score), (
                 f"an episode must end with a score or None, but: {score.reason}"
             )
         return scores

@@ -17,7 +17,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.scorers import build_scorer, build_verifier
-from rollflow.tasks.scorers.base import Score, ScoreRequest, validate_score
+from rollflow.tasks.scorers.base import Score, ScoreRequest, is_failure, validate_score
 from rollflow.tasks.scorers.config import ImportReward, RewardConfig
 from rollflow.tasks.scorers.verifier import Verifier, score_response
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, reach_from_workers
@@ -75,7 +75,7 @@ class ScorerContract:
     def test_score_is_a_finite_number_with_an_outcome(self, case: ScorerCase, verify: Verifier) -> None:
         responses = (case.right, case.wrong, *ODD)
         for response, score in zip(responses, self.score(verify, case, *responses), strict=True):
-            assert score.outcome is not Outcome.UNJUDGED, (
+            assert not is_failure(score), (
                 f"every response must get a score that is a finite number, but for {response!r}: {score.reason}"
             )
             assert math.isfinite(score.value)
