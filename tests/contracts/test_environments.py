@@ -362,7 +362,7 @@ def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong), vocabulary=300)
     run_virtual(pipeline.run())
     assert {one.reward for one in trajectories(pipeline)} == {0.0}
-    outcome = Outcome.WRONG if wrong in ("half", "unsaid") else Outcome.UNPARSABLE
+    outcome = Outcome.WRONG if wrong in ("half", "nothing", "unsaid") else Outcome.UNPARSABLE
     assert {one.outcome for one in trajectories(pipeline)} == {outcome}
     named = reason.replace("environment", f"environment {__name__}:Odd", 1 if "failed" in reason else 0)
     assert all(one.reason.startswith(named) for one in trajectories(pipeline))

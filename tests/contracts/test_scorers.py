@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,14 @@ from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
-from rollflow.tasks.scorers.config import ExactReward, Format, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.config import (
+    CodeReward,
+    ExactReward,
+    Format,
+    ImportReward,
+    ReasoningGymReward,
+    RewardConfig,
+)
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import Verifier, score_response
 from rollflow.testing.scorers import ODD, ScorerCase, ScorerContract
@@ -33,6 +41,9 @@ CASES = {
     "reasoning-gym": ScorerCase(ReasoningGymReward(), FAMILY, SUM["answer"]),
     "exact": ScorerCase(ExactReward(), {"family": None, "answer": 17}),
     "import": ScorerCase(ImportReward(path="letters.rewards:near", options={"width": 2}), {"answer": "17"}),
+    "code": ScorerCase(
+        CodeReward(fenced=False), {"cases": [{"stdin": "", "stdout": "17"}]}, right="print(17)", wrong="print(1)"
+    ),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
 
@@ -41,6 +52,8 @@ CASES = {
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScorerCase:
     put_in_reach(monkeypatch, FOLDER)
     found: ScorerCase = request.param
+    if isinstance(found.config, CodeReward) and not shutil.which("bwrap"):
+        pytest.skip("there is no program bwrap")
     return found
 
 

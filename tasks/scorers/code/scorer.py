@@ -32,6 +32,7 @@ class CodeScorer:
         self._config = config
         self._sandboxes = sandboxes
         self._starting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the sandboxes were started
 
     async def score(self, response: str, reference: Mapping[str, Any]) -> Score:
         """Score one response.
@@ -54,11 +55,13 @@ class CodeScorer:
 
     async def start(self) -> Sandboxes:
         """Return the sandboxes, started; raise `ConfigError` if this machine cannot run them."""
+        if self._loop not in (None, asyncio.get_running_loop()):
+            self._sandboxes, self._starting = None, asyncio.Lock()  # they ended with their event loop
         async with self._starting:
             if self._sandboxes is None:
                 sandboxes = build_sandboxes(self._config.sandbox)
                 await sandboxes.start()
-                self._sandboxes = sandboxes
+                self._sandboxes, self._loop = sandboxes, asyncio.get_running_loop()
         return self._sandboxes
 
     async def close(self) -> None:
