@@ -131,7 +131,7 @@ def test_run_ends_if_nobody_judges_any_group() -> None:
     assert "the judge is away" in str(error)
 
 
-def test_audit_reports_an_unjudged_trajectory_that_was_trained_on() -> None:
+def test_audit_reports_an_unjudged_trajectory() -> None:
     pipeline = FlakyJudge(MemoryStore("old"), versions=2, choices={"judge_tries": 0})
     pipeline.share = 0.3
     run_virtual(pipeline.run())
