@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from rollflow.tasks.scorers.base import LONGEST_REASON, Score, failure_score, ma
 from rollflow.tasks.scorers.config import Format
 
 Reference = Mapping[str, Any]
+_THREAD = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Verifier:
     def __call__(self, response: str, reference: Reference) -> Any:
         """Score one response in this thread and return the function's result."""
         if self.scores_several:
-            return asyncio.run(self.call([response], [reference]))[0]
+            return runner_of_thread().run(self.call([response], [reference]))[0]
         return self.function(response, reference)
 
     async def call(self, responses: Sequence[str], references: Sequence[Reference]) -> list[Any]:
@@ -54,6 +56,14 @@ class Verifier:
         if len(found) != len(responses):
             raise ValueError(f"the verifier returned {len(found)} scores for {len(responses)} responses")
         return found
+
+
+def runner_of_thread() -> asyncio.Runner:
+    """Return this thread's runner; its event loop lives on, because a verifier may keep processes from call to call."""
+    if not hasattr(_THREAD, "runner"):
+        _THREAD.runner = asyncio.Runner()
+    runner: asyncio.Runner = _THREAD.runner
+    return runner
 
 
 def answer_of(response: str, where: str) -> str:
