@@ -62,6 +62,7 @@ LONG = {  # servers, whole runs, seconds to minutes of a core
     "publishing": Smoke("--sizes tiny --tokens 8"),
     "quick_start": Smoke("--seeds 0 --home {} --set versions=1 --set policy.cold_start.target_accuracy=0.01"),
     "ranks": Smoke("--only tiny --ranks 1 --sides rollflow --turns 1"),
+    "rewards": Smoke(constants={"RUNS": 20, "SECONDS": 0.5, "LIVE": 10}),
     "rollout_overhead": Smoke("--turns 1"),
     "scale": Smoke(constants={"ENGINES": [4], "TURNS": 1}),
     "scheduling": Smoke("--only queue"),

@@ -1,0 +1,120 @@
+"""Measures the sandboxes of code rewards: their latency, their throughput, and many live sandboxes.
+
+    python -m benchmarks.rewards
+
+The program prints one number, so that a run's time is the time of its sandbox. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+
+import psutil
+
+from benchmarks.report import Row, arguments, at_least, at_most, publish
+from rollflow.tasks.sandboxes import build_sandboxes
+from rollflow.tasks.sandboxes.base import Program, Sandboxes
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox
+
+PROGRAM = Program(code="print(6 * 7)", timeout=60.0)
+COLD = Program(command=["python3", "-c", "print(6 * 7)"], timeout=60.0)
+RUNS = 500  # runs of which the latency is measured
+SECONDS = 10.0  # time over which the throughput is measured
+BESIDE = 8  # programs that run at a time in the measurement of throughput
+LIVE = 1000  # sandboxes that live at a time
+PAUSE = 0.01  # seconds between two runs of the measurement of latency, in which a spare sandbox is created
+MIB = 2**20
+
+
+async def measure_latency(sandboxes: Sandboxes, program: Program, runs: int) -> list[float]:
+    """Return the milliseconds of each run, one run after another."""
+    found = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        result = await sandboxes.run(program)
+        found.append(1000 * (time.perf_counter() - began))
+        assert result.stdout == b"42\n", result
+        await asyncio.sleep(PAUSE)
+    return found
+
+
+async def measure_throughput(sandboxes: Sandboxes, seconds: float) -> float:
+    """Return the runs per second of `BESIDE` callers."""
+    until, began = time.perf_counter() + seconds, time.perf_counter()
+
+    async def call() -> int:
+        done = 0
+        while time.perf_counter() < until:
+            assert (await sandboxes.run(PROGRAM)).succeeded
+            done += 1
+        return done
+
+    done = sum(await asyncio.gather(*(call() for _ in range(BESIDE))))
+    return done / (time.perf_counter() - began)
+
+
+async def measure_live(sandboxes: Sandboxes, count: int) -> tuple[float, float, float]:
+    """Create `count` sandboxes, run a program in each, and close them.
+
+    Return the milliseconds per creation, the MiB of memory per sandbox, and the milliseconds per run.
+    """
+    before, began = _memory(), time.perf_counter()
+    live = [await sandboxes.create() for _ in range(count)]
+    creation = time.perf_counter() - began
+    began = time.perf_counter()
+    for sandbox in live:
+        assert (await sandbox.exec(PROGRAM)).succeeded
+    runs, memory = time.perf_counter() - began, _memory() - before
+    for sandbox in live:
+        await sandbox.close()
+    return 1000 * creation / count, memory / count / MIB, 1000 * runs / count
+
+
+def _memory() -> int:
+    """Return the memory of this process's children, in bytes; a page that several processes share counts once."""
+    found = 0
+    for child in psutil.Process().children(recursive=True):
+        try:
+            found += child.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return found
+
+
+async def measure() -> list[Row]:
+    """Run all measurements on one box."""
+    config = BubblewrapSandbox()
+    sandboxes = build_sandboxes(config)
+    await sandboxes.start()
+    try:
+        await measure_latency(sandboxes, PROGRAM, RUNS // 10)
+        warm = await measure_latency(sandboxes, PROGRAM, RUNS)
+        cold = await measure_latency(sandboxes, COLD, RUNS // 10)
+        rate = await measure_throughput(sandboxes, SECONDS)
+        live = await measure_live(sandboxes, LIVE)
+    finally:
+        await sandboxes.close()
+    return list(_rows(warm, cold, rate, live))
+
+
+def _rows(warm: list[float], cold: list[float], rate: float, live: tuple[float, float, float]) -> Iterator[Row]:
+    yield at_most("warm", "latency, median (ms)", statistics.median(warm), 2.0)
+    yield at_most("warm", "latency, 99th percentile (ms)", statistics.quantiles(warm, n=100)[98], 8.0)
+    yield Row("a new interpreter", "latency, median (ms)", statistics.median(cold))
+    yield at_least(f"{BESIDE} programs at a time", "runs per second", rate, 400.0)
+    yield Row(f"{LIVE} live sandboxes", "creation (ms)", live[0])
+    yield Row(f"{LIVE} live sandboxes", "memory per sandbox (MiB)", live[1])
+    yield Row(f"{LIVE} live sandboxes", "a program in each (ms)", live[2])
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    options = parser.parse_args()
+    publish(asyncio.run(measure()), "Sandboxes of code rewards", options.json)
+
+
+if __name__ == "__main__":
+    main()
