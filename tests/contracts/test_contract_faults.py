@@ -449,6 +449,14 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_name_tests_of_their_contract(kind: str) -> None:
+    contract, _, faults, _ = KINDS[kind]
+    suite = getattr(importlib.import_module(f"rollflow.testing.{kind}"), contract)
+    assert [fault.test for fault in faults.values() if not hasattr(suite, fault.test)] == []
+    assert len(faults) >= 3
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_planted_fault_fails_with_a_sentence(pytester: pytest.Pytester, kind: str, name: str) -> None:
     contract, code, faults, test = KINDS[kind]

@@ -54,26 +54,6 @@ def test_allowance_equals_groups_of_due_batches_in_reach(
     assert found == (allowed - outstanding if version >= 0 else 0)
 
 
-@pytest.mark.parametrize(
-    ("version", "number", "missing", "outstanding", "ahead", "expected"),
-    [
-        (-1, 0, (), 0, 2.0, 0),  # no weights yet
-        (0, 0, (), 0, 0.0, 4),  # synchronous: one batch
-        (0, 0, (), 4, 0.0, 0),
-        (0, 1, (), 2, 2.0, 6),  # (0 + 1 + 2) * 4 = 12
-        (3, 3, (), 0, 0.5, 6),  # 4 * 4.5 = 18 in all, 12 are formed
-        (0, 3, (0,), 0, 0.0, 4),  # batches 1 and 2 were formed ahead, and take no group from the lost batch 0
-        (0, 3, (0, 2), 0, 1.0, 4),  # it is too early for batch 2
-        (0, 3, (0, 2), 1, 1.5, 5),  # batch 0, and half of batch 2
-        (0, 3, (0, 2), 1, 2.5, 9),  # batches 0 and 2, and half of batch 3
-    ],
-)
-def test_allowance(
-    version: int, number: int, missing: tuple[int, ...], outstanding: int, ahead: float, expected: int
-) -> None:
-    assert compute_allowance(version, outstanding, number=number, missing=missing, groups=4, ahead=ahead) == expected
-
-
 # --- decisions: 4 groups a batch, batches 0 to 9, alpha = 1, 8 groups at a time in 16 slots ----------------------
 
 LIMITS = RolloutLimits(0, 10, 4, 2, 1.0, 8, 1, 9, 1.0)

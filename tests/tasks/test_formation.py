@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,11 +109,6 @@ def waits(waiting: list[One], running: list[One], busy: bool = False, lost: bool
     """Return whether batch 3 has to wait."""
     found = formation(replace(LIMITS, **limits), waiting, running)
     return found.must_wait(3, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
-
-
-@pytest.mark.parametrize("order", ["finished", "started"])
-def test_batch_waits_for_nothing_if_nothing_runs(order: str) -> None:
-    assert not waits([One(0, 2), One(1, 2)], [], batch_order=order)
 
 
 def test_started_order_reserves_a_place_for_the_first() -> None:
