@@ -33,10 +33,10 @@ GRACE_SECONDS = 5.0  # time for a sandbox to report after its program's deadline
 CREATE_SECONDS = 30.0
 LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
-DEVICES = ("null", "zero", "full", "random", "urandom")
-LINKS = (  # what a link points to, and where the link is
+DEVICES = ("null", "full", "random", "urandom")
+LINKS = (  # what a link points to, and where the link is; memory mapped from a real /dev/zero would not be counted
     *(("/proc/self/fd", "/dev/fd"), ("/proc/self/fd/0", "/dev/stdin"), ("/proc/self/fd/1", "/dev/stdout")),
-    *(("/proc/self/fd/2", "/dev/stderr"), ("/work", "/dev/shm"), ("/work", "/tmp")),
+    *(("/proc/self/fd/2", "/dev/stderr"), ("full", "/dev/zero"), ("/work", "/dev/shm"), ("/work", "/tmp")),
 )
 LONGEST_ERROR = 500  # most characters of bwrap's own message
 LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_files", "output_bytes", "imports")

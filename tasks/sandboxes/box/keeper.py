@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import select
 import socket
 import stat
+import struct
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from rollflow.tasks.sandboxes.box.rights import PR_SET_DUMPABLE, build_filter, check, give_up_rights, libc
-from rollflow.tasks.sandboxes.box.watch import CHUNK, Watch, find_excess, kill_all, list_processes, set_limits
+from rollflow.tasks.sandboxes.box.watch import (
+    CHUNK,
+    NO_CORE,
+    Watch,
+    collect_ended,
+    find_excess,
+    kill_all,
+    list_processes,
+    set_limits,
+)
 from rollflow.tasks.sandboxes.box.wire import pack, receive
 
 NOSUID, NODEV, NOEXEC = 2, 4, 8  # flags of mount
 FOLDER = "/work"
+OPENAT2 = 437
+BENEATH = 0x01 | 0x02 | 0x08  # no other file system, no link of /proc, nothing above the folder
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 IDLE_SECONDS = 0.1  # time between two measurements of children that outlive their program
 NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
 Request = dict[str, Any]
@@ -35,7 +49,7 @@ class Keeper:
         mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
         os.chdir(FOLDER)
         check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that no program can open this process's memory
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE, NO_CORE))
         self._answer({"ready": True})
 
     def serve(self) -> Request:
@@ -64,16 +78,18 @@ class Keeper:
     def _watch_children(self) -> None:
         """Hold the limits of children that outlived their program until the owner's next request."""
         while list_processes() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
+            collect_ended()
             if find_excess(self._limits):
                 kill_all()
 
     def _run(self, request: Request, body: bytes, fds: list[int]) -> bool:
         """Run a program and answer with its result; return True only in the process of a warm program."""
         began = time.monotonic()
-        stdin = os.memfd_create("stdin")
+        stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
         with os.fdopen(stdin, "wb", closefd=False) as file:
             file.write(body)
         os.lseek(stdin, 0, os.SEEK_SET)
+        fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, SEALS)  # a program could store bytes in there that nobody counts
         out, err = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -121,11 +137,36 @@ def variables_of(request: Request) -> dict[str, str]:
     return {**own, **request["env"]}
 
 
+def open_beneath(path: str, flags: int, mode: int = 0) -> int:
+    """Open a path below the sandbox's folder; links that lead out of the folder are refused."""
+    folder = os.open(FOLDER, os.O_PATH)
+    try:
+        how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, BENEATH)
+        fd = libc.syscall(OPENAT2, folder, os.fsencode(path or "."), how, len(how))
+        check(fd, "open")
+        return int(fd)
+    finally:
+        os.close(folder)
+
+
+def make_folders(path: str) -> None:
+    """Create the missing folders above a path below the sandbox's folder."""
+    parts = path.split("/")[:-1]
+    for count, name in enumerate(parts):
+        above = open_beneath("/".join(parts[:count]), os.O_PATH | os.O_DIRECTORY)
+        try:
+            os.mkdir(name or ".", dir_fd=above)
+        except FileExistsError:
+            pass  # whatever it is: the next step opens it as a folder
+        finally:
+            os.close(above)
+
+
 def write_file(path: str, data: bytes) -> None:
     """Write a file below the sandbox's folder, and create missing folders."""
-    place = os.path.join(FOLDER, path)
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o755)
+    make_folders(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = open_beneath(path, flags, 0o755)
     try:
         left = memoryview(data)
         while left:
@@ -136,7 +177,7 @@ def write_file(path: str, data: bytes) -> None:
 
 def read_file(path: str, most: int) -> bytes:
     """Read a regular file of at most `most` bytes; a pipe or a device of that name must not block the keeper."""
-    fd = os.open(os.path.join(FOLDER, path), os.O_RDONLY | os.O_NONBLOCK)
+    fd = open_beneath(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")

@@ -1,8 +1,10 @@
 """Takes rights away from a program: capabilities, and system calls that a program does not need.
 
-System calls that could reach beyond the sandbox, or that hold memory that nobody counts, are refused: namespaces,
-mounts, sockets (a pair of connected sockets is allowed), tracing, kernel keys, BPF, io_uring, shared memory without a
-file. A system call that is newer than this list does not exist for a program.
+Refused are system calls that could reach beyond the sandbox (namespaces, mounts, sockets other than a pair of
+connected sockets, tracing, kernel keys, BPF), that change another process of the same user, which the keeper is
+(scheduling, limits), that hold memory that nobody counts (io_uring, System V IPC, shared memory without a file, pages
+given to a pipe), and that wait for the disks of the host. A system call that is newer than this list does not exist
+for a program.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import struct
 from typing import Any
 
@@ -18,20 +21,40 @@ FILTER = 2  # SECCOMP_MODE_FILTER
 CAPABILITIES = 64  # more than there are
 CAPABILITY_VERSION = 0x20080522
 NEW_NAMESPACES = 0x7E020000  # the flags of clone that create a namespace
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
+AF_UNIX, DATAGRAMS = 1, 2  # the bit that types of sockets without a connection have, and others not
+NETWORK_IOCTLS = (0x8900, 0x8A00)  # a socket of the owner belongs to the network of the host
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # results of a filter
+LOAD, EQUAL, AT_LEAST, ANY_BIT, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3, NEWEST = 435, 450  # from 424 on, both architectures number their system calls equally
 X32 = 0x40000000  # system calls of a second interface of x86-64
-REFUSED: dict[str, tuple[int, int]] = {  # name -> number on x86-64, on aarch64
-    "socket": (41, 198),
+Numbers = tuple[int, int | None]  # of a system call on x86-64 and on aarch64; None: there is none
+REFUSED: dict[str, Numbers] = {
     "shmget": (29, 194),
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "accept": (43, 202),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "semget": (64, 190),
+    "msgget": (68, 186),
     "ptrace": (101, 117),
     "syslog": (103, 116),
+    "uselib": (134, None),
     "personality": (135, 92),
+    "ustat": (136, None),
+    "sysfs": (139, None),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "vhangup": (153, 58),
+    "modify_ldt": (154, None),
     "pivot_root": (155, 41),
+    "_sysctl": (156, None),
     "adjtimex": (159, 171),
     "chroot": (161, 51),
+    "sync": (162, 81),
     "acct": (163, 89),
     "settimeofday": (164, 170),
     "mount": (165, 40),
@@ -41,26 +64,45 @@ REFUSED: dict[str, tuple[int, int]] = {  # name -> number on x86-64, on aarch64
     "reboot": (169, 142),
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
     "init_module": (175, 105),
     "delete_module": (176, 106),
     "quotactl": (179, 60),
+    "nfsservctl": (180, 42),
+    "io_setup": (206, 0),
+    "lookup_dcookie": (212, 18),
+    "remap_file_pages": (216, 234),
     "clock_settime": (227, 112),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "get_mempolicy": (239, 236),
+    "mq_open": (240, 180),
     "kexec_load": (246, 104),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    "ioprio_set": (251, 30),
+    "inotify_init": (253, None),
     "migrate_pages": (256, 238),
     "unshare": (272, 97),
+    "vmsplice": (278, 75),
     "move_pages": (279, 239),
+    "accept4": (288, 242),
+    "inotify_init1": (294, 26),
     "perf_event_open": (298, 241),
     "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
+    "clock_adjtime": (305, 266),
+    "syncfs": (306, 267),
     "setns": (308, 268),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "kcmp": (312, 272),
     "finit_module": (313, 273),
+    "sched_setattr": (314, 274),
     "memfd_create": (319, 279),
     "kexec_file_load": (320, 294),
     "bpf": (321, 280),
@@ -79,9 +121,27 @@ REFUSED: dict[str, tuple[int, int]] = {  # name -> number on x86-64, on aarch64
     "process_madvise": (440, 440),
     "mount_setattr": (442, 442),
     "quotactl_fd": (443, 443),
+    "landlock_create_ruleset": (444, 444),
     "memfd_secret": (447, 447),
     "process_mrelease": (448, 448),
+    "set_mempolicy_home_node": (450, 450),
 }
+Test = tuple[float, int, int, bool]  # an argument (.5: its upper half), a comparison, a value, the result
+REFUSED_IF: tuple[tuple[Numbers, tuple[Test, ...]], ...] = (  # if all comparisons hold
+    ((56, 220), ((0, ANY_BIT, NEW_NAMESPACES, True),)),  # clone
+    ((53, 199), ((0, EQUAL, AF_UNIX, False),)),  # socketpair
+    ((53, 199), ((1, ANY_BIT, DATAGRAMS, True),)),
+    ((16, 29), ((1, AT_LEAST, NETWORK_IOCTLS[0], True), (1, AT_LEAST, NETWORK_IOCTLS[1], False))),  # ioctl
+    ((9, 222), ((3, ANY_BIT, MAP_ANONYMOUS, True), (3, ANY_BIT, MAP_SHARED, True))),  # mmap
+    ((9, 222), ((3, ANY_BIT, MAP_HUGETLB, True),)),
+    ((141, 140), ((0, EQUAL, 0, False),)),  # setpriority, of anyone but the caller
+    ((141, 140), ((1, EQUAL, 0, False),)),
+    ((203, 122), ((0, EQUAL, 0, False),)),  # sched_setaffinity
+    ((302, 261), ((0, EQUAL, 0, False),)),  # prlimit64
+    ((302, 261), ((1, EQUAL, resource.RLIMIT_CORE, True), (2, EQUAL, 0, False))),
+    ((302, 261), ((1, EQUAL, resource.RLIMIT_CORE, True), (2.5, EQUAL, 0, False))),
+    ((160, 164), ((0, EQUAL, resource.RLIMIT_CORE, True),)),  # setrlimit
+)
 
 libc: Any = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL, so that a cloned process has the GIL
 
@@ -99,17 +159,28 @@ def check(result: int, what: str) -> None:
 
 def build_filter(machine: str) -> bytes:
     """Build the filter of system calls for a machine, "x86_64" or "aarch64", as a program of classic BPF."""
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     column = 0 if machine == "x86_64" else 1
-    code = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, KILL), (load, 0, 0, 0)]
-    for numbers in REFUSED.values():
-        code += [(equal, 0, 1, numbers[column]), (give, 0, 0, REFUSE | errno.EPERM)]
-    code += [(equal, 0, 1, CLONE3), (give, 0, 0, REFUSE | errno.ENOSYS)]  # the C library then calls clone
-    code += [(at_least, 0, 1, X32), (give, 0, 0, REFUSE | errno.EPERM)]
-    code += [(at_least, 0, 1, NEWEST + 1), (give, 0, 0, REFUSE | errno.ENOSYS)]
-    code += [(equal, 0, 3, CLONE[machine]), (load, 0, 0, 16), (any_bit, 0, 1, NEW_NAMESPACES)]
-    code += [(give, 0, 0, REFUSE | errno.EPERM), (give, 0, 0, ALLOW)]
+    code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    code += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]  # the C library then calls clone
+    code += [(AT_LEAST, 0, 1, X32), (GIVE, 0, 0, REFUSE | errno.EPERM)]
+    code += [(AT_LEAST, 0, 1, NEWEST + 1), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
+    rules: list[tuple[Numbers, tuple[Test, ...]]] = [(numbers, ()) for numbers in REFUSED.values()]
+    for numbers, tests in (*rules, *REFUSED_IF):
+        if (number := numbers[column]) is not None:
+            code += _refuse(number, tests)
+    code.append((GIVE, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *step) for step in code)
+
+
+def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, int]]:
+    """Return instructions that refuse a system call if all tests hold, and otherwise go on with its number loaded."""
+    code = [(GIVE, 0, 0, REFUSE | errno.EPERM)]
+    for argument, comparison, value, wanted in reversed(tests):
+        out = len(code)
+        jump = (comparison, 0, out, value) if wanted else (comparison, out, 0, value)
+        code = [(LOAD, 0, 0, 16 + int(8 * argument)), jump, *code]
+    code = [(EQUAL, 0, len(code), number), *code]
+    return [*code, (LOAD, 0, 0, 0)] if tests else code
 
 
 def give_up_rights(program: bytes) -> None:

@@ -9,13 +9,21 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # time between two measurements of memory and processes
 CHUNK = 65536
-ANONYMOUS = (b"RssAnon:", b"RssShmem:")  # memory of a process that is no file's
-SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:")  # the same, with each page divided among the processes that share the page
-THREADS = b"Threads:"
+NO_CORE = 1  # bytes of a core file; with 0, the kernel would still start the host's program for core files
+RESIDENT, FILES = b"RssAnon:", b"FDSize:"
+ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")  # memory of a process that is no file's
+SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")  # with each page divided among the processes that share it
+SOCKET_KIB = 416  # most bytes that a socket holds for its other end, if the kernel's settings are the usual ones
+WALL = 0x40000000  # waitpid also collects children that end with another signal than SIGCHLD
+KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
 
 class Watch:
@@ -33,6 +41,8 @@ class Watch:
         self._outputs = {fd: self.output[place] for place, fd in enumerate(pipes)}
         self._process = os.pidfd_open(pid)
         self._poll = select.poll()
+        for fd in pipes:
+            os.set_blocking(fd, False)  # a program can open its stdout again and read from it
         for fd in (*pipes, self._process):
             self._poll.register(fd, select.POLLIN)
         self._poll.register(owner, select.POLLRDHUP)
@@ -41,6 +51,8 @@ class Watch:
         """Wait until the program has ended, by itself or by a limit; `deadline` is a time of `time.monotonic`."""
         while self.code is None:
             self._handle_events(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+            if self.code is None:
+                self.code = collect_ended().get(self._pid)
             if self.code is None and time.monotonic() >= deadline:
                 self._stop("timeout")
             elif self.code is None and (excess := find_excess(self._limits)):
@@ -55,73 +67,134 @@ class Watch:
         for fd, _ in self._poll.poll(seconds * 1000):
             if fd == self._owner.fileno():
                 os._exit(0)  # the owner is gone; the kernel kills all processes of the sandbox
-            elif fd == self._process:
-                self.code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-                self._poll.unregister(fd)
             elif fd in self._outputs:
                 self._read(fd)
 
-    def _read(self, fd: int) -> None:
-        """Read output, and stop the program if it has written too much."""
-        part = os.read(fd, CHUNK)
+    def _read(self, fd: int) -> bool:
+        """Read output, and stop the program if it has written too much; return False if there is no more output."""
+        try:
+            part = os.read(fd, CHUNK)
+        except BlockingIOError:
+            return False
         if not part:
             self._poll.unregister(fd)
             del self._outputs[fd]
             os.close(fd)
-            return
+            return False
         output, most = self._outputs[fd], self._limits["output_bytes"]
         output += part[: most - len(output)]
         if len(output) == most and self.code is None:
             self._stop("output")
+        return True
 
     def _stop(self, end: str) -> None:
         """Kill every process of the sandbox."""
         self.end = end
-        self.code = os.waitstatus_to_exitcode(kill_all()[self._pid])
-        self._poll.unregister(self._process)
+        self.code = kill_all()[self._pid]
 
     def _drain(self) -> None:
         """Read the rest of the output, without waiting for children that live on."""
         for fd in list(self._outputs):
-            os.set_blocking(fd, False)
-            with contextlib.suppress(BlockingIOError):
-                while fd in self._outputs and len(self._outputs[fd]) < self._limits["output_bytes"]:
-                    self._read(fd)
+            while len(self._outputs[fd]) < self._limits["output_bytes"] and self._read(fd):
+                pass
 
 
 def kill_all() -> dict[int, int]:
-    """Kill and collect every process of this process namespace but process 1, the caller; return their statuses."""
-    statuses: dict[int, int] = {}
+    """Kill and collect every process of this process namespace but process 1, the caller; return their codes."""
+    codes: dict[int, int] = {}
     while True:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         try:
-            pid, status = os.waitpid(-1, 0)  # orphans are children of process 1
+            pid, status = os.waitpid(-1, WALL)  # orphans are children of process 1
         except ChildProcessError:
-            return statuses
-        statuses[pid] = status
+            return codes
+        codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def collect_ended() -> dict[int, int]:
+    """Collect the children of process 1 that have ended, orphans included; return their codes."""
+    codes: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG | WALL))[0]:
+            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return codes
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one process uses: memory in KiB, and for each thread its folder in /proc and its open files.
+
+    `files` is the number of open files, and `hidden` the most that there may be if the process hides them.
+    """
+
+    memory: int
+    threads: list[str]
+    files: int
+    hidden: int
 
 
 def find_excess(limits: dict[str, Any]) -> str:
     """Return "processes" or "memory" if the sandbox's processes exceed that limit, otherwise an empty text.
 
-    Pages that several processes share are counted once, which takes longer to measure; this is done only if the sum
-    over all processes exceeds the limit. A process may hide how it shares its pages; then all its pages count.
+    Pages that several processes share are counted once, and of the open files only the sockets hold memory. Both take
+    longer to measure, so they are measured only if the sum over all processes exceeds the limit. A process may hide
+    its files, and how it shares its pages; then all count.
     """
-    found = {pid: _read_fields(f"/proc/{pid}/status", (*ANONYMOUS, THREADS)) for pid in list_processes()}
-    threads = [fields.pop(THREADS, 0) for fields in found.values()]
-    if sum(threads) > limits["processes"]:
+    found = {pid: _measure(pid) for pid in list_processes()}
+    if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:
         return "processes"
     most = limits["memory_bytes"] // 1024
-    if sum(sum(fields.values()) for fields in found.values()) <= most:
+    if sum(usage.memory + SOCKET_KIB * (usage.files + usage.hidden) for usage in found.values()) <= most:
         return ""
-    exact = [_read_fields(f"/proc/{pid}/smaps_rollup", SHARED_OUT) or fields for pid, fields in found.items()]
-    return "memory" if sum(sum(fields.values()) for fields in exact) > most else ""
+    return "memory" if _measure_exactly(found) > most else ""
 
 
 def list_processes() -> list[int]:
     """Return the ids of all processes of this process namespace but process 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def _measure(pid: int) -> Usage:
+    """Measure a process; a process that has ended uses nothing.
+
+    The first thread of a process may have ended before the others, and then it has no memory and no open files.
+    """
+    threads = [f"/proc/{pid}/task/{name}" for name in _list(f"/proc/{pid}/task") or ()]
+    lists = [_list(f"{thread}/fd") for thread in threads]
+    status = [_read_fields(f"{thread}/status", (*ANONYMOUS, FILES)) for thread in threads]
+    files = [fields.pop(FILES, 0) for fields in status]
+    alive = next((fields for fields in status if RESIDENT in fields), {})
+    hidden = sum(files) if alive and all(names is None for names in lists) else 0
+    return Usage(sum(alive.values()), threads, sum(len(names or ()) for names in lists), hidden)
+
+
+def _measure_exactly(found: dict[int, Usage]) -> int:
+    """Return the memory of these processes in KiB; what several of them share counts once."""
+    memory, seen = 0, list[int]()
+    for pid, usage in found.items():
+        if not any(libc.syscall(KCMP[os.uname().machine], pid, other, SAME_MEMORY, 0, 0) == 0 for other in seen):
+            seen.append(pid)
+            exact = (_read_fields(f"{thread}/smaps_rollup", SHARED_OUT) for thread in usage.threads)
+            memory += next((sum(fields.values()) for fields in exact if fields), usage.memory)
+    sockets = {link for usage in found.values() for link in _read_links(usage.threads) if link.startswith("socket:")}
+    return memory + SOCKET_KIB * (len(sockets) + sum(usage.hidden for usage in found.values()))
+
+
+def _read_links(threads: list[str]) -> Iterator[str]:
+    """Read what the open files of these threads are."""
+    for thread in threads:
+        for name in _list(f"{thread}/fd") or ():
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"{thread}/fd/{name}")
+
+
+def _list(folder: str) -> list[str] | None:
+    """List a folder of /proc; return None if the process has ended or hides the folder."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return None
 
 
 def _read_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
@@ -145,7 +218,10 @@ def set_limits(limits: dict[str, Any], seconds: float) -> None:
         (resource.RLIMIT_CPU, int(seconds) + 2),
         (resource.RLIMIT_MEMLOCK, 2**20),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_SIGPENDING, 1024),  # signals in queues, and timers
+        (resource.RLIMIT_RTPRIO, 0),
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_CORE, NO_CORE),
     ):
         hard = resource.getrlimit(which)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)

@@ -1,0 +1,14 @@
+"""Hostile programs, by kind. A program prints `ESCAPED` and what it reached, if it reached what it must not reach."""
+
+from __future__ import annotations
+
+from tests.sandboxes.programs.base import Hostile
+from tests.sandboxes.programs.files import FILES
+from tests.sandboxes.programs.kernel import KERNEL
+from tests.sandboxes.programs.memory import MEMORY
+from tests.sandboxes.programs.network import NETWORK
+from tests.sandboxes.programs.output import OUTPUT
+from tests.sandboxes.programs.processes import PROCESSES
+from tests.sandboxes.programs.python import PYTHON
+
+PROGRAMS: tuple[Hostile, ...] = (*NETWORK, *FILES, *PROCESSES, *MEMORY, *OUTPUT, *KERNEL, *PYTHON)
