@@ -107,6 +107,7 @@ LIBRARIES: dict[str, set[str]] = {
     "torch": {"tasks/engines", "tasks/learners", "tasks/objectives", "tasks/policies", "tasks/run/replay_diff"},
     "transformers": {"tasks/engines", "tasks/learners", "tasks/policies"},
     "peft": {"tasks/learners/forward/lora"},
+    "datasets": {"tasks/prompts/arrow_tables"},
     "deepspeed": {"tasks/learners/sharding/deepspeed_backend"},
 }
 # Single arrows that point the wrong way until somebody turns them.

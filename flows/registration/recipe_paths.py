@@ -3,7 +3,7 @@ working folder.
 
     | key | what counts as a path |
     |---|---|
-    | `prompts.path` of kind "jsonl" | every value |
+    | `prompts.path` of kind "jsonl" or "file" | every value, except with format = "hub" |
     | `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
     | `store.uri` | a value without a scheme |
     | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
@@ -58,7 +58,7 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
         ("tracking", tree.get("tracking"), "uri", _anchor_tracking),
     ]
     for position, source in enumerate(prompts if isinstance(prompts, list) else ()):
-        if isinstance(source, dict) and source.get("kind") == "jsonl":
+        if isinstance(source, dict) and source.get("kind") in ("jsonl", "file") and source.get("format") != "hub":
             candidates.append((f"prompts.{position}", source, "path", _anchor_file))
     for place, table, last, anchor in candidates:
         if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:

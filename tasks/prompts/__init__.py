@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollflow.tasks.prompts.base import QuestionSource, Reader
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
+    FilePrompts,
     ImportPrompts,
     JsonlPrompts,
     PromptConfig,
@@ -27,7 +28,7 @@ def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held
             from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
 
             return ReasoningGymSource(config, seed, count, held)
-        case JsonlPrompts():
+        case JsonlPrompts() | FilePrompts():
             from rollflow.tasks.prompts.jsonl import JsonlSource
 
             return JsonlSource(config, seed, read(config), held)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.keys import normalise_text
 
-Reader = Callable[[JsonlPrompts], bytes]  # returns the content of a source's prompt file
+Reader = Callable[[FileBase], bytes]  # returns the lines of JSON of a source's prompt file
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.sections import Imported, Section, refuse
 
 
@@ -46,10 +47,9 @@ class ReasoningGymPrompts(PromptBase):
         return self.family
 
 
-class JsonlPrompts(PromptBase):
-    """User-defined prompts in a file: one JSON object per line, with `question` and `answer`."""
+class FileBase(PromptBase):
+    """The keys of sources that read user-defined prompts from a file."""
 
-    kind: Literal["jsonl"] = Field("jsonl", description="your own questions, from a file")
     path: str = Field(
         description="path of a file with one JSON object per line; a relative path is relative to the recipe"
     )
@@ -65,6 +65,74 @@ class JsonlPrompts(PromptBase):
     def domain(self) -> str:
         """Name of this source in statistics."""
         return Path(self.path).stem
+
+    @property
+    def unit(self) -> str:
+        """The word by which error messages number the file's rows: "line" or "row"."""
+        return "line"
+
+    def label(self, name: str) -> str:
+        """Return the words by which error messages name the column of `question` or `answer`."""
+        return name
+
+    def refusal(self, what: str) -> ConfigError:
+        """Build the error that names the file and says what is wrong."""
+        return ConfigError(f"prompts.path = {self.path!r}: {what}")
+
+
+class JsonlPrompts(FileBase):
+    """User-defined prompts in a file: one JSON object per line, with `question` and `answer`."""
+
+    kind: Literal["jsonl"] = Field("jsonl", description="your own questions, from a file of JSON lines")
+
+
+Format = Literal["jsonl", "csv", "tsv", "parquet", "saved", "hub"]
+# `hub` has no suffix, and `saved` is a folder
+SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+
+
+class FilePrompts(FileBase):
+    """User-defined prompts in a table: JSON lines, CSV, Parquet, or a data set of the library `datasets`."""
+
+    kind: Literal["file"] = Field("file", description="your own questions, from a table of any format")
+    path: str = Field(
+        description='path of a file or folder, relative to the recipe; with format = "hub", the name of a data set '
+        "on the Hugging Face hub"
+    )
+    format: Format | None = Field(
+        None,
+        description='"saved" is a folder that `save_to_disk` of the library `datasets` wrote; default: the suffix of '
+        'path decides, and a folder is "saved"',
+    )
+    subset: str | None = Field(None, min_length=1, description='name of the configuration of a "hub" data set')
+    split: str | None = Field(
+        None, min_length=1, description='split of a "saved" or "hub" data set; default: "train" if there are splits'
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description='the file\'s columns by their names in rollflow, e.g. {question = "problem", answer = "solution"}; '
+        "`system` is a row's system message",
+    )
+    json_columns: tuple[str, ...] = Field(
+        (), description="columns whose text is JSON, such as messages or test cases in a CSV file"
+    )
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @property
+    def chosen_format(self) -> Format | None:
+        """The file's format; None if neither `format` nor the suffix names it."""
+        return self.format or SUFFIXES.get(Path(self.path).suffix.lower())
+
+    @property
+    def unit(self) -> str:
+        """The word by which error messages number the file's rows: "line" or "row"."""
+        return "line" if self.chosen_format in ("jsonl", "csv", "tsv") else "row"
+
+    def label(self, name: str) -> str:
+        """Return the words by which error messages name the column of `question` or `answer`."""
+        return f"column {self.columns[name]!r}" if name in self.columns else name
 
 
 class ColumnSumsPrompts(PromptBase):
@@ -128,5 +196,6 @@ class ImportPrompts(Imported, PromptBase):
 
 
 PromptConfig = Annotated[
-    ReasoningGymPrompts | JsonlPrompts | ColumnSumsPrompts | SortingPrompts | ImportPrompts, Field(discriminator="kind")
+    ReasoningGymPrompts | JsonlPrompts | FilePrompts | ColumnSumsPrompts | SortingPrompts | ImportPrompts,
+    Field(discriminator="kind"),
 ]

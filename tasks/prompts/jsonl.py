@@ -15,23 +15,24 @@ from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.held_out import HeldOut
 
 
-def read_file(config: JsonlPrompts) -> bytes:
-    """Read the file's current bytes."""
+def read_bytes(config: FileBase, path: str) -> bytes:
+    """Read a file of a source; raise `ConfigError` if it cannot be read."""
     try:
-        return Path(config.path).expanduser().read_bytes()
+        return Path(path).expanduser().read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or an unknown home directory
         why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prompts.path = {config.path!r} cannot be read: {why}; name a file") from None
+        within = "" if path == config.path else f": {Path(path).name}"
+        raise ConfigError(f"prompts.path = {config.path!r}{within} cannot be read: {why}; name a file") from None
 
 
 class JsonlSource:
     """A `QuestionSource` that reads a file. Each pass visits every training line of the file once, in random order."""
 
-    def __init__(self, config: JsonlPrompts, seed: int, content: bytes, excluded: HeldOut) -> None:
+    def __init__(self, config: FileBase, seed: int, content: bytes, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
         lines = read_questions(config, content)
         random.Random(f"{seed}:split").shuffle(lines)
@@ -47,7 +48,7 @@ class JsonlSource:
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"
-            raise ConfigError(f"prompts.path = {self._config.path!r}: no line of the file is left to train on; {cure}")
+            raise self._config.refusal(f"no line of the file is left to train on; {cure}")
         return lines
 
     def training(self, position: int) -> Question:
@@ -67,7 +68,7 @@ class JsonlSource:
         return self._lines[_shuffle_lines(f"{self._seed}:{stream}:{epoch}", len(self._lines))[place]]
 
 
-def read_questions(config: JsonlPrompts, content: bytes) -> list[Question]:
+def read_questions(config: FileBase, content: bytes) -> list[Question]:
     """Return the question of every line in order; raise `ConfigError` for the first line without a question.
 
     For a new run, `rows.py` has checked the lines more strictly before. `read_questions` must not change how it reads
@@ -76,21 +77,21 @@ def read_questions(config: JsonlPrompts, content: bytes) -> list[Question]:
     return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]
 
 
-def numbered_lines(config: JsonlPrompts, content: bytes) -> list[tuple[int, str]]:
+def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
     """Return the non-blank lines with their numbers, counted from 1; raise `ConfigError` if all lines are blank."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         cure = "save the file as UTF-8"
-        raise ConfigError(f"prompts.path = {config.path!r}: byte {error.start} is not UTF-8; {cure}") from None
+        raise config.refusal(f"byte {error.start} is not UTF-8; {cure}") from None
     # `splitlines` would also split at Unicode line separators, which a JSON string may contain.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(f"prompts.path = {config.path!r}: the file has no lines; name a file with at least one line")
+        raise config.refusal(f"the file has no {config.unit}s; name a file with at least one {config.unit}")
     return lines
 
 
-def judged_part(config: JsonlPrompts, answer: str) -> str:
+def judged_part(config: FileBase, answer: str) -> str:
     """Return the part of an answer that is compared; raise `ValueError` if `answer_after` is not in the answer."""
     mark = config.answer_after
     if mark and mark not in answer:
@@ -100,7 +101,7 @@ def judged_part(config: JsonlPrompts, answer: str) -> str:
     return answer.rpartition(mark)[2].strip() if mark else answer
 
 
-def _read_question(config: JsonlPrompts, number: int, line: str) -> Question:
+def _read_question(config: FileBase, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
         question, answer = str(row["question"]), str(row["answer"])
@@ -110,7 +111,7 @@ def _read_question(config: JsonlPrompts, number: int, line: str) -> Question:
             return Question(question, judged_part(config, answer), {"family": None, **row})
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise ConfigError(f"prompts.path = {config.path!r}: line {number} has no question and answer; correct that line")
+    raise config.refusal(f"{config.unit} {number} has no question and answer; correct it")
 
 
 @lru_cache(maxsize=8)

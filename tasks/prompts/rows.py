@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
 
 DEEPEST = 100  # deepest nesting of a row that can be sent to another process
@@ -32,7 +32,7 @@ class PromptRow:
     reference: Mapping[str, Any]
 
 
-def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda reference: None) -> list[PromptRow]:
+def read_rows(config: FileBase, content: bytes, fault: Fault = lambda reference: None) -> list[PromptRow]:
     """Parse every row of a prompt file; `fault` returns what is wrong with a row's reference, or None.
 
     Raises:
@@ -50,14 +50,14 @@ def read_rows(config: JsonlPrompts, content: bytes, fault: Fault = lambda refere
     return rows
 
 
-def refuse_lines(config: JsonlPrompts, faults: list[tuple[int, str]]) -> ConfigError:
+def refuse_lines(config: FileBase, faults: list[tuple[int, str]]) -> ConfigError:
     """Build the error that names the first invalid line and counts the other invalid lines."""
     first, what = faults[0]
     kinds = Counter(_kind(fault) for _, fault in faults)
     alike = kinds[_kind(what)]
-    counts = [f"{alike} such lines"] if alike > 1 else []
+    counts = [f"{alike} such {config.unit}s"] if alike > 1 else []
     counts += [f"{len(faults) - alike} with other faults"] if len(faults) > alike else []
-    return ConfigError(f"prompts.path = {config.path!r}: line {first}: {what}" + _in_brackets(counts))
+    return config.refusal(f"{config.unit} {first}: {what}{_in_brackets(counts)}")
 
 
 def shorten_value(value: object) -> str:
@@ -75,7 +75,7 @@ def _kind(fault: str) -> str:
     return fault.partition(" (")[0]
 
 
-def _read_row(config: JsonlPrompts, number: int, line: str) -> PromptRow | str:
+def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
     """Parse a row; if the row is invalid, return a sentence that says why."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
@@ -95,7 +95,7 @@ def _read_row(config: JsonlPrompts, number: int, line: str) -> PromptRow | str:
         return "it is no JSON object; write {" + '"question": ..., "answer": ...}'
     if twice:
         return f"a key is repeated ({twice[0]}); keep one"
-    if wrong := _find_text_fault(row, "question") or _find_answer_fault(row):
+    if wrong := _find_text_fault(config, row, "question") or _find_answer_fault(config, row):
         return wrong
     try:
         answer = judged_part(config, str(row["answer"]))
@@ -104,27 +104,28 @@ def _read_row(config: JsonlPrompts, number: int, line: str) -> PromptRow | str:
     return PromptRow(number, row["question"], {"family": None, **row, "answer": answer})
 
 
-def _find_answer_fault(row: Mapping[str, Any]) -> str | None:
+def _find_answer_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
     answer = row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool):
         return None
-    return _find_text_fault(row, "answer", 'text, or an integer such as 7, which means "7"')
+    return _find_text_fault(config, row, "answer", 'text, or an integer such as 7, which means "7"')
 
 
-def _find_text_fault(row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
+def _find_text_fault(config: FileBase, row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
     """Return what is wrong with the value of `key`, which must be text, or None."""
+    name = config.label(key)
     if key not in row:
-        return f"it has no {key}; give it one"
+        return f"it has no {name}; give it one"
     value = row[key]
     if not isinstance(value, str):
-        name = NAMES.get(type(value), "a number with a fraction")
-        return f"{key} is {name} ({shorten_value(value)}); give {wanted}"
+        found = NAMES.get(type(value), "a number with a fraction")
+        return f"{name} is {found} ({shorten_value(value)}); give {wanted}"
     try:
         value.encode()
     except UnicodeEncodeError:
-        return f"{key} holds half of a surrogate pair ({shorten_value(value)}), which is not text; remove it"
+        return f"{name} holds half of a surrogate pair ({shorten_value(value)}), which is not text; remove it"
     if key == "question" and not value.strip():
-        return "question is empty; ask something"
+        return f"{name} is empty; ask something"
     return None
 
 

@@ -21,7 +21,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import JsonlPrompts
+from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.jsonl import numbered_lines
 from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
@@ -34,7 +34,7 @@ PROBED = 256  # number of questions that are checked for a source that generates
 TELL_SECONDS = 3.0  # seconds between two progress lines
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
 WORKED = "####"  # mark before the answer of a worked solution in GSM8K and similar data sets
-Rows = Mapping[JsonlPrompts, list[PromptRow]]
+Rows = Mapping[FileBase, list[PromptRow]]
 Tell = Callable[[str], None]
 
 
@@ -45,7 +45,7 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
         ConfigError: a row cannot be asked or scored.
     """
     fault = _Judgeable(config)
-    files = dict.fromkeys(source for source in config.prompts if isinstance(source, JsonlPrompts))
+    files = dict.fromkeys(source for source in config.prompts if isinstance(source, FileBase))
     rows = {source: read_rows(source, read(source), fault) for source in files}
     if isinstance(config.reward, ExactReward):
         for source, found in rows.items():
@@ -61,13 +61,12 @@ def fit_files(
     Raises:
         ConfigError: a row is too long, or the policy cannot generate any of the references in a file.
     """
-    notes, kept = list[str](), dict[JsonlPrompts, bytes]()
+    notes, kept = list[str](), dict[FileBase, bytes]()
     for source, found in rows.items():
         if dropped := _find_too_long(config, source, found, tokenizer, tell):
             kept[source] = _drop_lines(source, read(source), dropped)
-            notes.append(
-                f"prompts.path = {source.path!r}: {len(dropped)} of {len(found)} lines are too long, and are dropped"
-            )
+            what = f"{len(dropped)} of {len(found)} {source.unit}s are too long, and are dropped"
+            notes.append(f"prompts.path = {source.path!r}: {what}")
         if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
             notes += _note_unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
     return functools.cache(lambda source: kept[source] if source in kept else read(source)), notes
@@ -81,7 +80,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     """
     fault, notes = _Judgeable(config), list[str]()
     for which, source in enumerate(config.prompts):
-        if isinstance(source, JsonlPrompts):
+        if isinstance(source, FileBase):
             continue
         asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
         for question in asked:
@@ -149,18 +148,18 @@ def _find_family_fault(family: str) -> str | None:
     return f'the question\'s family {family} has no scorer for reward.kind = "reasoning-gym"; {cure}'
 
 
-def _check_worked(source: JsonlPrompts, rows: Sequence[PromptRow]) -> None:
+def _check_worked(source: FileBase, rows: Sequence[PromptRow]) -> None:
     """Reject a file of worked solutions, because the verifier "exact" would compare responses with whole solutions."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
-        raise ConfigError(
-            f"prompts.path = {source.path!r}: every answer contains {WORKED!r}, as worked solutions do, and "
+        raise source.refusal(
+            f"every answer contains {WORKED!r}, as worked solutions do, and "
             f'reward.kind = "exact" would compare the whole solution; set prompts.answer_after = "{WORKED}" '
             "to compare only what follows"
         )
 
 
 def _find_too_long(
-    config: RunConfig, source: JsonlPrompts, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer, tell: Tell
+    config: RunConfig, source: FileBase, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer, tell: Tell
 ) -> set[int]:
     """Return the lines of a file whose prompts are too long and are to be dropped."""
     room, empty, long = _compute_room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
@@ -181,13 +180,13 @@ def _find_too_long(
     return {line for line, _ in long}
 
 
-def _drop_lines(source: JsonlPrompts, content: bytes, dropped: set[int]) -> bytes:
+def _drop_lines(source: FileBase, content: bytes, dropped: set[int]) -> bytes:
     lines = [line for number, line in numbered_lines(source, content) if number not in dropped]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _note_unreachable(
-    config: RunConfig, source: JsonlPrompts, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
+    config: RunConfig, source: FileBase, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
 ) -> list[str]:
     """Describe the references that no response can equal, because they are too long or not in the policy's
     vocabulary.
@@ -202,10 +201,10 @@ def _note_unreachable(
     if not lost:
         return []
     what = f"no response of at most engine.max_new_tokens = {most} tokens can equal {len(lost)} of {len(rows)} answers"
-    first = f"line {lost[0].line}: {shorten_value(lost[0].reference['answer'])}"
+    first = f"{source.unit} {lost[0].line}: {shorten_value(lost[0].reference['answer'])}"
     cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
     if len(lost) == len(rows):
-        raise ConfigError(f"prompts.path = {source.path!r}: {what} ({first}); {cure}")
+        raise source.refusal(f"{what} ({first}); {cure}")
     return [f"prompts.path = {source.path!r}: {what} ({first})"]
 
 

@@ -2,6 +2,7 @@
 
     jsonl          the sha256 of the file; a file below `store.keep_prompts_bytes` is also copied into the run's
                    storage, and only the copy is read from then on
+    file           the sha256 of the table, converted to JSON lines; the lines are always copied into the run's storage
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
     column-sums    the sha256 of its held-out and first training questions
     sorting        the same as column-sums
@@ -28,14 +29,16 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
+    FileBase,
+    FilePrompts,
     ImportPrompts,
     JsonlPrompts,
     ReasoningGymPrompts,
     SortingPrompts,
 )
 from rollflow.tasks.prompts.held_out import Split
-from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.config import RunConfig
 
 PACKAGE = "reasoning-gym"
@@ -56,7 +59,7 @@ class FilePin(PinBase):
     copied.
     """
 
-    kind: Literal["jsonl"] = "jsonl"
+    kind: Literal["jsonl", "file"] = "jsonl"
     path: str  # absolute path, because each process of a run has its own working directory
     sha256: str
     size: int  # size in bytes
@@ -107,7 +110,7 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
     split = prompts.split
     for which, source in enumerate(config.prompts):
         match source:
-            case JsonlPrompts():
+            case JsonlPrompts() | FilePrompts():
                 pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes, split))
             case ReasoningGymPrompts():
                 pins.append(FamilyPin(split=split, version=package_version(PACKAGE), sha256=prompts.sha256(which)))
@@ -120,14 +123,15 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
     return tuple(pins)
 
 
-def _file_pin(source: JsonlPrompts, content: bytes, most: int, split: Split) -> FilePin:
+def _file_pin(source: JsonlPrompts | FilePrompts, content: bytes, most: int, split: Split) -> FilePin:
     """Build the record of a prompt file with this content.
 
-    Content with dropped lines differs from the user's file, so a copy of such content is always stored.
+    Converted content, or content with dropped lines, differs from the user's file, so a copy of it is always stored.
     """
-    sha256, path = hashlib.sha256(content).hexdigest(), Path(source.path).expanduser().absolute()
-    kept = f"prompts/{sha256}.jsonl" if len(content) <= most or source.too_long == "drop" else ""
-    return FilePin(split=split, path=str(path), sha256=sha256, size=len(content), kept=kept)
+    sha256, differs = hashlib.sha256(content).hexdigest(), source.kind == "file" or source.too_long == "drop"
+    kept = f"prompts/{sha256}.jsonl" if len(content) <= most or differs else ""
+    path = str(Path(source.path).expanduser().absolute())
+    return FilePin(kind=source.kind, split=split, path=path, sha256=sha256, size=len(content), kept=kept)
 
 
 def split_of(pins: Sequence[Pin]) -> Split:
@@ -138,7 +142,7 @@ def split_of(pins: Sequence[Pin]) -> Split:
 def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
     """Copy prompt files into the run's storage, as their records say."""
     for source, pin in zip(config.prompts, pins, strict=True):
-        if isinstance(source, JsonlPrompts) and isinstance(pin, FilePin) and pin.kept:
+        if isinstance(source, FileBase) and isinstance(pin, FilePin) and pin.kept:
             store.put(pin.kept, read(source))
 
 
@@ -149,7 +153,7 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
     has changed.
     """
 
-    def read(source: JsonlPrompts) -> bytes:
+    def read(source: FileBase) -> bytes:
         pin = pins[config.prompts.index(source)]  # equal sources have equal records
         assert isinstance(pin, FilePin)
         return _read_kept(store, pin) if pin.kept else _read_unchanged(source, pin)
@@ -167,7 +171,7 @@ def _read_kept(store: ObjectStore, pin: FilePin) -> bytes:
     return content
 
 
-def _read_unchanged(source: JsonlPrompts, pin: FilePin) -> bytes:
+def _read_unchanged(source: FileBase, pin: FilePin) -> bytes:
     content = read_file(source.model_copy(update={"path": pin.path}))
     if (found := hashlib.sha256(content).hexdigest()) != pin.sha256:
         raise ConfigError(

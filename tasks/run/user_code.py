@@ -11,8 +11,8 @@ from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
 from rollflow.tasks.prompts.config import ImportPrompts
-from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.imports import code_of
 from rollflow.tasks.runtime.sections import Imported

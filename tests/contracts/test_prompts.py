@@ -14,6 +14,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
+    FilePrompts,
     ImportPrompts,
     JsonlPrompts,
     PromptConfig,
@@ -36,9 +37,18 @@ def questions(folder: Path) -> JsonlPrompts:
     return JsonlPrompts(path=str(path), held_out=0.2)
 
 
+def table(folder: Path) -> FilePrompts:
+    """Write the same questions as a CSV file."""
+    content = "".join(f"{i % 250},q{i % 250}\n" for i in range(300))
+    (folder / "mine.csv").write_text(f"solution,problem\n{content}")
+    columns = {"question": "problem", "answer": "solution"}
+    return FilePrompts(path=str(folder / "mine.csv"), held_out=0.2, columns=columns)
+
+
 CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "reasoning-gym": lambda _: ReasoningGymPrompts(family="chain_sum", options=SUMS),
     "jsonl": questions,
+    "file": table,
     "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
     "sorting": lambda _: SortingPrompts(digits=3),  # there are 220 multisets of three digits
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),

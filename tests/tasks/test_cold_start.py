@@ -14,7 +14,7 @@ from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.cold_start import cold_start, generate_answers
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 

@@ -19,9 +19,10 @@ from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import JsonlPrompts
-from rollflow.tasks.prompts.jsonl import read_file, read_questions
+from rollflow.tasks.prompts.jsonl import read_questions
 from rollflow.tasks.prompts.reasoning_gym import ReasoningGymSource
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run import prompt_pins
 from rollflow.tasks.run.context import RunContext, open_prompts
 from tests.support.small_run import prepare_small, train_small

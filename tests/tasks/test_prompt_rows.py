@@ -14,8 +14,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.run.prompt_check import fit_files, probe_sources, read_files

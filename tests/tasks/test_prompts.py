@@ -10,8 +10,8 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
-from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

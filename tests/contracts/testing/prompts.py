@@ -13,9 +13,9 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import ImportPrompts, PromptConfig
-from rollflow.tasks.prompts.jsonl import read_file
 from rollflow.tasks.prompts.keys import normalise_text
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, reach_from_workers
 
 LONGEST = 1_000_000  # most bytes of a question in these tests
@@ -23,7 +23,7 @@ ASKED = 600
 AGAIN = """
 import sys
 from rollflow.tasks.prompts.config import {name} as Config
-from rollflow.tasks.prompts.jsonl import read_file
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 made = RunPrompts([Config.model_validate_json(sys.argv[1])], 0, {held_out}, None, 0, read_file)
 print(made.sha256(0))

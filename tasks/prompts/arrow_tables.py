@@ -1,0 +1,133 @@
+"""Reads tables of Arrow: a Parquet file, a folder of the library `datasets`, or a data set of the Hugging Face hub.
+
+A folder is read by pyarrow alone, whereas a hub data set needs the library `datasets`. Either gives an Arrow table.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.config import FilePrompts
+from rollflow.tasks.prompts.jsonl import read_bytes
+
+DEFAULT_SPLIT = "train"
+
+
+def read_arrow(
+    config: FilePrompts, chosen: Literal["parquet", "saved", "hub"], path: Path
+) -> tuple[Sequence[str], Iterator[tuple[int, dict[str, Any]]]]:
+    """Return the column names of a table and its rows, which are numbered from 1.
+
+    Raises:
+        ConfigError: the table cannot be read.
+    """
+    match chosen:
+        case "parquet":
+            table = _read_parquet(config)
+        case "saved":
+            table = _read_saved(config, path)
+        case "hub":
+            table = _load_from_hub(config)
+    try:
+        table.validate(full=True)
+    except (pa.ArrowException, ValueError) as error:
+        raise config.refusal(f"a column has invalid values ({_first_line(error)}); write the file again") from None
+    return table.column_names, _number_rows(config, table)
+
+
+def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    number = 0
+    for batch in table.to_batches():
+        try:
+            rows = batch.to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            after = f"after row {number}: the values cannot be read ({_first_line(error)})"
+            raise config.refusal(f"{after}; write the file again") from None
+        for row in rows:
+            number += 1
+            yield number, row
+
+
+def _read_parquet(config: FilePrompts) -> Any:
+    import pyarrow.parquet as pq
+
+    content = read_bytes(config, config.path)
+    try:
+        return pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise config.refusal(f"it is no intact Parquet file ({_first_line(error)}); write the file again") from None
+
+
+def _read_saved(config: FilePrompts, path: Path) -> Any:
+    folder = _find_split(config, path)
+    state = _read_json(config, folder / "state.json")
+    try:
+        names = [str(file["filename"]) for file in state["_data_files"]]
+    except (KeyError, TypeError):
+        raise config.refusal("state.json does not list the data files; save the data set again") from None
+    shards = [_read_shard(config, folder, name) for name in names]
+    try:
+        return pa.concat_tables(shards) if shards else pa.table({})
+    except pa.ArrowException as error:
+        raise config.refusal(f"its files differ in their columns ({_first_line(error)}); save it again") from None
+
+
+def _find_split(config: FilePrompts, path: Path) -> Path:
+    """Return the folder of the chosen split, or the folder itself if the data set has no splits."""
+    if not (path / "dataset_dict.json").exists():
+        if config.split:
+            raise ConfigError(f"prompts.split = {config.split!r}: the folder {config.path!r} has no splits; remove it")
+        if not (path / "state.json").exists():
+            raise config.refusal("the folder has no state.json, as `save_to_disk` writes it; name such a folder")
+        return path
+    splits = _read_json(config, path / "dataset_dict.json").get("splits")
+    found = [str(split) for split in splits] if isinstance(splits, list) else []
+    split = config.split or DEFAULT_SPLIT
+    if split not in found:
+        raise ConfigError(
+            f"prompts.split = {split!r}: the data set {config.path!r} has only the splits {', '.join(found)}; name one"
+        )
+    return path / split
+
+
+def _read_json(config: FilePrompts, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_bytes(config, str(path)))
+    except (ValueError, RecursionError) as error:
+        raise config.refusal(f"{path.name} is no JSON ({_first_line(error)}); save the data set again") from None
+    if not isinstance(found, dict):
+        raise config.refusal(f"{path.name} is no JSON object; save the data set again")
+    return found
+
+
+def _read_shard(config: FilePrompts, folder: Path, name: str) -> Any:
+    content = read_bytes(config, str(folder / name))
+    try:
+        return pa.ipc.open_stream(pa.BufferReader(content)).read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise config.refusal(f"{name} is no Arrow file ({_first_line(error)}); save the data set again") from None
+
+
+def _load_from_hub(config: FilePrompts) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        cure = "pip install 'rollflow[datasets]', or save the data set with `save_to_disk` and name the folder"
+        raise ConfigError(f'prompts.format = "hub": the library `datasets` is not installed; {cure}') from None
+    try:
+        loaded = load_dataset(config.path, config.subset, split=config.split or DEFAULT_SPLIT)
+        return loaded.with_format("arrow")[:]
+    except Exception as error:  # noqa: BLE001 - the library raises errors of any type
+        cure = "correct prompts.path, prompts.subset or prompts.split"
+        raise config.refusal(f"the data set cannot be loaded ({_first_line(error)}); {cure}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

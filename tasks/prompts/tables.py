@@ -1,0 +1,196 @@
+"""Converts a table of user-defined prompts (JSON lines, CSV, Parquet, a saved data set) to one form: JSON lines.
+
+A run stores the converted lines and reads only those, so a prompt never depends on the version of a library. Line n of
+the result is row n of the table, or of a CSV file the row that begins in line n; lines between are blank. Columns have
+the names that `prompts.columns` gives them. Values are not checked here but in `rows.py`, like those of a `jsonl` file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.arrow_tables import read_arrow
+from rollflow.tasks.prompts.config import SUFFIXES, FileBase, FilePrompts
+from rollflow.tasks.prompts.jsonl import read_bytes
+
+LONGEST_FIELD = 2**31 - 1  # most characters of a CSV value
+
+Row = dict[str, Any]
+Numbered = Iterable[tuple[int, Row]]
+
+
+def read_file(config: FileBase) -> bytes:
+    """Return the lines of JSON in a source's file as it is now; a table is converted to them.
+
+    Raises:
+        ConfigError: the file cannot be read, or it lacks a column.
+    """
+    return convert_table(config) if isinstance(config, FilePrompts) else read_bytes(config, config.path)
+
+
+def convert_table(config: FilePrompts) -> bytes:
+    """Read a table and return its rows as JSON lines.
+
+    Raises:
+        ConfigError: the table cannot be read, or it lacks a column.
+    """
+    path = Path(config.path).expanduser()
+    chosen = config.chosen_format or ("saved" if path.is_dir() else None)
+    if config.split and chosen not in ("saved", "hub"):
+        raise ConfigError(f"prompts.split = {config.split!r}: the file {config.path!r} has no splits; remove the key")
+    match chosen:
+        case "jsonl":
+            return _rename_lines(config, read_bytes(config, config.path))
+        case "csv" | "tsv":
+            return _write_lines(
+                config, *_read_csv(config, read_bytes(config, config.path), "\t" if chosen == "tsv" else ",")
+            )
+        case "parquet" | "saved" | "hub":
+            return _write_lines(config, *read_arrow(config, chosen, path))
+    known = ", ".join(SUFFIXES)
+    raise config.refusal(
+        f"the suffix is none of {known}, and there is no such folder; set prompts.format, or correct the path"
+    )
+
+
+def _rename_lines(config: FilePrompts, content: bytes) -> bytes:
+    """Rename the columns of JSON lines; a line that is no JSON object stays as it is, and `rows.py` reports it."""
+    if not config.columns and not config.json_columns:
+        return content
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content
+    return "\n".join(_rename_line(config, number, line) for number, line in enumerate(text.split("\n"), 1)).encode()
+
+
+def _rename_line(config: FilePrompts, number: int, line: str) -> str:
+    repeated = False
+
+    def build(pairs: list[tuple[str, Any]]) -> Row:
+        nonlocal repeated
+        repeated = repeated or len(dict(pairs)) < len(pairs)
+        return dict(pairs)
+
+    try:
+        row = json.loads(line, object_pairs_hook=build)
+    except (ValueError, RecursionError):
+        return line
+    return json.dumps(_rename(config, number, row)) if isinstance(row, dict) and not repeated else line
+
+
+def _rename(config: FilePrompts, number: int, row: Mapping[str, Any]) -> Row:
+    """Return a row with the names of `prompts.columns`; a column whose name another column takes is left out."""
+    row = {**row, **{name: _parse(config, number, name, row[name]) for name in config.json_columns if name in row}}
+    mapped = {name: row[column] for name, column in config.columns.items() if column in row}
+    left = {*config.columns, *config.columns.values()}
+    return {**{name: value for name, value in row.items() if name not in left}, **mapped}
+
+
+def _parse(config: FilePrompts, number: int, name: str, value: Any) -> Any:
+    """Parse the text of a JSON column; an empty text of a CSV file is null."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except (ValueError, RecursionError) as error:
+        where = f"{config.unit} {number}: column {name!r} is no JSON ({error})"
+        raise config.refusal(f"{where}; correct it, or remove the column from prompts.json_columns") from None
+
+
+def _read_csv(config: FilePrompts, content: bytes, delimiter: str) -> tuple[Sequence[str], Numbered]:
+    """Return the header of a CSV file and its rows, each with the number of its first line."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise config.refusal(f"line {line}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    rows = _number_records(config, text, delimiter)
+    _, header = next(rows, (1, []))
+    if not header:
+        raise config.refusal("the file is empty; name a file with a header and at least one row")
+
+    def named() -> Iterator[tuple[int, Row]]:
+        for number, values in rows:
+            if len(values) != len(header):
+                what = f"line {number}: the row has {len(values)} values, and the header has {len(header)} columns"
+                raise config.refusal(f"{what}; correct the row, or put a value that contains {delimiter!r} in quotes")
+            yield number, dict(zip(header, values, strict=True))
+
+    return header, named()
+
+
+def _number_records(config: FilePrompts, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    csv.field_size_limit(LONGEST_FIELD)
+    rows, before = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), 0
+    while True:
+        try:
+            values = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            cure = "correct the quotes of the row that begins there"
+            raise config.refusal(f"line {before + 1}: it is no CSV ({error}); {cure}") from None
+        if values:
+            yield before + 1, values
+        before = rows.line_num
+
+
+def _write_lines(config: FilePrompts, header: Sequence[str], rows: Numbered) -> bytes:
+    """Write the rows as JSON lines, row n in line n."""
+    check_columns(config, header)
+    lines, last = list[str](), 0
+    for number, row in rows:
+        lines += [""] * (number - last - 1)
+        try:
+            lines.append(json.dumps(_rename(config, number, row), default=_to_text))
+        except TypeError:
+            lost = next(name for name, value in row.items() if not _is_json(value))
+            what = f"{config.unit} {number}: column {lost!r} has bytes, which are not text"
+            raise config.refusal(f"{what}; remove the column from the file") from None
+        last = number
+    return "\n".join(lines).encode()
+
+
+def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
+    """Reject a table without a needed column, or with two columns of a name."""
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise config.refusal(f"two columns have the name {twice[0]!r}; rename one")
+    known = f"the columns are {', '.join(map(repr, header))}"
+    for name, column in config.columns.items():
+        if column not in header:
+            raise ConfigError(
+                f"prompts.columns.{name} = {column!r}: the file {config.path!r} has no such column ({known}); "
+                "name one of them"
+            )
+    if missing := [name for name in config.json_columns if name not in header]:
+        raise ConfigError(
+            f"prompts.json_columns = {list(config.json_columns)}: the file {config.path!r} has no column "
+            f"{missing[0]!r} ({known}); name one of them"
+        )
+    for name in ("question", "answer"):
+        if name not in header and name not in config.columns:
+            cure = f'set prompts.columns = {{{name} = "..."}} to one of them'
+            raise config.refusal(f"there is no column {name!r} ({known}); {cure}")
+
+
+def _to_text(value: object) -> str:
+    """Return a date, a time or a decimal number as text, because JSON has none of them."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError("bytes are not text")
+    return str(value)
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, default=_to_text)
+    except TypeError:
+        return False
+    return True
