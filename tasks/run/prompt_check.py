@@ -46,7 +46,7 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
     """
     fault = _Judgeable(config)
     files = dict.fromkeys(source for source in config.prompts if isinstance(source, FileBase))
-    rows = {source: read_rows(source, read(source), fault) for source in files}
+    rows: dict[FileBase, list[PromptRow]] = {source: read_rows(source, read(source), fault) for source in files}
     if isinstance(config.reward, ExactReward):
         for source, found in rows.items():
             _check_worked(source, found)

@@ -168,7 +168,8 @@ def test_page_shows_raw_json_only_for_tables() -> None:
             ):
                 raw.add(key)
             assert one.get("description") or one.keys() & {"$ref", "anyOf"} or one.get("type") == "array", (name, key)
-    assert raw == {"columns", "options", "env", "labels", "runtime_env", "tools"}  # these sections have keys that the user chooses
+    # the keys of these sections are the user's own
+    assert raw == {"columns", "options", "env", "labels", "runtime_env", "tools"}
 
 
 def test_kind_may_be_left_out() -> None:
