@@ -39,6 +39,7 @@ MAY: dict[str, set[str]] = {
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
     "tasks/sandboxes/box": set(),
+    "tasks/sandboxes/host": {"tasks/sandboxes/box"},
     "tasks/engines": {"tasks/runtime", "tasks/policies"},
     # The contract, and above its own rooms the torch learner and `build_learner`.
     "tasks/learners": {
@@ -109,6 +110,7 @@ LIBRARIES: dict[str, set[str]] = {
     "peft": {"tasks/learners/forward/lora"},
     "datasets": {"tasks/prompts/arrow_tables"},
     "deepspeed": {"tasks/learners/sharding/deepspeed_backend"},
+    "sandlock": {"tasks/sandboxes/host"},
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()

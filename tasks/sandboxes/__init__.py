@@ -1,12 +1,14 @@
 """Sandboxes: one contract (`base`), and one file for each kind. `build_sandboxes` alone decides which kind a run has.
 
-bubblewrap   Linux namespaces, set up by bwrap; the programs in the box are in `box`
+bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are in `box`
+sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`
+unsafe-process   plain processes, which protect from nothing; also in `host`
 """
 
 from __future__ import annotations
 
 from rollflow.tasks.sandboxes.base import Sandboxes
-from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig, SandlockSandbox, UnsafeProcessSandbox
 
 
 def build_sandboxes(config: SandboxConfig) -> Sandboxes:
@@ -16,3 +18,7 @@ def build_sandboxes(config: SandboxConfig) -> Sandboxes:
             from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
 
             return BubblewrapSandboxes(config)
+        case SandlockSandbox() | UnsafeProcessSandbox():
+            from rollflow.tasks.sandboxes.processes import ProcessSandboxes
+
+            return ProcessSandboxes(config)

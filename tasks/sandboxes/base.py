@@ -1,11 +1,15 @@
 """The contract of sandboxes: a sandbox runs code of the model where the code can do no harm.
 
-- A program in a sandbox reaches no network, no file of the host and no other process.
-- A sandbox has limits for memory, processes, open files, stored bytes and output. The limits also hold for root.
+For every kind of sandbox:
+
 - At the deadline of a program, the program and all its children are killed.
-- A new sandbox begins with an empty folder. Closing a sandbox ends everything that was started in it.
+- A sandbox has limits for memory, processes, open files, stored bytes and output. The limits also hold for root.
+- A new sandbox begins with an empty folder, whose path is the variable HOME of each program.
+- Closing a sandbox ends everything that was started in it.
 - `ExecResult` separates what the program did from what the infrastructure did: if the sandbox itself fails, the error
   is `SandboxFailed`, and nothing is known about the program.
+
+What only some kinds can do is a `Capability`, and `Sandboxes.capabilities` lists those of a kind.
 """
 
 from __future__ import annotations
@@ -26,6 +30,17 @@ class SandboxFailed(RollflowError):
     """The sandbox itself failed, so nothing is known about the program: run the program again in a new sandbox."""
 
 
+class Capability(StrEnum):
+    """What only some kinds of sandbox can do."""
+
+    ISOLATION = "isolation"  # a program reaches no network, no content of a host file and no process outside
+    HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
+    EXACT_FOLDER_LIMIT = "exact folder limit"  # the kernel holds the folder's limits; otherwise they are measured
+    STATE = "state"  # files of a program stay for the next program and for download
+    CHANNEL = "channel"  # a program gets `Program.channel`
+    CHILDREN = "children"  # `Program.keep_children` holds
+
+
 class ProgramEnd(StrEnum):
     """Why a program ended."""
 
@@ -34,6 +49,7 @@ class ProgramEnd(StrEnum):
     MEMORY = "memory"  # killed because its processes used too much memory
     PROCESSES = "processes"  # killed because it started too many processes
     OUTPUT = "output"  # killed because it wrote too much to stdout or stderr
+    FOLDER = "folder"  # killed because it stored too many bytes or files
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,8 @@ class Program:
 
     A program is either `command`, which starts a new process, or Python source `code`, which runs in a copy of an
     interpreter that has finished its imports. The program gets the socket `channel` as descriptor 3; the sandbox closes
-    its owner's copy, so the other end of the socket ends with the program.
+    its owner's copy, so the other end of the socket ends with the program. A sandbox without the capability CHANNEL
+    refuses a program with a channel.
     """
 
     command: Sequence[str] = ()
@@ -109,6 +126,10 @@ class Sandbox(Protocol):
 
 class Sandboxes(Protocol):
     """Creates sandboxes of one kind."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """The capabilities of this kind."""
 
     async def start(self) -> None:
         """Start what all sandboxes share, and try one program.

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
-from rollflow.tasks.sandboxes.config import BubblewrapSandbox
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
 
 NOBODY = 65534
 BOX = Path(__file__).parent / "box"
@@ -39,13 +39,15 @@ LINKS = (  # what a link points to, and where the link is; memory mapped from a 
     *(("/proc/self/fd/2", "/dev/stderr"), ("full", "/dev/zero"), ("/work", "/dev/shm"), ("/work", "/tmp")),
 )
 LONGEST_ERROR = 500  # most characters of bwrap's own message
-LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_files", "output_bytes", "imports")
+LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_files", "output_bytes")
 
 
-class BubblewrapSandboxes:
-    """Creates sandboxes in one box. See the module's docstring."""
+class BoxSandboxes:
+    """Creates sandboxes in one box, which is one tree of processes; a subclass says which command starts the box."""
 
-    def __init__(self, config: BubblewrapSandbox) -> None:
+    capabilities: frozenset[Capability]
+
+    def __init__(self, config: SandboxBase) -> None:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
         self._box: socket.socket | None = None
@@ -65,10 +67,10 @@ class BubblewrapSandboxes:
         except TimeoutError:
             await self.close()
             reason = f"it was not ready after sandbox.start_seconds = {self._config.start_seconds:g}"
-            raise ConfigError(_refusal(reason)) from None
+            raise ConfigError(self._refusal(reason)) from None
         except SandboxFailed as error:
             await self.close()
-            raise ConfigError(_refusal(str(error))) from None
+            raise ConfigError(self._refusal(str(error))) from None
 
     async def create(self) -> NamespaceSandbox:
         """Create a sandbox; a box that has died is started again first. See `Sandboxes.create`."""
@@ -107,13 +109,20 @@ class BubblewrapSandboxes:
             await self._spares.popleft().close()
         await self._end_box()
 
+    def _build_command(self, descriptor: int) -> list[str]:
+        """Return the command that starts the box; its first process gets the owner's socket as `descriptor`."""
+        raise NotImplementedError
+
+    def _refusal(self, reason: str) -> str:
+        return f'sandbox.kind = "{self._config.kind}" cannot run on this machine: {reason}'
+
     async def _start_box(self) -> None:
         await self._end_box()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         try:
-            command, fds = build_command(self._config, theirs.fileno()), (theirs.fileno(),)
+            command, fds = self._build_command(theirs.fileno()), (theirs.fileno(),)
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=fds, stdin=none, stdout=none, stderr=pipe, env={}
             )
@@ -136,7 +145,7 @@ class BubblewrapSandboxes:
         assert self._process is not None
         assert self._process.stderr is not None
         text = " ".join((await self._process.stderr.read()).decode(errors="replace").split())
-        return text[-LONGEST_ERROR:] or "bwrap ended without a message"
+        return text[-LONGEST_ERROR:] or "its first process ended without a message"
 
     def _number_killer(self, number: int) -> Callable[[], None]:
         """Return a function that kills the keeper of sandbox `number`, whatever the keeper does."""
@@ -204,7 +213,10 @@ class NamespaceSandbox:
         if not self._is_closed:
             self._is_closed = True
             self._kill()
-            self._keeper.close()
+            with contextlib.suppress(OSError):
+                self._keeper.shutdown(socket.SHUT_RDWR)  # wakes a request that waits for its answer
+            if not self._turn.locked():
+                self._keeper.close()
 
     async def _ask(
         self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: socket.socket | None = None
@@ -228,6 +240,9 @@ class NamespaceSandbox:
             except BaseException:
                 await self.close()  # an answer that comes later would be taken for the next one's
                 raise
+            finally:
+                if self._is_closed:
+                    self._keeper.close()
         if "errno" in header:
             raise OSError(header["errno"], header["error"], request.get("path"))
         return header, data
@@ -251,6 +266,19 @@ class NamespaceSandbox:
         return bytes(data)
 
 
+class BubblewrapSandboxes(BoxSandboxes):
+    """Creates sandboxes in a box of namespaces. See the module's docstring."""
+
+    capabilities = frozenset(Capability)
+
+    def __init__(self, config: BubblewrapSandbox) -> None:
+        super().__init__(config)
+        self._bubblewrap = config
+
+    def _build_command(self, descriptor: int) -> list[str]:
+        return build_command(self._bubblewrap, descriptor)
+
+
 def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
     """Return the command that starts a box; the box's first process gets the owner's socket as `descriptor`.
 
@@ -261,7 +289,7 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
         raise SandboxFailed("there is no program bwrap; install the package bubblewrap")
     root = os.geteuid() == 0
     limits = {name: getattr(config, name) for name in LIMITS}
-    limits |= {"user": NOBODY if root else None, "descriptor": descriptor}
+    limits |= {"imports": config.imports, "user": NOBODY if root else None, "descriptor": descriptor}
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--cap-add", "ALL"] if root else ["--unshare-user"]
     options += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
@@ -284,10 +312,6 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
     python = inside / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     start = [str(python), "-S", "-X", "utf8", "-P", f"{IN_BOX}/start.py", json.dumps(limits)]
     return [bwrap, *options, *start]
-
-
-def _refusal(reason: str) -> str:
-    return f'sandbox.kind = "bubblewrap" cannot run on this machine: {reason}'
 
 
 async def _send_with(connection: socket.socket, data: bytes, descriptor: int) -> None:

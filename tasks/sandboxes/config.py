@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ MIB = 2**20
 class SandboxBase(Section):
     """The limits of one sandbox, and what all sandboxes of a run share."""
 
+    kind: str
     memory_bytes: int = Field(
         256 * MIB, ge=32 * MIB, description="memory that all processes of one sandbox may use together, in bytes"
     )
@@ -30,6 +31,12 @@ class SandboxBase(Section):
     spares: int = Field(
         4, ge=0, le=256, description="number of empty sandboxes that are created ahead, so that a program starts sooner"
     )
+
+
+class BubblewrapSandbox(SandboxBase):
+    kind: Literal["bubblewrap"] = Field(
+        "bubblewrap", description="Linux namespaces, set up by bwrap (Debian's package bubblewrap)"
+    )
     imports: tuple[str, ...] = Field(
         (
             *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
@@ -40,10 +47,18 @@ class SandboxBase(Section):
     )
 
 
-class BubblewrapSandbox(SandboxBase):
-    kind: Literal["bubblewrap"] = Field(
-        "bubblewrap", description="Linux namespaces, set up by bwrap (Debian's package bubblewrap)"
+class SandlockSandbox(SandboxBase):
+    kind: Literal["sandlock"] = Field(
+        "sandlock", description="Landlock and seccomp by the package sandlock; needs neither root nor namespaces"
     )
 
 
-SandboxConfig = BubblewrapSandbox
+class UnsafeProcessSandbox(SandboxBase):
+    kind: Literal["unsafe-process"] = Field(
+        "unsafe-process",
+        description="plain processes, which protect from nothing: a program can read, change and send everything that "
+        "the user of the run can",
+    )
+
+
+SandboxConfig = Annotated[BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox, Field(discriminator="kind")]

@@ -128,7 +128,7 @@ class CodeReward(RewardBase):
         le=LONGEST_SECONDS,
         description="seconds allowed for scoring one response on all its test cases",
     )
-    sandbox: SandboxConfig = Field(default_factory=BubblewrapSandbox)
+    sandbox: SandboxConfig = BubblewrapSandbox()
 
 
 RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward | CodeReward, Field(discriminator="kind")]

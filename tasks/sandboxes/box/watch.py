@@ -134,14 +134,16 @@ class Usage:
     hidden: int
 
 
-def find_excess(limits: dict[str, Any]) -> str:
+def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
     """Return "processes" or "memory" if the sandbox's processes exceed that limit, otherwise an empty text.
+
+    `pids` are the sandbox's processes; None means all processes that this process sees.
 
     Pages that several processes share are counted once, and of the open files only the sockets hold memory. Both take
     longer to measure, so they are measured only if the sum over all processes exceeds the limit. A process may hide
     its files, and how it shares its pages; then all count.
     """
-    found = {pid: _measure(pid) for pid in list_processes()}
+    found = {pid: _measure(pid) for pid in (list_processes() if pids is None else pids)}
     if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:
         return "processes"
     most = limits["memory_bytes"] // 1024

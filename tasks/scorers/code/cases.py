@@ -129,7 +129,7 @@ def describe_failure(found: ExecResult) -> str:
     match found.end:
         case ProgramEnd.TIMEOUT:
             return f"it ran longer than {found.seconds:.1f} s"
-        case ProgramEnd.MEMORY | ProgramEnd.PROCESSES | ProgramEnd.OUTPUT:
+        case ProgramEnd.MEMORY | ProgramEnd.PROCESSES | ProgramEnd.OUTPUT | ProgramEnd.FOLDER:
             return f"it was stopped, as it used too much: {found.end}"
         case _:
             return _last_line(found.stderr) or f"it ended with code {found.return_code}"

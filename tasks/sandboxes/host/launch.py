@@ -1,0 +1,117 @@
+"""Starts a program on the host: as a plain process, or confined by sandlock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+READABLE_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+FINISH_SECONDS = 5.0
+
+
+class Launched(Protocol):
+    """A program that was started."""
+
+    @property
+    def pid(self) -> int:
+        """The id of the program's process."""
+
+    def finish(self) -> int:
+        """Collect the process, which has ended or was killed, and return its code."""
+
+
+class Places(Protocol):
+    """The folders of the sandbox that a program is started in."""
+
+    work: str
+    program: str
+    settings: dict[str, Any]
+
+
+# Starts a command with variables and with the descriptors of its stdin, stdout and stderr.
+Launch = Callable[[Places, Sequence[str], Mapping[str, str], tuple[int, int, int]], Launched]
+
+
+class PlainProcess:
+    """A process without any confinement, in a session of its own."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str, fds: tuple[int, int, int]) -> None:
+        self._process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdin=fds[0], stdout=fds[1], stderr=fds[2], start_new_session=True
+        )
+        self.pid = self._process.pid
+
+    def finish(self) -> int:
+        """Collect the process; see `Launched`."""
+        return self._process.wait()
+
+
+def launch_plain(
+    places: Places, command: Sequence[str], env: Mapping[str, str], fds: tuple[int, int, int]
+) -> PlainProcess:
+    """Start a plain process; see `Launch`."""
+    return PlainProcess(command, env, places.work, fds)
+
+
+class SandlockProcess:
+    """A process that sandlock confines."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int = process.pid
+
+    def finish(self) -> int:
+        """Collect the process; see `Launched`."""
+        result = self._process.wait(FINISH_SECONDS)
+        if result.reason is None or result.reason.name in ("KILLED", "TIMEOUT"):
+            return -9
+        return -result.signal if result.reason.name == "SIGNALED" else int(result.exit_code)
+
+
+def find_sandlock(settings: dict[str, Any]) -> Launch:
+    """Import sandlock, and return the function that starts a program with it.
+
+    Raises:
+        SystemExit: this kernel lacks what sandlock needs.
+    """
+    sys.path.append(settings["packages"])
+    import sandlock
+
+    found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if found < needed:
+        raise SystemExit(
+            f"the kernel has Landlock version {max(found, 0)}, and sandlock needs version {needed} (Linux 6.12)"
+        )
+    existing = [path for path in (*READABLE, *READABLE_FILES) if os.path.exists(path)]
+    shared = [*existing, settings["python_folder"], settings["program"]]
+
+    def launch(
+        places: Places, command: Sequence[str], env: Mapping[str, str], fds: tuple[int, int, int]
+    ) -> SandlockProcess:
+        sandbox = sandlock.Sandbox(
+            fs_readable=[*shared, places.program],
+            fs_writable=[places.work, *DEVICES],
+            cwd=places.work,
+            max_processes=settings["processes"],
+            max_open_files=settings["open_files"],
+            clean_env=True,
+            env=dict(env),
+        )
+        own = [os.dup(fd) for fd in range(3)]
+        try:  # sandlock closes every other descriptor, and gives these three to the program
+            for place, fd in enumerate(fds):
+                os.dup2(fd, place)
+            return SandlockProcess(sandbox.popen(list(command)))
+        except RuntimeError as error:
+            raise OSError(f"sandlock did not start the program: {error}") from None
+        finally:
+            for place, fd in enumerate(own):
+                os.dup2(fd, place)
+                os.close(fd)
+
+    return launch

@@ -1,0 +1,76 @@
+"""The first steps of a program in its own process: sets its limits and descriptors, then becomes the program.
+
+The file runs as `python -S program.py ORDER`; `ORDER` is a JSON file that the keeper of the sandbox wrote. It imports
+only the standard library, because a confined program can read nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import traceback
+from typing import Any
+
+NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
+CHANNEL = 3  # descriptor of a program's channel
+
+
+def main() -> None:
+    """Become the program of the order."""
+    with open(sys.argv[1], "rb") as file:
+        order = json.load(file)
+    if order["channel"]:  # the keeper gave the channel as stdin, because sandlock gives a program three descriptors
+        os.dup2(0, CHANNEL, inheritable=True)
+    stdin = os.open(order["stdin"], os.O_RDONLY)
+    os.dup2(stdin, 0, inheritable=True)
+    os.close(stdin)
+    name = " ".join(order["command"][:1]) or order["name"]
+    try:
+        set_limits(order)
+        os.chdir(order["cwd"])
+        if order["command"]:
+            os.execvp(order["command"][0], order["command"])
+    except (OSError, ValueError) as error:
+        os.write(2, f"{name}: {error}\n".encode())
+        os._exit(NOT_STARTED)
+    run_source(order)
+
+
+def set_limits(order: dict[str, Any]) -> None:
+    """Set the limits that a process has by itself."""
+    for which, most in (
+        (resource.RLIMIT_AS, 2 * order["memory_bytes"] + 2**29),  # the keeper measures and holds the real limit
+        (resource.RLIMIT_NOFILE, order["open_files"]),
+        (resource.RLIMIT_FSIZE, order["folder_bytes"]),
+        (resource.RLIMIT_CPU, int(order["timeout"]) + 2),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(which)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (most, most))
+
+
+def run_source(order: dict[str, Any]) -> None:
+    """Run Python source as the main program of this process."""
+    sys.argv = [order["name"], *order["arguments"]]
+    sys.path.insert(0, os.getcwd())
+    main_module = type(sys)("__main__")
+    main_module.__dict__.update(__file__=order["name"], __builtins__=__builtins__)
+    sys.modules["__main__"] = main_module
+    import random
+
+    random.seed(0)  # so that a program that is run again does the same
+    try:
+        exec(compile(order["code"], order["name"], "exec", dont_inherit=True), main_module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as the interpreter itself does
+        shown = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, shown)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Creates sandboxes that are processes of the host, and runs no code of the model itself.
+
+    owner --"new", a socket--> this process --fork--> keeper <--requests by the socket-- owner
+                                                        | sandlock or a plain process
+                                                        v
+                                                      program
+
+A keeper adopts the orphans of its programs, and this process adopts the orphans of keepers. So every process that a
+program started is found and killed, even if it left its session, when the program ends, its sandbox is closed, or the
+owner dies.
+
+The file runs as `python -I -S start.py SETTINGS`; `SETTINGS` names the descriptor of the owner's socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+SANDBOXES = os.path.dirname(os.path.dirname(__file__))
+# The packages without their own modules, which need pydantic.
+for name, path in (("rollflow", ""), ("rollflow.tasks", ""), ("rollflow.tasks.sandboxes", SANDBOXES)):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+
+from rollflow.tasks.sandboxes.box.rights import (  # noqa: E402
+    CAPABILITIES,
+    CAPABILITY_VERSION,
+    PR_CAPBSET_DROP,
+    check,
+    libc,
+)
+from rollflow.tasks.sandboxes.box.watch import WALL  # noqa: E402
+from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
+from rollflow.tasks.sandboxes.host.keeper import HostKeeper  # noqa: E402
+from rollflow.tasks.sandboxes.host.launch import Launch, find_sandlock, launch_plain  # noqa: E402
+from rollflow.tasks.sandboxes.host.tree import kill_children, list_children  # noqa: E402
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class HostParent:
+    """Creates the keepers of sandboxes, and kills a keeper with all its processes at the owner's request."""
+
+    def __init__(self, owner: socket.socket, settings: dict[str, Any], launch: Launch) -> None:
+        self._owner, self._settings, self._launch = owner, settings, launch
+        self._keepers: dict[int, int] = {}  # process id -> number of the sandbox
+        self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(ended)
+
+    def serve(self) -> NoReturn:
+        """Answer the owner's requests until the owner is gone; then end everything."""
+        while True:
+            ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
+            if self._ended in ready:
+                os.read(self._ended, CHUNK)
+                self._collect()
+            if self._owner.fileno() not in ready:
+                continue
+            data, fds, _, _ = socket.recv_fds(self._owner, CHUNK, 1)
+            if not data:
+                kill_children(lambda: list_children(os.getpid()))
+                remove_folder(self._settings["root"])
+                os._exit(0)
+            request = json.loads(data)
+            if request["do"] == "new":
+                self._create(request["number"], fds[0])
+            else:
+                self._kill(request["number"])
+
+    def _create(self, number: int, fd: int) -> None:
+        """Fork the keeper of a sandbox."""
+        pid = os.fork()
+        if pid == 0:
+            self._become_keeper(os.path.join(self._settings["root"], str(number)), fd)
+        self._keepers[pid] = number
+        os.close(fd)
+
+    def _become_keeper(self, folder: str, fd: int) -> NoReturn:
+        owner = socket.socket(fileno=fd)
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self._ended)
+            self._owner.close()
+            check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+            signal.signal(signal.SIGTERM, lambda *_: end_keeper())
+            check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
+            HostKeeper(owner, self._settings, folder, self._launch).serve()
+        except OSError as error:
+            owner.sendall(pack({"broken": str(error)}))
+        finally:
+            end_keeper()
+
+    def _kill(self, number: int) -> None:
+        for pid, one in self._keepers.items():
+            if one == number:
+                os.kill(pid, signal.SIGKILL)
+
+    def _collect(self) -> None:
+        """Collect ended keepers, kill the processes that they left, and remove their folders."""
+        numbers = []
+        try:
+            while pid := os.waitpid(-1, os.WNOHANG | WALL)[0]:
+                if pid in self._keepers:
+                    numbers.append(self._keepers.pop(pid))
+        except ChildProcessError:
+            pass
+        kill_children(self._list_orphans)
+        for number in numbers:
+            remove_folder(os.path.join(self._settings["root"], str(number)))
+
+    def _list_orphans(self) -> list[int]:
+        return [pid for pid in list_children(os.getpid()) if pid not in self._keepers]
+
+
+def end_keeper() -> NoReturn:
+    """Kill all processes of this keeper's sandbox, and end the keeper."""
+    kill_children(lambda: list_children(os.getpid()))
+    os._exit(0)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder, however deep, even if a program took the rights of some of its folders."""
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    if subprocess.run(["rm", "-rf", "--", folder], check=False, **quiet).returncode:
+        subprocess.run(["chmod", "-R", "u+rwX", "--", folder], check=False, **quiet)
+        subprocess.run(["rm", "-rf", "--", folder], check=False, **quiet)
+
+
+def give_up_capabilities() -> None:
+    """Give up all capabilities for this process and its children, so that root is no more than the owner of files."""
+    for capability in range(CAPABILITIES):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers beyond the last capability
+    check(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24)), "capset")
+
+
+def main() -> NoReturn:
+    """Prepare this process, and create sandboxes until the owner is gone."""
+    settings = json.loads(sys.argv[1])
+    owner = socket.socket(fileno=settings["descriptor"])
+    check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's, who then closes the socket
+    os.umask(0o022)
+    makers: dict[str, Callable[[dict[str, Any]], Launch]] = {
+        "sandlock": find_sandlock,
+        "unsafe-process": lambda _: launch_plain,
+    }
+    launch = makers[settings["kind"]](settings)
+    if settings["kind"] == "sandlock":
+        give_up_capabilities()
+    owner.send(b"{}")
+    HostParent(owner, settings, launch).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Sandboxes by processes of the host: confined by sandlock, or plain processes that protect from nothing.
+
+The processes that create and watch the sandboxes are in `host`. Each sandbox has a folder below the folder for
+temporary files. Memory, processes and folder are measured about twenty times a second, so a program may exceed their
+limits until the next measurement.
+
+`sandlock` confines each program by Landlock and seccomp: no network, no content of a host file, no signal to another
+process. A program can still ask whether a file exists, and how large it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from rollflow.tasks.sandboxes.base import Capability, SandboxFailed
+from rollflow.tasks.sandboxes.bubblewrap import LIMITS, BoxSandboxes
+from rollflow.tasks.sandboxes.config import SandlockSandbox, UnsafeProcessSandbox
+
+HOST = Path(__file__).parent / "host"
+END_SECONDS = 10.0  # time for the processes to end their programs and remove the folders
+
+
+class ProcessSandboxes(BoxSandboxes):
+    """Creates sandboxes of host processes. See the module's docstring."""
+
+    def __init__(self, config: SandlockSandbox | UnsafeProcessSandbox) -> None:
+        super().__init__(config)
+        self._folder: str | None = None
+        if isinstance(config, SandlockSandbox):
+            self.capabilities = frozenset({Capability.ISOLATION, Capability.STATE, Capability.CHANNEL})
+        else:
+            self.capabilities = frozenset({Capability.STATE, Capability.CHANNEL, Capability.CHILDREN})
+
+    def _build_command(self, descriptor: int) -> list[str]:
+        spec = find_spec("sandlock")
+        if self._config.kind == "sandlock" and (spec is None or spec.origin is None):
+            raise SandboxFailed("the package sandlock is not installed; pip install 'rollflow[sandlock]'")
+        self._folder = tempfile.mkdtemp(prefix="rollflow-sandboxes-")
+        base = Path(sys.base_prefix).resolve()
+        python = base / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        settings = {name: getattr(self._config, name) for name in LIMITS} | {
+            "kind": self._config.kind,
+            "descriptor": descriptor,
+            "root": self._folder,
+            "python": str(python),
+            "python_folder": str(base),
+            "program": str((HOST / "program.py").resolve()),
+            "packages": str(Path(spec.origin).parent.parent) if spec and spec.origin else "",
+            "path": f"{base}/bin:/usr/local/bin:/usr/bin:/bin",
+        }
+        return [str(python), "-I", "-S", "-X", "utf8", str(HOST / "start.py"), json.dumps(settings)]
+
+    async def _end_box(self) -> None:
+        """End the processes. They first end their programs, because no kernel does this for them."""
+        if self._box and self._process:
+            self._box.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), END_SECONDS)
+        await super()._end_box()
+        if self._folder and os.path.exists(self._folder):
+            shutil.rmtree(self._folder, ignore_errors=True)
