@@ -4,93 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
 import pytest
 
-from rollflow.storage.errors import ConfigError
-from rollflow.tasks.sandboxes import bubblewrap
 from rollflow.tasks.sandboxes.base import ExecResult, Program, Sandbox
-from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
-from rollflow.tasks.sandboxes.config import MIB, BubblewrapSandbox
+from tests.sandboxes.box import CONFIG, KINDS, LONG, PYTHON, Box
 from tests.sandboxes.programs import PROGRAMS
 from tests.sandboxes.programs.base import Hostile
 
-CONFIG = BubblewrapSandbox(
-    memory_bytes=64 * MIB,
-    folder_bytes=8 * MIB,
-    folder_files=200,
-    output_bytes=100_000,
-    processes=16,
-    spares=0,
-)
-USER = 65534
 GRACE = 4.0  # seconds that a program may take beyond its deadline, on a machine that is slow and busy
-LONG = 60.0  # seconds; longer only for a hang
-SECRET = "SECRET-OF-AN-EARLIER-PROGRAM"
 PROBE = (
     "import builtins, json, math, os, random\n"
     "print(sum(name.isdigit() for name in os.listdir('/proc')), json.dumps([int('42'), math.sqrt(4.0)]), "
     "random.random() == 0.8444218515250481, os.environ.get('LEFT'))"
 )
 PROBED = b"2 [42, 2.0] True None\n"
-PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
-
-
-class Box:
-    """Sandboxes of one kind, and the event loop that they live on."""
-
-    def __init__(self, sandboxes: BubblewrapSandboxes) -> None:
-        self.sandboxes, self._runner = sandboxes, asyncio.Runner()
-
-    def do(self, work: Awaitable[Any]) -> Any:
-        """Wait for a coroutine."""
-
-        async def wait() -> Any:
-            return await work
-
-        return self._runner.run(wait())
-
-    def close(self) -> None:
-        """End the sandboxes and the loop."""
-        self.do(self.sandboxes.close())
-        self._runner.close()
-
-
-def build_as_user(build: Any) -> Any:
-    """Return a builder of commands that start the box as an ordinary user, with the system's Python."""
-
-    def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "geteuid", lambda: USER)
-            patch.setattr(sys, "base_prefix", "/usr")
-            command = build(config, descriptor)
-        return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", *command]
-
-    return build_command
-
-
-@pytest.fixture(scope="module", params=["own user", "ordinary user"])
-def box(request: pytest.FixtureRequest) -> Iterator[Box]:
-    """Start sandboxes as this user, and for root also as an ordinary user; skip what this machine cannot run."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "ordinary user":
-            if os.geteuid() != 0 or not shutil.which("setpriv") or not os.path.exists(f"/usr/bin/{PYTHON}"):
-                pytest.skip(f"not root, or no setpriv, or no /usr/bin/{PYTHON}")
-            patch.setattr(bubblewrap, "build_command", build_as_user(bubblewrap.build_command))
-        created = Box(BubblewrapSandboxes(CONFIG))
-        try:
-            created.do(created.sandboxes.start())
-        except ConfigError as error:
-            created.close()
-            pytest.skip(str(error))
-        created.do(created.sandboxes.run(Program(code=f"# {SECRET}", stdin=SECRET.encode(), env={"LEFT": SECRET})))
-        yield created
-        created.close()
 
 
 def count_processes() -> int:
@@ -129,17 +60,30 @@ async def attack(box: Box, hostile: Hostile, cold: bool) -> None:
     await wait_for_processes(before)
 
 
-def known(hostile: Hostile) -> Any:
-    """Return a test's case; skip it if this machine's system calls are others."""
-    other = hostile.machine not in ("", os.uname().machine)
-    return pytest.param(hostile, id=hostile.name, marks=[pytest.mark.skipif(other, reason="system calls differ")])
+def list_cases(kinds: Iterable[str], programs: Iterable[Hostile]) -> list[Any]:
+    """Return a test's cases; programs whose system calls this machine does not have are skipped."""
+    return [
+        pytest.param(
+            kind,
+            hostile,
+            id=f"{kind}, {hostile.name}",
+            marks=[pytest.mark.skipif(hostile.machine not in ("", os.uname().machine), reason="other system calls")],
+        )
+        for kind in kinds
+        for hostile in programs
+    ]
 
 
-@pytest.mark.parametrize("hostile", map(known, PROGRAMS))
+VARYING = [one for one in PROGRAMS if one.varies]
+
+
+@pytest.mark.parametrize(
+    ("box", "hostile"), [*list_cases(KINDS[:1], PROGRAMS), *list_cases(KINDS[1:], VARYING)], indirect=["box"]
+)
 def test_hostile_warm_program_does_no_harm(box: Box, hostile: Hostile) -> None:
     box.do(attack(box, hostile, cold=False))
 
 
-@pytest.mark.parametrize("hostile", [known(one) for one in PROGRAMS if one.cold])
+@pytest.mark.parametrize(("box", "hostile"), list_cases(KINDS[:1], VARYING), indirect=["box"])
 def test_hostile_command_does_no_harm(box: Box, hostile: Hostile) -> None:
     box.do(attack(box, hostile, cold=True))

@@ -51,9 +51,9 @@ class Hostile:
     machine: str = ""  # the only machine whose system calls the program knows; empty: any
 
     @property
-    def cold(self) -> bool:
-        """True if the program does other things as a command than as a warm program."""
-        return "/proc/" in self.code or "refused" in self.code or "fork" in self.code or "call(" in self.code
+    def varies(self) -> bool:
+        """True if the program may reach other things as a command, or as another user."""
+        return self.seconds >= 1 and any(word in self.code for word in ("/proc/", "refused", "fork", "call("))
 
     @property
     def source(self) -> str:
