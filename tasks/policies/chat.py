@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.base import Asked, Message
 
 QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, which no template contains
 SYSTEM = "You answer."
@@ -26,13 +27,13 @@ class ChatTemplate:
         """Fix the template's clock at `now`, in seconds since the epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
-    def encode(self, text: str, system: str | None) -> list[int]:
+    def encode(self, asked: Asked, system: str | None) -> list[int]:
         """Return the prompt tokens of a question, after which the policy's answer begins.
 
         Raises:
             ConfigError: the template rejects the question or the system message.
         """
-        tokens = _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=True))
+        tokens = _attempt(system, lambda: self._apply(_build_messages(asked, system), tokenize=True))
         return [int(token) for token in tokens]
 
     def render(self, text: str, system: str | None) -> str:
@@ -113,9 +114,11 @@ class ChatTemplate:
 _CHAT, _NO_CHAT = "prompts.chat = True", "correct the template, or set prompts.chat = false"
 
 
-def _build_messages(text: str, system: str | None) -> list[dict[str, str]]:
-    messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": text}]
+def _build_messages(asked: Asked, system: str | None) -> list[Message]:
+    """Return the messages of a question, with the system message before them unless they have their own."""
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    before = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
+    return [*before, *messages]
 
 
 def _attempt(system: str | None, render: Callable[[], Any]) -> Any:

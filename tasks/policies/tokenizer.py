@@ -22,6 +22,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
+from rollflow.tasks.prompts.base import Asked
 
 # pieces of text that tokenizers may treat differently, alone or in combination
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
@@ -43,26 +44,27 @@ class PolicyTokenizer:
         self._fast = _read_tokenizer(folder)
         self._config = json.loads((folder / "config.json").read_text())
 
-    def encode(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
+    def encode(self, asked: Asked, chat: bool = False, system: str | None = None) -> Sequence[int]:
         """Return the prompt tokens of a question; with `chat`, apply the tokenizer's chat template.
 
         Raises:
             ConfigError: the chat template rejects the question.
         """
         if chat:
-            return self.template.encode(text, system)
-        return self._plain(text) if self._single_start else list(self._fast.encode(text).ids)
+            return self.template.encode(asked, system)
+        assert isinstance(asked, str), "only the chat template writes messages"
+        return self._plain(asked) if self._single_start else list(self._fast.encode(asked).ids)
 
-    def encode_prompt(self, text: str, chat: bool = False, system: str | None = None) -> Sequence[int]:
+    def encode_prompt(self, asked: Asked, chat: bool = False, system: str | None = None) -> Sequence[int]:
         """Encode a question as `encode` does, and check the first and last tokens of the prompt.
 
         Raises:
             ConfigError: the chat template rejects the question, or the prompt begins with two start tokens or ends with
                 an end token.
         """
-        tokens = self.encode(text, chat, system)
+        tokens = self.encode(asked, chat, system)
         if self._single_start:
-            self._check(tokens, text, chat)
+            self._check(tokens, asked, chat)
         return tokens
 
     def encode_response(self, text: str) -> Sequence[int]:
@@ -171,14 +173,14 @@ class PolicyTokenizer:
     def _turn_end(self) -> int | None:
         return self.template.end_of_turn(self.special)
 
-    def _check(self, tokens: Sequence[int], text: str, chat: bool) -> None:
+    def _check(self, tokens: Sequence[int], asked: Asked, chat: bool) -> None:
         ends = self._ends | ({self._turn_end} if chat else set())
         if len(tokens) > 1 and tokens[-1] in ends:
-            where = "chat = True: the chat template's prompt" if chat else f"the question {text[-40:]!r}"
+            where = "chat = True: the chat template's prompt" if chat else f"the question {asked[-40:]!r}"
             cure = "let it begin an answer (add_generation_prompt)" if chat else "remove that token from it"
             raise ConfigError(f"prompts: {where} ends with the end token {self.name(tokens[-1])}; {cure}")
         if len(tokens) > 1 and tokens[0] == tokens[1] and tokens[0] in self._starts:
-            where = "chat = True: the chat template's prompt" if chat else f"the question {text[:40]!r}"
+            where = "chat = True: the chat template's prompt" if chat else f"the question {asked[:40]!r}"
             raise ConfigError(
                 f"prompts: {where} begins with two start tokens {self.name(tokens[0])}; remove one of them"
             )

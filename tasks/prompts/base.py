@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.keys import normalise_text
 
+Message = Mapping[str, str]  # a chat message, with `role` and `content`
+Asked = str | Sequence[Message]  # a text, or the messages that the chat template writes
 Reader = Callable[[FileBase], bytes]  # returns the lines of JSON of a source's prompt file
 
 
@@ -17,13 +19,19 @@ class Question:
     """A question before it is tokenized, with the right answer and the JSON reference for the verifier.
 
     Two questions with the same `key` count as the same question, even if their texts differ. A question without a `key`
-    has its normalised text as its key.
+    has its normalised text as its key. A question with `messages` asks those, and `text` is what a person reads.
     """
 
     text: str
     answer: str
     reference: Mapping[str, Any]
     key: str = ""
+    messages: Sequence[Message] = ()
+
+    @property
+    def asked(self) -> Asked:
+        """What the policy is asked: `messages`, or if there are none `text`."""
+        return self.messages or self.text
 
     @property
     def canonical_key(self) -> str:
@@ -49,6 +57,6 @@ class QuestionSource(Protocol):
 
 
 class Encoder(Protocol):
-    """Converts a question's text to prompt tokens, with or without the chat template."""
+    """Converts a question's text or messages to prompt tokens, with or without the chat template."""
 
-    def __call__(self, text: str, chat: bool, system: str | None) -> Sequence[int]: ...
+    def __call__(self, asked: Asked, chat: bool, system: str | None) -> Sequence[int]: ...

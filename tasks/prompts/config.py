@@ -134,6 +134,13 @@ class FilePrompts(FileBase):
         """Return the words by which error messages name the column of `question` or `answer`."""
         return f"column {self.columns[name]!r}" if name in self.columns else name
 
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if "system" in self.columns and not self.chat:
+            cure = "the system message is not used without chat = true; set chat = true, or remove columns.system"
+            refuse("prompts.columns.system", self.columns["system"], cure)
+        return self
+
 
 class ColumnSumsPrompts(PromptBase):
     """Sums of several numbers, demonstrated column by column. The verifier is `exact`, with `answer = "tag"`."""

@@ -11,6 +11,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import ImportPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
+from rollflow.tasks.prompts.messages import find_messages_fault
 from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
@@ -66,6 +67,8 @@ class ImportedSource:
         for name, text in (("text", question.text), ("answer", question.answer), ("key", question.key)):
             if not isinstance(text, str) or not _is_utf8(text):
                 raise self._refusal(call, f"has the {name} {text!r}; give a str that UTF-8 can say")
+        if question.messages and (wrong := self._find_messages_fault(question)):
+            raise self._refusal(call, wrong)
         if not question.text.strip():
             raise self._refusal(call, "asks nothing; give a text that is not empty")
         try:
@@ -74,6 +77,12 @@ class ImportedSource:
             raise self._refusal(
                 call, f"has a reference that is no JSON ({error}); it goes to another process"
             ) from None
+
+    def _find_messages_fault(self, question: Question) -> str | None:
+        if not self._config.chat:
+            return "has messages, which the chat template writes; set prompts.chat = true"
+        wrong = find_messages_fault(question.messages)
+        return wrong and f"has wrong messages: {wrong}"
 
     def _refusal(self, call: str, why: str) -> ConfigError:
         return ConfigError(f"{KEY}.path = {self._config.path!r}: {call} {why}")

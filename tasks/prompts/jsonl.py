@@ -15,8 +15,9 @@ from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.config import FileBase
+from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.held_out import HeldOut
+from rollflow.tasks.prompts.messages import describe_asked, read_asked
 
 
 def read_bytes(config: FileBase, path: str) -> bytes:
@@ -104,11 +105,13 @@ def judged_part(config: FileBase, answer: str) -> str:
 def _read_question(config: FileBase, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
-        question, answer = str(row["question"]), str(row["answer"])
+        asked = read_asked(config, row) if isinstance(config, FilePrompts) else str(row["question"])
+        question, answer = describe_asked(asked), str(row["answer"])
         (question + answer).encode()  # raises an error for lone surrogates, which JSON allows
         if question.strip() and row["question"] is not None and row["answer"] is not None:
             row = row if config.answer_after is None else {**row, "answer": judged_part(config, answer)}
-            return Question(question, judged_part(config, answer), {"family": None, **row})
+            messages = () if isinstance(asked, str) else asked
+            return Question(question, judged_part(config, answer), {"family": None, **row}, messages=messages)
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise config.refusal(f"{config.unit} {number} has no question and answer; correct it")

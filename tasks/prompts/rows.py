@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.config import FileBase
+from rollflow.tasks.prompts.base import Asked
+from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
+from rollflow.tasks.prompts.messages import find_question_fault, read_asked
 
 DEEPEST = 100  # deepest nesting of a row that can be sent to another process
 LONGEST_SHOWN = 40  # number of characters of a value that an error message shows
@@ -28,7 +30,7 @@ class PromptRow:
     """One row of a prompt file, with its line number, its question and the verifier's reference."""
 
     line: int
-    question: str
+    question: Asked
     reference: Mapping[str, Any]
 
 
@@ -95,13 +97,22 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
         return "it is no JSON object; write {" + '"question": ..., "answer": ...}'
     if twice:
         return f"a key is repeated ({twice[0]}); keep one"
-    if wrong := _find_text_fault(config, row, "question") or _find_answer_fault(config, row):
+    if wrong := _find_question_fault(config, row) or _find_answer_fault(config, row):
         return wrong
     try:
         answer = judged_part(config, str(row["answer"]))
     except ValueError as error:
         return str(error)
-    return PromptRow(number, row["question"], {"family": None, **row, "answer": answer})
+    asked = read_asked(config, row) if isinstance(config, FilePrompts) else row["question"]
+    return PromptRow(number, asked, {"family": None, **row, "answer": answer})
+
+
+def _find_question_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a row's question, which must be text, or in a table also a list of messages."""
+    messages = isinstance(config, FilePrompts) and isinstance(row.get("question"), list)
+    if not messages and (wrong := _find_text_fault(config, row, "question")):
+        return wrong
+    return find_question_fault(config, row) if isinstance(config, FilePrompts) else None
 
 
 def _find_answer_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:

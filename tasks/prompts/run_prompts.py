@@ -150,7 +150,7 @@ class RunPrompts:
     def _build_prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "the prompts were opened without an encoder"
-        read = ModelInput.of(self._encode(question.text, config.chat, config.system))
+        read = ModelInput.of(self._encode(question.asked, config.chat, config.system))
         return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference)
 
     def _first_fit(

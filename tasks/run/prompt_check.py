@@ -87,7 +87,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
             if wrong := fault(question.reference):
                 raise ConfigError(f"prompts.{which}: question {shorten_value(question.text)}: {wrong}")
         room = _compute_room(config, tokenizer)
-        lengths = [len(tokenizer.encode_prompt(question.text, source.chat, source.system)) for question in asked]
+        lengths = [len(tokenizer.encode_prompt(question.asked, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
             what = (
                 f"{len(long)} of the first {len(asked)} prompts are too long (for example "
@@ -163,9 +163,9 @@ def _find_too_long(
 ) -> set[int]:
     """Return the lines of a file whose prompts are too long and are to be dropped."""
     room, empty, long = _compute_room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
-    last_told = time.monotonic()
+    last_told, count = time.monotonic(), _count_tokens(source, tokenizer)
     for number, row in enumerate(rows, 1):
-        length = len(tokenizer.encode_prompt(row.question, source.chat, source.system))
+        length = count(row)
         if not length:
             empty.append((row.line, "the question has no tokens for this policy; write a question"))
         elif length > room:
@@ -178,6 +178,26 @@ def _find_too_long(
     if long and (source.too_long == "refuse" or len(long) == len(rows)):
         raise refuse_lines(source, long)
     return {line for line, _ in long}
+
+
+def _count_tokens(source: FileBase, tokenizer: PolicyTokenizer) -> Callable[[PromptRow], int]:
+    """Return a function that counts the tokens of a row's prompt; an error of the chat template names the row.
+
+    The first system message of a row is also checked against the template, which may leave system messages out.
+    """
+    checked = False
+
+    def count(row: PromptRow) -> int:
+        nonlocal checked
+        try:
+            if not checked and not isinstance(row.question, str) and row.question[0]["role"] == "system":
+                checked = True
+                tokenizer.template.check(row.question[0]["content"])
+            return len(tokenizer.encode_prompt(row.question, source.chat, source.system))
+        except ConfigError as error:
+            raise source.refusal(f"{source.unit} {row.line}: {error}") from None
+
+    return count
 
 
 def _drop_lines(source: FileBase, content: bytes, dropped: set[int]) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.base import Asked, Question
 from rollflow.tasks.prompts.config import ImportPrompts, PromptConfig
 from rollflow.tasks.prompts.keys import normalise_text
 from rollflow.tasks.prompts.run_prompts import RunPrompts
@@ -30,9 +30,9 @@ print(made.sha256(0))
 """
 
 
-def encode(text: str, chat: bool, system: str | None) -> list[int]:
-    """Encode a text as its bytes."""
-    return list(text.encode())
+def encode(asked: Asked, chat: bool, system: str | None) -> list[int]:
+    """Encode a text or messages as bytes."""
+    return list(str(asked).encode())
 
 
 def open_prompts(config: PromptConfig, seed: int, held_out: int) -> RunPrompts:
