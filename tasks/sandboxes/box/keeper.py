@@ -5,23 +5,30 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import select
 import socket
 import stat
 import struct
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rollflow.tasks.sandboxes.box.rights import PR_SET_DUMPABLE, build_filter, check, give_up_rights, libc
+from rollflow.tasks.sandboxes.box.rights import (
+    PR_SET_DUMPABLE,
+    build_filter,
+    check,
+    give_up_capabilities,
+    install_filter,
+    libc,
+)
 from rollflow.tasks.sandboxes.box.watch import (
     CHUNK,
-    NO_CORE,
     Watch,
     collect_ended,
     find_excess,
     kill_all,
+    limit_seconds,
     list_processes,
     set_limits,
 )
@@ -32,34 +39,72 @@ FOLDER = "/work"
 OPENAT2 = 437
 BENEATH = 0x01 | 0x02 | 0x08  # no other file system, no link of /proc, nothing above the folder
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436  # a program's channel, and the system call close_range
 IDLE_SECONDS = 0.1  # time between two measurements of children that outlive their program
 NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
 Request = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ForkedProgram:
+    """The process of a program that waits for its request at the other end of `gate`."""
+
+    pid: int
+    gate: socket.socket
+    stdin: int
+    pipes: tuple[int, int]  # the ends from which stdout and stderr are read
+
+    def begin(self, request: Request, body: bytes, fds: list[int]) -> None:
+        """Give the process its request and its input."""
+        with os.fdopen(self.stdin, "wb", closefd=False) as file:
+            file.write(body)
+        os.lseek(self.stdin, 0, os.SEEK_SET)
+        fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)  # a program could store bytes in there that nobody counts
+        message = pack(request)
+        if fds:
+            socket.send_fds(self.gate, [message[:1]], fds)
+            message = message[1:]
+        self.gate.sendall(message)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close what is not needed after the start."""
+        self.gate.close()
+        os.close(self.stdin)
+
+
 class Keeper:
-    """Serves the owner of one sandbox. See the module's docstring."""
+    """Serves the owner of one sandbox. See the module's docstring.
+
+    The process of the first program is forked before its request comes, because a fork takes most of the time of a
+    short program.
+    """
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
-        """Mount the sandbox's own folder and its view of its processes."""
+        """Mount the sandbox's own folder and its view of its processes; set limits and give up rights."""
         self._owner, self._limits = owner, limits
         self._filter = build_filter(os.uname().machine)
+        self._program: ForkedProgram | None = None
         size = f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=0755"
         mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)
         mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
         os.chdir(FOLDER)
         check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that no program can open this process's memory
-        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE, NO_CORE))
-        self._answer({"ready": True})
+        set_limits(limits)
+        give_up_capabilities()
 
     def serve(self) -> Request:
         """Answer the owner's requests; return only in the process of a warm program, with the program's request."""
+        self._answer({"ready": True})
+        if own := self._fork_program():
+            return own
         while True:
             self._watch_children()
             request, body, fds = receive(self._owner)
             if request["do"] == "exec":
-                if self._run(request, body, fds):
-                    return request
+                if self._program is None and (own := self._fork_program()):
+                    return own
+                self._run(request, body, fds)
                 continue
             try:
                 data = b""
@@ -77,46 +122,63 @@ class Keeper:
 
     def _watch_children(self) -> None:
         """Hold the limits of children that outlived their program until the owner's next request."""
-        while list_processes() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
+        while self._has_children() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
             collect_ended()
             if find_excess(self._limits):
                 kill_all()
 
-    def _run(self, request: Request, body: bytes, fds: list[int]) -> bool:
-        """Run a program and answer with its result; return True only in the process of a warm program."""
-        began = time.monotonic()
-        stdin = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
-        with os.fdopen(stdin, "wb", closefd=False) as file:
-            file.write(body)
-        os.lseek(stdin, 0, os.SEEK_SET)
-        fcntl.fcntl(stdin, fcntl.F_ADD_SEALS, SEALS)  # a program could store bytes in there that nobody counts
-        out, err = os.pipe(), os.pipe()
+    def _has_children(self) -> bool:
+        """Return whether processes live on from an earlier program; the first program has no earlier one."""
+        return self._program is None and bool(list_processes())
+
+    def _fork_program(self) -> Request | None:
+        """Fork the process of the next program; return in the process of a warm program, with its request."""
+        gate, other = socket.socketpair()
+        stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._become_program(request, (stdin, out[1], err[1]), fds)
-            return True
-        for fd in (stdin, out[1], err[1], *fds):
+            for one in (gate, self._owner):
+                one.detach()  # otherwise their end would close these descriptors again, which then are the program's
+            return self._become_program(other, (stdin, out[1], err[1]))
+        other.close()
+        for fd in (out[1], err[1]):
             os.close(fd)
-        watch = Watch(self._owner, pid, [out[0], err[0]], self._limits)
+        self._program = ForkedProgram(pid, gate, stdin, (out[0], err[0]))
+        return None
+
+    def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
+        """Run the forked program, and answer with its result."""
+        began, program = time.monotonic(), self._program
+        assert program is not None
+        self._program = None
+        program.begin(request, body, fds)
+        for fd in fds:
+            os.close(fd)
+        watch = Watch(self._owner, program.pid, list(program.pipes), self._limits)
         watch.wait(began + request["timeout"], keep_children=request["keep_children"])
         result = {"end": watch.end, "code": watch.code, "seconds": time.monotonic() - began}
         self._answer(result | {"stdout": len(watch.output[0])}, bytes(watch.output[0] + watch.output[1]))
-        return False
 
-    def _become_program(self, request: Request, standard: tuple[int, int, int], fds: list[int]) -> None:
-        """Turn this child into the program; return if the program is warm.
+    def _become_program(self, gate: socket.socket, standard: tuple[int, int, int]) -> Request:
+        """Turn this child into a program: wait for its request, and return it if the program is warm.
 
-        The child gets its descriptors and its limits, and gives up its rights.
+        The child keeps its standard descriptors and its channel only, and loses its rights before its request comes.
         """
+        os.setsid()
+        for place, fd in enumerate((*standard, gate.detach())):
+            os.dup2(fd, place)
+            os.set_inheritable(place, True)
+        check(libc.syscall(CLOSE_RANGE, CHANNEL + 1, LAST_DESCRIPTOR, 0), "close_range")
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # so that the keeper can measure its memory
+        install_filter(self._filter)
+        waiting = socket.socket(fileno=CHANNEL)
+        request, _, fds = receive(waiting)
+        waiting.close()
+        for fd in fds:
+            os.dup2(fd, CHANNEL)
+            os.close(fd)
         try:
-            os.setsid()
-            for place, fd in enumerate((*standard, *fds)):
-                os.dup2(fd, place)
-                os.set_inheritable(place, True)
-            os.closerange(len(standard) + len(fds), os.sysconf("SC_OPEN_MAX"))
-            check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # so that the keeper can measure its memory
-            set_limits(self._limits, request["timeout"])
-            give_up_rights(self._filter)
+            limit_seconds(request["timeout"])
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:
                 os.execvpe(request["command"][0], request["command"], variables_of(request))
@@ -124,6 +186,7 @@ class Keeper:
             named = " ".join(request["command"][:1]) or request["name"]
             os.write(2, f"{named}: {error}\n".encode())
             os._exit(NOT_STARTED)
+        return request
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:

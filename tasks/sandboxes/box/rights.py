@@ -183,13 +183,17 @@ def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, i
     return [*code, (LOAD, 0, 0, 0)] if tests else code
 
 
-def give_up_rights(program: bytes) -> None:
-    """Give up all capabilities, and install a filter of system calls; both last for this process and its children."""
+def give_up_capabilities() -> None:
+    """Give up all capabilities, for this process and its children, for ever."""
     for capability in range(CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers beyond the last capability
     header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
     check(libc.capset(header, bytes(24)), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def install_filter(program: bytes) -> None:
+    """Install a filter of system calls for this process and its children, for ever."""
     kept = ctypes.create_string_buffer(program, len(program))
     filtered = _Program(len(program) // 8, ctypes.cast(kept, ctypes.c_void_p).value)
     check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(filtered), 0, 0), "seccomp")

@@ -6,7 +6,7 @@
                                                                            program
 
 The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
-process, mount and IPC namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
+process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
 of these namespaces: nobody in there can send it a signal, and the kernel kills every other process there when the
 keeper ends.
 
@@ -40,7 +40,7 @@ from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, check, l
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
-NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000 | 0x08000000  # user, mount, process, IPC
+NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000  # user, mount, process; the filter refuses all IPC
 USER = 1000  # user and group of a program, in its own user namespace
 
 
