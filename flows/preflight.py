@@ -48,7 +48,7 @@ from rollflow.tasks.prompts.near_duplicates import near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
-from rollflow.tasks.run.prompt_check import Tell, fit_files, probe_sources, read_files
+from rollflow.tasks.run.prompt_check import Tell, describe_files, fit_files, probe_sources, read_files
 from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
 from rollflow.tasks.run.user_code import check_own_parts
 
@@ -108,7 +108,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         prompts = open_prompts(config, tokenizer, read)
         notes += [describe_ends(tokenizer), *found, *probe_sources(config, prompts, tokenizer)]
         notes += _note_few_held_out(config, len(prompts.held_out()))
-        notes.append(_note_near_duplicates(config, prompts))
+        notes += [*describe_files(prompts), _note_near_duplicates(config, prompts)]
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
         _check_tokenizer_agrees(config, folder, [prompt.text for prompt in first])
         if config.policy.path is not None:

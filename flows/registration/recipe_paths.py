@@ -3,7 +3,8 @@ working folder.
 
     | key | what counts as a path |
     |---|---|
-    | `prompts.path` of kind "jsonl" or "file" | every value, except with format = "hub" |
+    | `prompts.path` of kind "jsonl"; `path` and `held_out_path` of kind "file" | every value; with format = "hub", only
+      one with the suffix of a table |
     | `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
     | `store.uri` | a value without a scheme |
     | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.config import SUFFIXES
 
 # a key's dotted name, the table that contains the key, and the last part of its name
 Place = tuple[str, dict[str, Any], str]
@@ -58,8 +60,9 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
         ("tracking", tree.get("tracking"), "uri", _anchor_tracking),
     ]
     for position, source in enumerate(prompts if isinstance(prompts, list) else ()):
-        if isinstance(source, dict) and source.get("kind") in ("jsonl", "file") and source.get("format") != "hub":
-            candidates.append((f"prompts.{position}", source, "path", _anchor_file))
+        if isinstance(source, dict) and source.get("kind") in ("jsonl", "file"):
+            anchor: Anchor = _anchor_file if source.get("format") != "hub" else _anchor_suffixed
+            candidates += [(f"prompts.{position}", source, key, anchor) for key in ("path", "held_out_path")]
     for place, table, last, anchor in candidates:
         if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:
             yield (f"{place}.{last}", table, last), anchor
@@ -70,6 +73,11 @@ def _anchor_file(path: str, folder: Path) -> str:
         return str(folder / Path(path).expanduser())
     except RuntimeError:  # `~user` names an unknown user; opening the path reports the error
         return path
+
+
+def _anchor_suffixed(path: str, folder: Path) -> str:
+    """Make a path absolute if its suffix is that of a table; otherwise it is the name of a data set."""
+    return _anchor_file(path, folder) if Path(path).suffix.lower() in SUFFIXES else path
 
 
 def _anchor_policy(path: str, folder: Path) -> str:

@@ -242,7 +242,8 @@ class _Audit:
 
     def _prompts(self, body: RunCreated) -> Iterator[StoredObject]:
         """Yield the prompt files that are stored with the run."""
-        for pin in body.prompts:
+        held_out = [pin["held_out"] for pin in body.prompts if isinstance(pin.get("held_out"), Mapping)]
+        for pin in (*body.prompts, *held_out):
             described = pin.get("kept"), pin.get("size"), pin.get("sha256")
             match described:
                 case (None | "", _, _):

@@ -31,7 +31,7 @@ def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held
         case JsonlPrompts() | FilePrompts():
             from rollflow.tasks.prompts.jsonl import JsonlSource
 
-            return JsonlSource(config, seed, read(config), held)
+            return JsonlSource(config, seed, read, held)
         case ColumnSumsPrompts():
             from rollflow.tasks.prompts.column_sums import ColumnSumsSource
 

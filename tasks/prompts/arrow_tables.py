@@ -83,7 +83,9 @@ def _find_split(config: FilePrompts, path: Path) -> Path:
     """Return the folder of the chosen split, or the folder itself if the data set has no splits."""
     if not (path / "dataset_dict.json").exists():
         if config.split:
-            raise ConfigError(f"prompts.split = {config.split!r}: the folder {config.path!r} has no splits; remove it")
+            raise ConfigError(
+                f"{config.split_key} = {config.split!r}: the folder {config.path!r} has no splits; remove it"
+            )
         if not (path / "state.json").exists():
             raise config.refusal("the folder has no state.json, as `save_to_disk` writes it; name such a folder")
         return path
@@ -91,9 +93,7 @@ def _find_split(config: FilePrompts, path: Path) -> Path:
     found = [str(split) for split in splits] if isinstance(splits, list) else []
     split = config.split or DEFAULT_SPLIT
     if split not in found:
-        raise ConfigError(
-            f"prompts.split = {split!r}: the data set {config.path!r} has only the splits {', '.join(found)}; name one"
-        )
+        raise config.split_refusal(f"has only the splits {', '.join(found)}; name one")
     return path / split
 
 

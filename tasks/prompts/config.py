@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -71,13 +71,23 @@ class FileBase(PromptBase):
         """The word by which error messages number the file's rows: "line" or "row"."""
         return "line"
 
+    @property
+    def key(self) -> str:
+        """The config key that names the file."""
+        return "prompts.path"
+
+    @property
+    def held_out_file(self) -> HeldOutFile | None:
+        """The file of the held-out questions, if they do not come from the same rows."""
+        return None
+
     def label(self, name: str) -> str:
         """Return the words by which error messages name the column of `question` or `answer`."""
         return name
 
     def refusal(self, what: str) -> ConfigError:
         """Build the error that names the file and says what is wrong."""
-        return ConfigError(f"prompts.path = {self.path!r}: {what}")
+        return ConfigError(f"{self.key} = {self.path!r}: {what}")
 
 
 class JsonlPrompts(FileBase):
@@ -93,6 +103,8 @@ SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", 
 
 class FilePrompts(FileBase):
     """User-defined prompts in a table: JSON lines, CSV, Parquet, or a data set of the library `datasets`."""
+
+    split_key: ClassVar[str] = "prompts.split"
 
     kind: Literal["file"] = Field("file", description="your own questions, from a table of any format")
     path: str = Field(
@@ -117,8 +129,31 @@ class FilePrompts(FileBase):
         (), description="columns whose text is JSON, such as messages or test cases in a CSV file"
     )
 
+    held_out_path: str | None = Field(
+        None,
+        min_length=1,
+        description="path of a file whose rows are held out, in their order; default: a share of the rows of path",
+    )
+    held_out_split: str | None = Field(
+        None,
+        min_length=1,
+        description='split of a "saved" or "hub" data set whose rows are held out, in their order; default: none',
+    )
+
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
+
+    @property
+    def held_out_file(self) -> HeldOutFile | None:
+        """The file or split of the held-out questions, if they do not come from the same rows."""
+        if self.held_out_path is None and self.held_out_split is None:
+            return None
+        keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": self.held_out_split}
+        if self.held_out_path is None:
+            return HeldOutFile(**keys)
+        suffix = Path(self.held_out_path).suffix.lower()
+        other = {"path": self.held_out_path, "format": SUFFIXES.get(suffix, self.format), "subset": None}
+        return HeldOutFile(**keys | other)
 
     @property
     def chosen_format(self) -> Format | None:
@@ -134,12 +169,37 @@ class FilePrompts(FileBase):
         """Return the words by which error messages name the column of `question` or `answer`."""
         return f"column {self.columns[name]!r}" if name in self.columns else name
 
+    def split_refusal(self, what: str) -> ConfigError:
+        """Build the error that names the split and says what is wrong."""
+        return ConfigError(f"{self.split_key} = {self.split!r}: {self.path!r} {what}")
+
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if "system" in self.columns and not self.chat:
             cure = "the system message is not used without chat = true; set chat = true, or remove columns.system"
             refuse("prompts.columns.system", self.columns["system"], cure)
         return self
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        share = type(self).model_fields["held_out"].default
+        for name in ("held_out_path", "held_out_split"):
+            if getattr(self, name) is not None and self.held_out != share:
+                refuse(
+                    "prompts.held_out", self.held_out, f"the held-out questions come from {name}; remove one of them"
+                )
+        return self
+
+
+class HeldOutFile(FilePrompts):
+    """The file or split with the held-out questions of another source; it is no source of its own."""
+
+    split_key: ClassVar[str] = "prompts.held_out_split"
+
+    @property
+    def key(self) -> str:
+        """The config key that names the file, and the split if there is one."""
+        return "prompts.held_out_path" if self.split is None else f"split {self.split!r} of prompts.path"
 
 
 class ColumnSumsPrompts(PromptBase):

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.base import Question
+from rollflow.tasks.prompts.base import Question, Reader
 from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.messages import describe_asked, read_asked
@@ -31,16 +32,22 @@ def read_bytes(config: FileBase, path: str) -> bytes:
 
 
 class JsonlSource:
-    """A `QuestionSource` that reads a file. Each pass visits every training line of the file once, in random order."""
+    """A `QuestionSource` that reads a file. Each pass visits every training line of the file once, in random order.
 
-    def __init__(self, config: FileBase, seed: int, content: bytes, excluded: HeldOut) -> None:
+    A share of the lines is held out, or all lines of another file, in their order.
+    """
+
+    def __init__(self, config: FileBase, seed: int, read: Reader, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
-        lines = read_questions(config, content)
+        lines = read_questions(config, read(config))
         random.Random(f"{seed}:split").shuffle(lines)
-        kept = int(len(lines) * config.held_out)
-        self._held = {excluded.identity(question): question for question in lines[:kept]}
-        self._others = lines[kept:]
-        for question in lines[:kept]:
+        if (other := config.held_out_file) is not None:
+            held, self._others = read_questions(other, read(other)), lines
+        else:
+            kept = int(len(lines) * config.held_out)
+            held, self._others = lines[:kept], lines[kept:]
+        self._held = {excluded.identity(question): question for question in held}
+        for question in held:
             excluded.add(question)
 
     @cached_property
@@ -63,6 +70,16 @@ class JsonlSource:
     def held_out(self, count: int) -> list[Question]:
         """Return the first `count` held-out questions."""
         return list(self._held.values())[:count]
+
+    def describe_rows(self) -> str:
+        """Say how many rows are trained on, held out, and left out because another row with their key is held out."""
+        unit, asked = self._config.unit, Counter(question.canonical_key for question in self._lines)
+        left_out, repeated = len(self._others) - len(self._lines), len(self._lines) - len(asked)
+        return (
+            f"{self._config.key} = {self._config.path!r}: {len(self._lines):,} {unit}s are trained on, of which "
+            f"{repeated:,} repeat a question; {len(self._held):,} questions are held out, and {left_out:,} {unit}s "
+            "are left out because their question is held out"
+        )
 
     def _at(self, position: int, stream: str) -> Question:
         epoch, place = divmod(position, len(self._lines))

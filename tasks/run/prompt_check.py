@@ -22,7 +22,7 @@ from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import FileBase
-from rollflow.tasks.prompts.jsonl import numbered_lines
+from rollflow.tasks.prompts.jsonl import JsonlSource, numbered_lines
 from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
@@ -45,8 +45,9 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
         ConfigError: a row cannot be asked or scored.
     """
     fault = _Judgeable(config)
-    files = dict.fromkeys(source for source in config.prompts if isinstance(source, FileBase))
-    rows: dict[FileBase, list[PromptRow]] = {source: read_rows(source, read(source), fault) for source in files}
+    sources = [source for source in config.prompts if isinstance(source, FileBase)]
+    files = dict.fromkeys(file for source in sources for file in (source, source.held_out_file) if file is not None)
+    rows: dict[FileBase, list[PromptRow]] = {file: read_rows(file, read(file), fault) for file in files}
     if isinstance(config.reward, ExactReward):
         for source, found in rows.items():
             _check_worked(source, found)
@@ -66,10 +67,15 @@ def fit_files(
         if dropped := _find_too_long(config, source, found, tokenizer, tell):
             kept[source] = _drop_lines(source, read(source), dropped)
             what = f"{len(dropped)} of {len(found)} {source.unit}s are too long, and are dropped"
-            notes.append(f"prompts.path = {source.path!r}: {what}")
+            notes.append(f"{source.key} = {source.path!r}: {what}")
         if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
             notes += _note_unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
     return functools.cache(lambda source: kept[source] if source in kept else read(source)), notes
+
+
+def describe_files(prompts: RunPrompts) -> list[str]:
+    """Return a note on each prompt file: how many rows are trained on, held out and left out."""
+    return [source.describe_rows() for source in prompts.sources if isinstance(source, JsonlSource)]
 
 
 def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
@@ -172,7 +178,7 @@ def _find_too_long(
             long.append((row.line, f"the prompt is too long ({_format_tokens(length, room)}); {CURE}"))
         if time.monotonic() - last_told > TELL_SECONDS:
             last_told = time.monotonic()
-            tell(f"prompts.path = {source.path!r}: {number:,} of {len(rows):,} prompts have been read")
+            tell(f"{source.key} = {source.path!r}: {number:,} of {len(rows):,} prompts have been read")
     if empty:
         raise refuse_lines(source, empty)
     if long and (source.too_long == "refuse" or len(long) == len(rows)):
@@ -225,7 +231,7 @@ def _note_unreachable(
     cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
     if len(lost) == len(rows):
         raise source.refusal(f"{what} ({first}); {cure}")
-    return [f"prompts.path = {source.path!r}: {what} ({first})"]
+    return [f"{source.key} = {source.path!r}: {what} ({first})"]
 
 
 def _compute_room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:

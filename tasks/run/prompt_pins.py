@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -54,16 +54,28 @@ class PinBase(BaseModel):
     split: Split = "text"
 
 
-class FilePin(PinBase):
+class KeptFile(PinBase):
     """The record of a prompt file; `kept` is the path of its copy in the run's storage, or "" if the file was not
     copied.
     """
 
-    kind: Literal["jsonl", "file"] = "jsonl"
     path: str  # absolute path, because each process of a run has its own working directory
     sha256: str
     size: int  # size in bytes
     kept: str
+
+
+class FilePin(KeptFile):
+    """The record of a file of JSON lines."""
+
+    kind: Literal["jsonl"] = "jsonl"
+
+
+class TablePin(KeptFile):
+    """The record of a table and of the table with the held-out questions, if there is one."""
+
+    kind: Literal["file"] = "file"
+    held_out: KeptFile | None = None
 
 
 class FamilyPin(PinBase):
@@ -95,7 +107,7 @@ class ImportPin(PinBase):
     sha256: str
 
 
-Pin = Annotated[FilePin | FamilyPin | ColumnSumsPin | SortingPin | ImportPin, Field(discriminator="kind")]
+Pin = Annotated[FilePin | TablePin | FamilyPin | ColumnSumsPin | SortingPin | ImportPin, Field(discriminator="kind")]
 PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
@@ -110,8 +122,12 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
     split = prompts.split
     for which, source in enumerate(config.prompts):
         match source:
-            case JsonlPrompts() | FilePrompts():
-                pins.append(_file_pin(source, read(source), config.store.keep_prompts_bytes, split))
+            case JsonlPrompts():
+                pins.append(FilePin(**_describe_file(config, source, read, split)))
+            case FilePrompts():
+                other = source.held_out_file
+                held_out = KeptFile(**_describe_file(config, other, read, split)) if other else None
+                pins.append(TablePin(**_describe_file(config, source, read, split), held_out=held_out))
             case ReasoningGymPrompts():
                 pins.append(FamilyPin(split=split, version=package_version(PACKAGE), sha256=prompts.sha256(which)))
             case ColumnSumsPrompts():
@@ -123,15 +139,16 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
     return tuple(pins)
 
 
-def _file_pin(source: JsonlPrompts | FilePrompts, content: bytes, most: int, split: Split) -> FilePin:
-    """Build the record of a prompt file with this content.
+def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Split) -> dict[str, Any]:
+    """Return the fields of the record of a prompt file.
 
     Converted content, or content with dropped lines, differs from the user's file, so a copy of it is always stored.
     """
-    sha256, differs = hashlib.sha256(content).hexdigest(), source.kind == "file" or source.too_long == "drop"
-    kept = f"prompts/{sha256}.jsonl" if len(content) <= most or differs else ""
+    content = read(source)
+    sha256, differs = hashlib.sha256(content).hexdigest(), isinstance(source, FilePrompts) or source.too_long == "drop"
+    kept = f"prompts/{sha256}.jsonl" if len(content) <= config.store.keep_prompts_bytes or differs else ""
     path = str(Path(source.path).expanduser().absolute())
-    return FilePin(kind=source.kind, split=split, path=path, sha256=sha256, size=len(content), kept=kept)
+    return {"split": split, "path": path, "sha256": sha256, "size": len(content), "kept": kept}
 
 
 def split_of(pins: Sequence[Pin]) -> Split:
@@ -142,8 +159,11 @@ def split_of(pins: Sequence[Pin]) -> Split:
 def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], read: Reader) -> None:
     """Copy prompt files into the run's storage, as their records say."""
     for source, pin in zip(config.prompts, pins, strict=True):
-        if isinstance(source, FileBase) and isinstance(pin, FilePin) and pin.kept:
-            store.put(pin.kept, read(source))
+        if not isinstance(source, FileBase):
+            continue
+        for file in (source, source.held_out_file):
+            if file is not None and (kept := _find_record(file, source, pin).kept):
+                store.put(kept, read(file))
 
 
 def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
@@ -154,14 +174,26 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
     """
 
     def read(source: FileBase) -> bytes:
-        pin = pins[config.prompts.index(source)]  # equal sources have equal records
-        assert isinstance(pin, FilePin)
+        # equal sources have equal records
+        owner, found = next(
+            (owner, pin)
+            for owner, pin in zip(config.prompts, pins, strict=True)
+            if isinstance(owner, FileBase) and source in (owner, owner.held_out_file)
+        )
+        pin = _find_record(source, owner, found)
         return _read_kept(store, pin) if pin.kept else _read_unchanged(source, pin)
 
     return read
 
 
-def _read_kept(store: ObjectStore, pin: FilePin) -> bytes:
+def _find_record(file: FileBase, source: FileBase, pin: Pin) -> KeptFile:
+    """Return the record of a source's file: of the source itself, or of its held-out questions."""
+    record = pin.held_out if isinstance(pin, TablePin) and file != source else pin
+    assert isinstance(record, KeptFile)
+    return record
+
+
+def _read_kept(store: ObjectStore, pin: KeptFile) -> bytes:
     try:
         content = store.get(pin.kept)
     except Missing as error:
@@ -171,7 +203,7 @@ def _read_kept(store: ObjectStore, pin: FilePin) -> bytes:
     return content
 
 
-def _read_unchanged(source: FileBase, pin: FilePin) -> bytes:
+def _read_unchanged(source: FileBase, pin: KeptFile) -> bytes:
     content = read_file(source.model_copy(update={"path": pin.path}))
     if (found := hashlib.sha256(content).hexdigest()) != pin.sha256:
         raise ConfigError(
