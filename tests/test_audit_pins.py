@@ -52,14 +52,14 @@ def script() -> ModuleType:
     ],
     ids=["clean", "vulnerable", "partly unknown", "nothing known"],
 )
-def test_answer_of_pip_audit_is_reported(
+def test_result_of_pip_audit_is_reported(
     script: ModuleType, packages: list[dict[str, object]], code: int, lines: list[str]
 ) -> None:
     answer = json.dumps({"dependencies": packages, "fixes": []})
     assert script.judge(answer, "") == (code, lines)
 
 
-def test_service_out_of_reach_is_one_sentence(script: ModuleType) -> None:
+def test_unreachable_service_gets_a_one_sentence_error(script: ModuleType) -> None:
     errors = "Traceback (most recent call last):\nConnectionError: Failed to resolve 'pypi.org'\n"
     code, [line] = script.judge("", errors)
     assert code == 2
@@ -86,7 +86,7 @@ def make(clone: Path, target: str, **environment: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.long
-def test_targets_without_a_registry_say_so(clone: Path) -> None:
+def test_make_targets_report_an_unreachable_registry(clone: Path) -> None:
     alone = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(clone)}
     done = make(clone, "audit-pins", **alone)
     assert done.returncode == 2

@@ -114,7 +114,7 @@ def run(name: str, smoke: Smoke, tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
-def test_benchmark_runs_at_a_small_size(name: str, tmp_path: Path) -> None:
+def test_benchmark_passes_at_a_small_size(name: str, tmp_path: Path) -> None:
     rows = run(name, SHORT[name], tmp_path)
     assert rows or name == "time_to_reward"  # which has nothing to run without a system
 
@@ -122,7 +122,7 @@ def test_benchmark_runs_at_a_small_size(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("name", LONG)
-def test_benchmark_of_whole_runs_runs_at_a_small_size(name: str, tmp_path: Path) -> None:
+def test_benchmark_of_whole_runs_passes_at_a_small_size(name: str, tmp_path: Path) -> None:
     assert run(name, LONG[name], tmp_path)
 
 

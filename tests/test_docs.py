@@ -84,7 +84,7 @@ def test_named_paths_exist(page: Path) -> None:
 
 
 @each_page
-def test_commands_exist(page: Path) -> None:
+def test_documented_commands_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     wrong: list[str | None] = []
     for text in code(page):
@@ -104,7 +104,7 @@ def test_table_rows_are_whole(page: Path) -> None:
 
 
 @each_page
-def test_config_keys_exist(page: Path) -> None:
+def test_documented_config_keys_exist(page: Path) -> None:
     assert sorted({key for text in code(page) for key in KEY.findall(text) if key not in KEYS}) == []
 
 
@@ -130,7 +130,7 @@ def test_every_verb_is_described() -> None:
     assert [verb for verb in verbs() if f"`rollflow {verb}" not in text] == []
 
 
-def test_the_configuration_page_is_current() -> None:
+def test_configuration_page_is_current() -> None:
     page = ROOT / "docs" / "configuration.md"
     assert page.read_text() == keys_page(), "run `rollflow keys --markdown > docs/configuration.md`"
 

@@ -86,7 +86,7 @@ def test_failed_case_is_a_row_and_the_next_case_runs() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.1])
-def test_value_above_its_limit_fails(value: float) -> None:
+def test_row_with_a_value_above_its_limit_fails(value: float) -> None:
     row = check_at_most("x", value, 2.0)
     assert row.verdict == FAILED
     assert FAILED in format_rows([row])

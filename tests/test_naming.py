@@ -40,7 +40,7 @@ def test_first_words_that_are_imperative(word: str) -> None:
     assert is_imperative(word)
 
 
-def test_a_property_may_be_a_noun() -> None:
+def test_property_name_may_be_a_noun() -> None:
     tree = ast.parse('class A:\n    @property\n    def kept(self) -> int:\n        """The kept ones."""\n')
     (node,) = tree.body[0].body  # type: ignore[attr-defined]
     assert list(check_function("a.py", "A.kept", node)) == []

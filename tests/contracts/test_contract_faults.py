@@ -117,7 +117,7 @@ ENVIRONMENTS = {
     "gives NaN": Fault(
         'class Part(Base):\n    async def end(self, episode, made):\n        return Score(float("nan"))',
         "test_episode_generates_and_ends_with_a_finite_reward",
-        "an episode must end with a score or None, but: .* its value is nan",
+        "an episode must end with a score or None, but: .* value is nan",
     ),
     "goes on after the end": Fault(
         "class Part(Base):\n    async def play(self, episode):\n        await episode.generate()\n"
@@ -200,7 +200,7 @@ SOURCES = {
     ),
     "ignores the seed": Fault(
         "    def __init__(self, *, seed, held_out):\n        self.seed = 0",
-        "test_other_seed_gives_other_prompts",
+        "test_different_seed_gives_different_prompts",
         "a source must draw its questions from `seed`",
     ),
     "demonstrates what it trains": Fault(
@@ -239,7 +239,7 @@ OBJECTIVES = {
         "    def of(self, tokens):\n"
         "        sums = torch.zeros(40, dtype=tokens.logp_M.dtype).index_add(0, tokens.row_M, tokens.behaviour_M)\n"
         "        return tokens.logp_M * tokens.advantage_M * sums[tokens.row_M]",
-        "test_by_token_tells_if_rows_may_be_split",
+        "test_by_token_is_true_if_tokens_are_independent",
         "`by_token` must be True exactly if a token's loss depends on that token only",
     ),
     "overflows": Fault(

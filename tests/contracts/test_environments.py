@@ -42,7 +42,7 @@ CASES: dict[str, EnvironmentConfig] = {
 }
 
 
-def test_there_is_a_case_for_every_kind() -> None:
+def test_every_config_kind_has_a_test_case() -> None:
     kinds = EnvironmentConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(config) for config in CASES.values()} == set(kinds)
 
@@ -288,7 +288,7 @@ def test_wrong_generation_request_fails_its_episode(wrong: dict[str, Any], reaso
     assert all(reason in one.reason and one.outcome is Outcome.UNPARSABLE for one in trajectories(pipeline))
 
 
-def test_run_without_a_tokenizer_says_so() -> None:
+def test_run_without_a_tokenizer_is_refused_with_a_reason() -> None:
     pipeline = Pipeline(MemoryStore("text"), versions=1, environment=own("text port"))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())

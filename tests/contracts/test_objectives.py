@@ -94,7 +94,7 @@ class TestObjectives(ObjectiveContract):
         return build_objective(case.config)
 
 
-def test_there_is_a_case_for_every_kind() -> None:
+def test_every_config_kind_has_a_test_case() -> None:
     kinds = ObjectiveConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(case.config) for case in CASES.values()} == set(kinds)
     assert ORACLES.keys() == PRESETS.keys()
@@ -215,7 +215,9 @@ def tokens_of(
         (1.5, -2.0, 3.0, 3.0, False),  # r is above the clip and A < 0: not clipped
     ],
 )
-def test_grpo_by_hand(ratio: float, advantage: float, loss: float, slope: float, clipped: bool) -> None:
+def test_grpo_matches_a_hand_calculation(
+    ratio: float, advantage: float, loss: float, slope: float, clipped: bool
+) -> None:
     given = tokens_of([0.3 * ratio], [0.3], advantage)
     found = build_objective(PartsObjective()).loss(given)
     assert found.loss_M.item() == pytest.approx(loss, abs=1e-12)
@@ -256,7 +258,7 @@ def test_every_preset_has_a_case_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_preset_by_hand(name: str) -> None:
+def test_preset_matches_a_hand_calculation(name: str) -> None:
     advantage, losses = BY_HAND[name]
     objective = build_objective(PartsObjective(kind=name))  # type: ignore[arg-type]
     given = tokens_of([0.36, 0.2], [0.3, 0.5], advantage, proximal=[0.3, 0.25])
@@ -265,7 +267,7 @@ def test_preset_by_hand(name: str) -> None:
     assert objective.loss(given).loss_M.tolist() == pytest.approx(losses, abs=1e-12)
 
 
-def test_decoupled_ppo_by_hand() -> None:
+def test_decoupled_ppo_matches_a_hand_calculation() -> None:
     """pi = 0.36, pi_p = 0.3, mu = 0.2: q = 1.2, weight 1.5; with A = 2 the loss is -1.5 x 1.2 x 2 = -3.6."""
     given = tokens_of([0.36, 0.36, 0.36], [0.2, 0.2, 0.01], 2.0, proximal=[0.3, 0.2, 0.3])
     found = build_objective(PartsObjective(kind="decoupled-ppo")).loss(given)
@@ -287,7 +289,7 @@ def test_decoupled_ppo_by_hand() -> None:
         ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # the tokens' entropies are 0.5 and 2
     ],
 )
-def test_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
+def test_penalty_matches_a_hand_calculation(part: dict[str, object], losses: list[float]) -> None:
     objective = build_objective(kept(**part))
     entropy_M = torch.tensor([0.5, 2.0], dtype=F64)
     given = replace(tokens_of([0.36, 0.2], [0.3, 0.5], 2.0), entropy_M=entropy_M)
@@ -312,7 +314,7 @@ def test_penalty_by_hand(part: dict[str, object], losses: list[float]) -> None:
         ({"outside": "mask", "low": 0.5, "judge": "sequence", "weigh": False}, [0.0, 0.0]),
     ],
 )
-def test_correction_by_hand(part: dict[str, object], weights: list[float]) -> None:
+def test_correction_matches_a_hand_calculation(part: dict[str, object], weights: list[float]) -> None:
     objective = build_objective(PartsObjective.model_validate({"kind": "reinforce", "correction": part}))
     found = objective.loss(tokens_of([0.36, 0.2], [0.3, 0.5], 1.0)).loss_M
     assert found.tolist() == pytest.approx([-weights[0] * LOGS[0], -weights[1] * LOGS[1]], abs=1e-12)

@@ -226,7 +226,7 @@ def test_same_bytes_are_written_without_sync_file_range(local: LocalStore, monke
     assert local.get("a") == data
 
 
-def test_failed_write_leaves_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -289,7 +289,7 @@ def test_silent_service_is_unreachable_not_missing(s3: S3Store, proxy: FaultyPro
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.STALLED])
 @pytest.mark.parametrize("size", [5, 11_000_000], ids=["small", "parts"])
-def test_network_fault_changes_nothing(
+def test_network_fault_leaves_the_store_unchanged(
     s3: S3Store, proxy: FaultyProxy, fault: Fault, size: int, tmp_path: Path
 ) -> None:
     data, sha256 = os.urandom(size), []

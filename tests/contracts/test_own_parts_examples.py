@@ -33,7 +33,9 @@ def test_every_suite_has_an_example() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_example_passes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_example_part_passes_its_contract_suite(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     put_in_reach(monkeypatch, FOLDER)
     pytester.makepyfile(test_mine=EXAMPLES[kind])
     counts = pytester.inline_run(*QUIET).countoutcomes()

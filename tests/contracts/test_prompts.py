@@ -59,7 +59,7 @@ def opened(config: PromptConfig, seed: int = 0, held_out: int = 40) -> RunPrompt
     return open_prompts(config, seed, held_out)
 
 
-def test_there_is_a_case_for_every_kind(tmp_path: Path) -> None:
+def test_every_config_kind_has_a_test_case(tmp_path: Path) -> None:
     kinds = PromptConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(make(tmp_path)) for make in CASES.values()} == set(kinds)
 

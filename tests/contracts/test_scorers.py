@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_there_is_a_case_for_every_kind() -> None:
+def test_every_config_kind_has_a_test_case() -> None:
     kinds = RewardConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(case.config) for case in CASES.values()} == set(kinds)
 
@@ -82,7 +82,7 @@ class TestVerifiers(ScorerContract):
     def case(self, case: ScorerCase) -> ScorerCase:
         return case
 
-    def test_value_of_these_verifiers_is_a_share(self, case: ScorerCase, verify: Verifier) -> None:
+    def test_value_of_a_proportional_verifier_is_a_share(self, case: ScorerCase, verify: Verifier) -> None:
         assert all(0.0 <= score.value <= 1.0 for score in self.score(verify, case, case.right, case.wrong, *ODD))
 
 

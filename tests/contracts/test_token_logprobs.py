@@ -201,7 +201,7 @@ def test_learner_computes_every_term_of_the_config(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
-def test_attention_drops_no_argument(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_passes_all_arguments_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument that a future model passes to its attention fails this test until it is listed in this module."""
     given: set[str] = set()
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -314,7 +314,7 @@ def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperatu
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2", "phi"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks_change_nothing(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_chunks_does_not_change_the_result(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs and entropies are equal with and without chunks; the head's gradients are summed in another order."""
     model = model_of(name)
     whole = pass_over(model, ROWS * LENGTH, monkeypatch)

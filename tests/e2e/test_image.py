@@ -38,7 +38,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
     shutil.rmtree(folder)
 
 
-def test_image_trains(image: Root) -> None:
+def test_batch_with_an_image_is_trained_on(image: Root) -> None:
     assert image.user == "rollflow"
     checks = {check["name"]: check for check in json.loads(image.run("rollflow doctor --json"))}
     assert checks["engine"]["found"].startswith("vllm 0.")

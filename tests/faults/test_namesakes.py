@@ -26,7 +26,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayHead]:
         yield head
 
 
-def test_runs_with_one_name_both_end_well(tmp_path: Path, head: RayHead) -> None:
+def test_two_runs_with_one_name_both_succeed(tmp_path: Path, head: RayHead) -> None:
     """The second run starts while the first one trains, and continues after the first has ended its actors."""
     options = "--set", f"cluster.address={head.address}"
     recipes = [

@@ -128,7 +128,7 @@ def test_full_disk_fails_a_publish_with_a_fix(
     goes_on(run, objects)
 
 
-def test_disk_full_at_an_entry_commits_nothing(
+def test_full_disk_at_an_entry_leaves_the_log_unchanged(
     learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
 ) -> None:
     log = learner[0].log
@@ -162,7 +162,7 @@ def test_read_only_store_is_refused(learner: tuple[PolicyStore, Writer], run: Lo
     goes_on(run, objects)
 
 
-def test_missing_bucket_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_names_a_missing_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with s3_server("gone") as endpoint:
         use(endpoint, monkeypatch)
         run = S3Store("gone/run")

@@ -27,7 +27,7 @@ from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until
 
 
-def test_kill_counts_once_when_the_process_is_gone() -> None:
+def test_kill_is_counted_once_the_process_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         process = psutil.Process(child.pid)
         assert kill(process)  # the process is a zombie until it is waited for, and counts as gone
@@ -61,7 +61,7 @@ def test_flow_runs_are_identified_by_their_tags() -> None:
     assert given == [*victims.STAGES.values(), victims.SUPERVISOR]
 
 
-def test_fatal_kill_is_in_the_table(tmp_path: Path) -> None:
+def test_kill_table_has_a_fatal_kill(tmp_path: Path) -> None:
     """A kill that ended the run is in the table, which otherwise would show only survived kills."""
 
     class Stuck(Victim):

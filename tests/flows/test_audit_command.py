@@ -42,7 +42,7 @@ def test_audit_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("wrong", [{"group_size": 0}, {"store": {"keep_every": 0}}, {"store": None}], ids=str)
-def test_unreadable_first_config_is_one_sentence(
+def test_unreadable_first_config_gets_a_one_sentence_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, object]
 ) -> None:
     assert audited(tmp_path, **wrong) == 1

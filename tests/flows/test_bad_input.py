@@ -84,7 +84,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("prompts.².family=x", ["prompts.²", "not a position in a list of 1"]),
     ],
 )
-def test_bad_config_is_one_sentence(capsys: pytest.CaptureFixture[str], override: str, words: list[str]) -> None:
+def test_bad_config_gets_a_one_sentence_error(
+    capsys: pytest.CaptureFixture[str], override: str, words: list[str]
+) -> None:
     sentence = refused(capsys, "check", RECIPE, "--set", override)
     assert all(word in sentence for word in words), sentence
     assert "hidden" not in sentence
@@ -112,7 +114,9 @@ def test_bad_config_is_one_sentence(capsys: pytest.CaptureFixture[str], override
         ("engine.jsonl=1", None),
     ],
 )
-def test_hint_names_a_key_of_the_same_kind(capsys: pytest.CaptureFixture[str], override: str, hint: str | None) -> None:
+def test_error_suggests_a_key_of_the_same_config_kind(
+    capsys: pytest.CaptureFixture[str], override: str, hint: str | None
+) -> None:
     said = refused(capsys, "check", RECIPE, "--set", override)
     assert "there is no such key" in said
     assert said.endswith(f"did you mean {hint}" if hint else "remove the key; `rollflow keys` lists all keys")

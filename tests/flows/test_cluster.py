@@ -54,7 +54,7 @@ def test_returning_head_is_attached(monkeypatch: pytest.MonkeyPatch, fast: list[
     assert (trouble, connected) == ([], ["127.0.0.1:1"])
 
 
-def test_absent_head_is_named_in_the_error(fast: list[float]) -> None:
+def test_error_names_an_absent_ray_head(fast: list[float]) -> None:
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(Unreachable, match=f"waited 60 s for a Ray head at {address}"):
         cluster.attach(address, "test", deadline_seconds=60)

@@ -117,7 +117,7 @@ def test_help_loads_no_large_library() -> None:
 
 
 @pytest.mark.parametrize("name", EARLIER)
-def test_earlier_name_is_refused_with_the_new_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_old_name_gives_the_new_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sentences = {refused(capsys, name, *rest) for rest in ([], ["one"], ["--help"])}
     assert sentences == {f"`rollflow {name}` is now `rollflow {option_rules.EARLIER[name]}`"}
     verb, *options = option_rules.EARLIER[name].split()
@@ -204,7 +204,7 @@ def test_earlier_run_with_a_number_as_id_is_found_by_path(runs: Path, capsys: py
 
 
 @pytest.mark.parametrize("words", OF_A_RUN)
-def test_command_without_run_takes_the_newest(
+def test_command_without_run_uses_the_newest_run(
     words: str, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each command does the same as with the newest run's name, and names that run on standard error."""
@@ -222,7 +222,7 @@ def test_status_without_run_shows_the_newest(runs: Path, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("run late was prepared and has not started\n", "")
 
 
-def test_compare_without_run_takes_the_two_newest(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_without_runs_uses_the_two_newest_runs(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     describe(open_store(f"{runs}/runs/latest"), "latest")
     compared: list[str] = []
 

@@ -268,13 +268,13 @@ def test_inspect_shows_a_trajectory(trained: RunContext, capsys: pytest.CaptureF
         (("gc", "nobody"), "there is no such run"),
     ],
 )
-def test_missing_version_or_trajectory_is_one_sentence(
+def test_missing_version_gets_a_one_sentence_error(
     trained: RunContext, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
 ) -> None:
     assert sentence in shown(capsys, *arguments, code=2)
 
 
-def test_gc_shows_then_deletes(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_lists_garbage_and_then_deletes_it(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     superseded = trained.policies.find(1).claim
     stray = f"policies/00000005/{superseded}/weights/model.safetensors"
     trained.store.put(stray, b"x" * 1234)
@@ -356,7 +356,7 @@ def test_progress_yields_each_version_once_despite_failures(
 
 
 @pytest.mark.long
-def test_reading_a_run_imports_nothing_heavy(trained: RunContext) -> None:
+def test_reading_a_run_imports_no_large_library(trained: RunContext) -> None:
     code = f"""
 import sys
 from rollflow.flows.commands.cli import main

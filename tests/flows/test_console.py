@@ -63,7 +63,7 @@ def test_status_survives_json_of_a_newer_writer() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_panel_fits_the_width(width: int) -> None:
+def test_live_view_fits_the_terminal_width(width: int) -> None:
     lines = drawn(STATUS, width)
     text = "\n".join(lines)
     assert all(len(line) <= width for line in lines)
@@ -161,7 +161,7 @@ def test_plain_lines_are_limited_without_news() -> None:
     assert stream.getvalue().count("version 97/150") == 2
 
 
-def test_view_depends_on_the_stream() -> None:
+def test_live_view_is_opened_only_on_a_terminal() -> None:
     assert isinstance(open_view(io.StringIO()), PlainView)
 
     class Terminal(io.StringIO):
@@ -241,7 +241,7 @@ def test_doctor_names_relevant_variables(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "home").exists(), "to look changes nothing"
 
 
-def test_page_without_a_server_is_no_address() -> None:
+def test_run_page_has_no_address_without_a_server() -> None:
     print_summary(
         {"storage": "/a/run", "prefect": "rollflow serve", "mlflow": "http://127.0.0.1/#/x"}, out := io.StringIO()
     )

@@ -216,7 +216,7 @@ def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) 
     assert there["parameters"]["config"]["versions"] == 11
 
 
-def test_recipe_flow_runs_belong_to_their_runner(server: PrefectServer, offer: DeploymentOffer) -> None:
+def test_flow_runs_of_a_recipe_belong_to_their_runner(server: PrefectServer, offer: DeploymentOffer) -> None:
     other = replace(offer, tags=("recipe",))
     register(other)
     with open_client() as client:

@@ -204,7 +204,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-def test_check_and_run_refuse_rows_alike(content: bytes, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_run_functions_refuse_the_same_rows(
+    content: bytes, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (place / "rows.jsonl").write_bytes(content)
     sentence = refused_alike(capsys, str(place / "recipe.toml"))
     assert sentence.startswith(f"prompts.path = '{place}/rows.jsonl': ")
@@ -212,7 +214,7 @@ def test_check_and_run_refuse_rows_alike(content: bytes, place: Path, capsys: py
 
 @pytest.mark.soak
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-def test_processes_of_check_and_run_refuse_rows_alike(content: bytes, place: Path) -> None:
+def test_commands_check_and_run_refuse_the_same_rows(content: bytes, place: Path) -> None:
     (place / "rows.jsonl").write_bytes(content)
     said = []
     for verb in ("check", "run"):

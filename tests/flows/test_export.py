@@ -58,7 +58,7 @@ def test_export_writes_a_whole_folder(trained: RunContext, capsys: pytest.Captur
     assert (tmp_path / "empty/model.safetensors").read_bytes() == trained.store.get(weights.path)
 
 
-def test_impossible_export_is_one_sentence(
+def test_impossible_export_gets_a_one_sentence_error(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """An export that is impossible ends with exit code 2 and writes nothing."""
@@ -109,7 +109,7 @@ def test_damaged_weights_are_not_exported(
     assert os.listdir(tmp_path) == []
 
 
-def test_full_disk_leaves_nothing(
+def test_full_disk_leaves_no_partial_file(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> str:

@@ -137,7 +137,7 @@ def test_bad_value_is_refused_with_the_same_sentence(key: str, value: Any, said:
 
 
 @pytest.mark.parametrize("key", sorted(RECIPE.keys))
-def test_earlier_key_is_refused_with_its_new_name(key: str) -> None:
+def test_error_for_an_old_key_gives_the_new_name(key: str) -> None:
     place, _, name = key.rpartition(".")
     new = f"{place}.{RECIPE.keys[key]}"
     tree: Any = form_values(RunConfig.model_validate({"engine": {"kind": "timed"}, "rollout": {"filter": {}}}))

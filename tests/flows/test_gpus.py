@@ -39,7 +39,7 @@ def config_of(replicas: int, width: int, ranks: int, evaluation: str = "auto") -
         ((7, 1, 1), [4.0, 4.0], (1.0, 1.0)),
     ],
 )
-def test_gpus_are_divided_as_by_hand(
+def test_gpu_split_matches_a_hand_calculation(
     asked: tuple[int, int, int], nodes: list[float], shares: tuple[float, float]
 ) -> None:
     assert divide_gpus(config_of(*asked), nodes) == GpuShares(*shares)

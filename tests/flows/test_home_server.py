@@ -105,7 +105,7 @@ def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_kill_without_a_server_signals_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_of_an_absent_server_signals_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to process -1 would go to all processes."""
     server, killed = HomeServer(tmp_path), list[int]()
     monkeypatch.setattr(HomeServer, "running", True)  # the server ends between this check and the kill
@@ -171,7 +171,7 @@ def test_unusable_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.close(held)
 
 
-def test_home_has_one_stack_that_others_find(tmp_path: Path) -> None:
+def test_running_stack_of_a_home_is_found(tmp_path: Path) -> None:
     assert stack.find(tmp_path) is None
     assert not stack.end(tmp_path)
     up = stack.Stack(os.getpid(), "http://p", "", "http://m", {"PREFECT_API_AUTH_STRING": "secret"})

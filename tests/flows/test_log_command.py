@@ -97,7 +97,7 @@ def test_repair_needs_consent(
     assert main(["log", context.uri]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 8
     assert main(["audit", "--repair", f"{context.uri}-not"]) == 2
-    assert "there is no such run" in capsys.readouterr().err
+    assert "there is no run in" in capsys.readouterr().err
 
 
 def test_missing_run_is_refused(tmp_path: Path) -> None:

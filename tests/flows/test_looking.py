@@ -51,7 +51,7 @@ def test_list_shows_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[st
     assert lines[-1][:6] == ["third:", "log/0000000000.json", "is", "not", "an", "entry"]
 
 
-def test_list_of_an_empty_store_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_reports_that_a_store_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--all", "--store", str(tmp_path / "none")]) == 0
     assert "there are no runs yet" in capsys.readouterr().out
 

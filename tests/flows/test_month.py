@@ -192,7 +192,7 @@ def paused(context: RunContext, days: Days, monkeypatch: pytest.MonkeyPatch) -> 
     return kept
 
 
-def test_pause_of_a_stage_delays_no_other(paused: Stages, days: Days, prefect: Prefect) -> None:
+def test_pause_of_a_stage_does_not_delay_other_stages(paused: Stages, days: Days, prefect: Prefect) -> None:
     stage, started = paused.all["train"], dict[uuid.UUID, float]()
     with stages.open_client() as client:
         for _ in range(30):
@@ -204,7 +204,9 @@ def test_pause_of_a_stage_delays_no_other(paused: Stages, days: Days, prefect: P
     assert list(started.values()) == [0.0, 2.0, 23.0]
 
 
-def test_pause_of_the_channel_delays_no_other(paused: Stages, days: Days, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_of_the_channel_does_not_delay_other_stages(
+    paused: Stages, days: Days, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[float] = []
     monkeypatch.setattr(stages, "start_channel", lambda *_: started.append(days.now))
     monkeypatch.setattr(stages, "begin_actors", lambda *_: [])

@@ -138,7 +138,7 @@ def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -
     assert train.begun_with[0] == str(tmp_path / "policy")
 
 
-def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_registry_promotes_no_version(plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     train, uri = Trainer(), f"sqlite:///{tmp_path}/home/mlflow/mlflow.db"
     train.right = 0.3
     [first] = run_night(plan, FIRST, train)
@@ -160,7 +160,7 @@ def test_failing_registry_promotes_nothing(plan: Nightly, monkeypatch: pytest.Mo
     assert "alias = 'best': version 2 of MLflow's model 'math' has this alias, but no night made that" in report.result
 
 
-def test_z_score_equals_the_value_by_hand() -> None:
+def test_z_score_matches_a_hand_calculation() -> None:
     """The share of correct answers over both evaluations is p = 0.5, so the standard error is sqrt(0.25 * 2 / 100) =
     0.0707.
     """
@@ -186,7 +186,7 @@ def test_few_answers_promote_no_version(plan: Nightly, new: int, old: int, promo
         ("hour = 3", "did you mean hours?"),
     ],
 )
-def test_bad_nightly_file_is_one_sentence(
+def test_bad_nightly_file_gets_a_one_sentence_error(
     plan: Nightly, tmp_path: Path, line: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "wrong.toml"

@@ -80,7 +80,7 @@ FAULTS: list[tuple[NodeState, str]] = [
 
 
 @pytest.mark.parametrize(("node", "sentence"), FAULTS, ids=[sentence[:40] for _, sentence in FAULTS])
-def test_each_node_fault_is_one_sentence(node: NodeState, sentence: str) -> None:
+def test_each_node_fault_gets_a_one_sentence_error(node: NodeState, sentence: str) -> None:
     assert list(find_faults([SOUND, node, dataclasses.replace(SOUND, address="10.0.0.3")], HERE)) == [sentence]
 
 

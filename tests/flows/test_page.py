@@ -113,7 +113,7 @@ def test_unreachable_server_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert server.kept == {"progress-mine": '[{"versions": "all"}]'}
 
 
-def test_hanging_server_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_server_does_not_block_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     server, go = Server(monkeypatch), threading.Event()
     monkeypatch.setattr(server, "_create", lambda made: SimpleNamespace(id=uuid4(), hung=go.wait()))
     monkeypatch.setattr(page_module, "END_SECONDS", 0.1)

@@ -98,7 +98,7 @@ def test_speeds_exclude_pauses(run: Run) -> None:
     assert idle == pytest.approx([0.1] * 6)
 
 
-def test_earlier_pauses_are_known_in_mid_run(run: Run) -> None:
+def test_status_during_a_run_includes_earlier_pauses(run: Run) -> None:
     """A view that sees only the newest versions also knows the pauses before those versions."""
     run.now += 3600.0
     run.resume()

@@ -121,7 +121,7 @@ def test_nothing_is_written_beyond_the_limits(capsys: pytest.CaptureFixture[str]
     assert not written.exists()
 
 
-def test_bad_input_gets_one_sentence(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+def test_bad_input_gets_a_one_sentence_error(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     given = ("--hardware", str(file), "--gpus")
     assert "--gpus 1: an engine takes 1" in refused(capsys, "plan", RECIPE, *given, "1")
     assert "--alpha -1: give a number of 0 or more" in refused(capsys, "plan", RECIPE, *given, "6", "--alpha", "-1")

@@ -145,7 +145,9 @@ def test_command_has_each_spare_once(tmp_path: Path, clock: list[float]) -> None
     assert look(spares, clock, 300) == ["engine", "reward"]
 
 
-def test_no_spares_if_memory_is_short(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_spare_process_starts_if_memory_is_short(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Memory:
         available = module.LEAST_MEMORY - 1
 

@@ -55,7 +55,7 @@ def test_run_commands_end_quietly_without_a_reader(verb: str, run: str) -> None:
     assert code == 1
 
 
-def test_other_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_pipe_to_another_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken pipe to another process, such as one that died, is reported as an error."""
 
     def broken(options: object) -> int:

@@ -133,7 +133,7 @@ def test_resumed_run_keeps_its_paths(lying: Path) -> None:
         ("tracking", "uri", "file:///abs"),
     ],
 )
-def test_names_and_addresses_are_kept(tmp_path: Path, section: str, key: str, value: str) -> None:
+def test_names_and_addresses_in_a_recipe_are_no_paths(tmp_path: Path, section: str, key: str, value: str) -> None:
     recipe = tmp_path / "one.toml"
     text = f'[{section}]\n{key} = "{value}"\n' + ("" if section == "policy" else "[policy.cold_start]\n")
     recipe.write_text(text)
@@ -163,7 +163,9 @@ def test_policy_in_the_working_folder_is_refused(lying: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("tree", ["policy = 3", "prompts = 3", "prompts = [3]", "store = [1]", "[tracking]\nuri = 3"])
-def test_malformed_recipe_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], tree: str) -> None:
+def test_malformed_recipe_gets_a_one_sentence_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tree: str
+) -> None:
     (tmp_path / "one.toml").write_text(tree)
     assert main(["check", str(tmp_path / "one.toml")]) == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_old_objective_keys_are_read() -> None:
         parse_config({"train": {"normalize": "x"}})
 
 
-def test_old_key_fills_open_keys_of_a_part() -> None:
+def test_old_key_sets_the_unset_keys_of_a_part() -> None:
     both = {"baseline": "none", "objective": {"advantage": {"negative_weight": 0.3}}}
     found = parse_config({"train": both}).train.objective.advantage
     assert found == Advantage(baseline="none", scale="none", negative_weight=0.3)
@@ -200,7 +200,7 @@ def test_sequence_ratio_in_a_token_loss_is_refused(kind: str, aggregation: str) 
     parse_config({"train": {"objective": {**objective, "aggregation": "sequence-mean"}}})
 
 
-def test_recorded_config_is_read_although_refused_now() -> None:
+def test_recorded_config_is_read_even_if_now_refused() -> None:
     """A recorded run can be replayed although a new run may not have its config."""
     parts = {
         "ratio": Ratio(level="sequence"),
@@ -218,7 +218,7 @@ def test_recorded_config_is_read_although_refused_now() -> None:
         ({"ratio": {"level": "sequence"}}, r"ratio\.level = 'sequence': with aggregation = "),
     ],
 )
-def test_form_with_every_part_is_refused_too(part: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_form_with_conflicting_parts_is_refused(part: dict[str, object], words: str, tmp_path: Path) -> None:
     config = parse_config(with_every_part(**part) | {"store": {"uri": str(tmp_path)}})
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         prepare(config, "new")

@@ -132,7 +132,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_prefect_and_ray_leave_nothing_behind(tmp_path: Path, prefect_database: Path, mark: str) -> None:
+def test_prefect_and_ray_leave_no_process_behind(tmp_path: Path, prefect_database: Path, mark: str) -> None:
     deep = tmp_path / "a-folder-whose-name-is-too-long-for-the-sockets-of-ray"
     give(prefect_database, deep)
     prefect, ray = PrefectServer(deep), RayHead(deep, cpus=2)
@@ -344,7 +344,7 @@ def test_silent_service_is_given_up_at_its_deadline(tmp_path: Path, mark: str) -
     until(lambda: not marked(mark))
 
 
-def test_closed_port_is_one_sentence() -> None:
+def test_closed_port_gets_a_one_sentence_error() -> None:
     port = free_port()
     cases = [
         (check_prefect, f"http://me:hidden@127.0.0.1:{port}/api", "PREFECT_API_URL", "unset PREFECT_API_URL"),

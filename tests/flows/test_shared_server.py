@@ -70,7 +70,7 @@ def test_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path)
         check_unserved(NAME, tmp_path / "mine")
 
 
-def test_dead_session_is_waited_out(server: Server, tmp_path: Path) -> None:
+def test_session_waits_until_a_dead_session_expires(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other", served=False)
     check_unserved(NAME, tmp_path / "mine")
     assert server.now - 1000.0 == pytest.approx(DEAD_SECONDS, abs=2.0)

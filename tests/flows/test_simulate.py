@@ -107,7 +107,7 @@ def test_rows_average_neighbouring_engines() -> None:
         ("engines = = 1", ["not valid TOML", "correct that line"]),
     ],
 )
-def test_bad_hardware_file_is_one_sentence(
+def test_bad_hardware_file_gets_a_one_sentence_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]
 ) -> None:
     path = tmp_path / "bad.toml"
@@ -258,6 +258,6 @@ def test_short_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "has 5 versions; a prediction needs 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
 
 
-def test_unrecorded_update_is_none(run: Path) -> None:
+def test_update_without_a_record_is_read_as_none(run: Path) -> None:
     assert read_update(open_store(str(run)), 99) is None
     assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * STEP + PAUSE))

@@ -163,7 +163,7 @@ def test_leftover_stages_are_ended_after_the_last_version(
 
 
 @pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
-def test_waiting_stage_delays_no_other(world: World, waiting: str, other: str) -> None:
+def test_waiting_stage_does_not_delay_other_stages(world: World, waiting: str, other: str) -> None:
     """The first stage dies repeatedly and has to wait 40 seconds; then another stage dies for the first time."""
     world.dead = {waiting}
     world.look_for(5.0)

@@ -49,7 +49,7 @@ def tell(context: RunContext, status: RunStatus) -> None:
     context.store.put(STATUS, status.to_json().encode())
 
 
-def test_request_stands_until_taken_back(run: RunContext) -> None:
+def test_stop_request_is_valid_until_withdrawn(run: RunContext) -> None:
     assert read_request(run.store) is None
     first = request_stop(run.store, "stop")
     assert first == read_request(run.store)
@@ -90,7 +90,7 @@ def test_request_time_follows_start_retry_and_resume(prefect_server: PrefectServ
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b'{"how": "later", "at": 1}', b'{"how": "stop"}'])
-def test_unreadable_request_is_none(run: RunContext, text: bytes) -> None:
+def test_unreadable_stop_request_is_ignored(run: RunContext, text: bytes) -> None:
     run.store.put(REQUEST, text)
     assert read_request(run.store) is None
     take_back(run.store, time.time() + 1)

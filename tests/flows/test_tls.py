@@ -158,7 +158,9 @@ def test_ray_head_that_rejects_the_certificate_is_named(
 
 
 @pytest.mark.parametrize("name", ["RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"])
-def test_missing_certificates_are_named(name: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_missing_certificates(
+    name: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable, value in certificates.ray.items():
         monkeypatch.setenv(variable, value)
     with listening(certificates, SETTINGS_FRAME, plain_http=False) as port:

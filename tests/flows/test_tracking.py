@@ -323,7 +323,7 @@ def quick_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_failures")
-def test_unreachable_tracking_server_ends_nothing() -> None:
+def test_unreachable_tracking_server_does_not_end_a_run() -> None:
     tracker = Tracker(TrackingPlace("http://127.0.0.1:9", "arithmetic"), "run-3", {})
     tracker.log_version(1, {"reward": 0.1}, when=1.0)
     assert tracker.finish("FINISHED", HANG_SECONDS)
@@ -377,7 +377,7 @@ def test_secret_keys_are_recognized(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["max_new_tokens", "micro_tokens", "seconds_per_token", "tokens_per_second", "author"])
-def test_other_keys_are_not_secret(key: str) -> None:
+def test_keys_without_secret_names_are_not_secret(key: str) -> None:
     assert not names_secret(key)
 
 

@@ -168,7 +168,7 @@ def test_proxy_still_serves_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None
         httpx.get("https://example.org")
 
 
-def test_no_proxy_is_left_alone_without_a_proxy() -> None:
+def test_no_proxy_variable_is_unchanged_without_a_proxy() -> None:
     environment = {"NO_PROXY": "example.org", "HTTP_PROXY": ""}
     bypass_proxies(environment)
     assert environment == {"NO_PROXY": "example.org", "HTTP_PROXY": ""}

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("terraform")
 needs_terraform = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-def test_all_modules_exist() -> None:
+def test_all_terraform_modules_exist() -> None:
     modules = {path.parent.name for path in FILES if path.parent.parent.name == "modules"}
     assert modules >= {"bucket", "network", "ray", "control", "access", "budget"}
 
@@ -51,7 +51,7 @@ def test_wildcards_have_a_reason(file: Path) -> None:
 
 
 @needs_terraform
-def test_files_are_formatted() -> None:
+def test_terraform_files_are_formatted() -> None:
     done = subprocess.run(["terraform", "fmt", "-check", "-recursive", str(SOURCE)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -146,7 +146,7 @@ def test_variables_are_validated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["small", "cluster"])
-def test_example_is_applied_and_destroyed(
+def test_terraform_example_is_applied_and_destroyed(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))

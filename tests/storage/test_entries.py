@@ -90,7 +90,7 @@ def test_entry_with_a_nan_is_not_written() -> None:
         encode(entry(VersionPublished(1, 5, (FILE,), metrics={"loss": float("nan")})))
 
 
-def test_names_and_keys() -> None:
+def test_log_paths_and_group_keys_have_their_form() -> None:
     assert entry_path(41) == "log/0000000041.json"
     assert TrainedGroup(4, 1, 2, 3, 9).key == GroupKey(4, 1)
     assert snapshots.snapshot_path(63, "0123456789abcdef" * 4) == "log_snapshots/0000000063-0123456789abcdef.json"

@@ -359,7 +359,7 @@ def test_abandoned_upload_is_removed_and_a_live_one_completes(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_on_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_on_s3_removes_only_stale_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale upload and leftovers of a superseded claim are removed; a live upload completes."""
     with s3_server(BUCKET) as endpoint:
         use(endpoint, monkeypatch)

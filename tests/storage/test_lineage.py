@@ -138,7 +138,7 @@ def test_written_yields_the_whole_range_of_entries(store: MemoryStore, first: in
 
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
-def test_fates_reads_no_further_than_the_last_fate(store: MemoryStore, read: list[str], reason: DiscardReason) -> None:
+def test_search_for_fates_stops_at_the_last_fate(store: MemoryStore, read: list[str], reason: DiscardReason) -> None:
     """No fate can follow after a prompt was filtered, or trained on at its second attempt."""
     actors = Actors.begin(store)
     key = actors.scheduler.dispatch(0)

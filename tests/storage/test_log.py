@@ -87,7 +87,7 @@ def test_all_readers_see_one_order_of_entries(store: MemoryStore) -> None:
     assert chained(entries(store))
 
 
-def test_a_run_is_created_once(store: MemoryStore) -> None:
+def test_run_is_created_only_once(store: MemoryStore) -> None:
     create_run(store)
     with pytest.raises(Conflict):
         create_run(store)

@@ -110,7 +110,7 @@ def test_model_imports_nothing_of_rollflow() -> None:
     assert inner == guard.body
 
 
-def test_good_run_has_no_violation(run: Path) -> None:
+def test_own_reader_finds_no_violation_in_a_good_run(run: Path) -> None:
     assert violation(run) == ""
     assert list((run / "log_index").iterdir())
     assert numbers(run, "batch-voided")
@@ -138,12 +138,12 @@ def test_wrong_alpha_is_found_by_the_trained_groups(run: Path) -> None:
     assert violation(run).endswith(": stale")
 
 
-def test_a_missing_entry_is_found(run: Path) -> None:
+def test_own_reader_finds_a_missing_entry(run: Path) -> None:
     (run / entry_path(5)).unlink()
     assert violation(run) == "5: its name"
 
 
-def test_swapped_entries_are_found(run: Path) -> None:
+def test_own_reader_finds_swapped_entries(run: Path) -> None:
     one, other = run / entry_path(5), run / entry_path(6)
     swapped = other.read_bytes(), one.read_bytes()
     one.write_bytes(swapped[0])
@@ -151,7 +151,7 @@ def test_swapped_entries_are_found(run: Path) -> None:
     assert violation(run) == "5: its number"
 
 
-def test_inserted_entry_is_found(run: Path) -> None:
+def test_own_reader_finds_an_inserted_entry(run: Path) -> None:
     newest = len(list((run / "log").iterdir())) - 1
     for n in reversed(range(5, newest + 1)):
         (run / entry_path(n)).rename(run / entry_path(n + 1))
@@ -159,13 +159,13 @@ def test_inserted_entry_is_found(run: Path) -> None:
     assert violation(run) == "5: its number"
 
 
-def test_altered_newest_entry_is_found(run: Path) -> None:
+def test_own_reader_finds_an_altered_newest_entry(run: Path) -> None:
     path = run / entry_path(len(list((run / "log").iterdir())) - 1)
     path.write_bytes(path.read_bytes().replace(b'"role":"', b'"role":"x'))
     assert violation(run).endswith(": its seal")
 
 
-def test_altered_index_is_found(run: Path) -> None:
+def test_own_reader_finds_an_altered_index(run: Path) -> None:
     path = next((run / "log_index").iterdir())
     path.write_bytes(path.read_bytes() + b" ")
     assert violation(run).endswith(": its index")
@@ -174,7 +174,7 @@ def test_altered_index_is_found(run: Path) -> None:
 # --- faults in the contents of entries ----------------------------------------------------------------------------
 
 
-def test_a_stale_group_is_found(run: Path) -> None:
+def test_own_reader_finds_a_stale_group(run: Path) -> None:
     n = numbers(run, "batch-committed")[-1]
     number, oldest = tree(run, n)["body"]["number"], 0
 
@@ -186,13 +186,13 @@ def test_a_stale_group_is_found(run: Path) -> None:
     assert violation(run) == f"{n}: stale"
 
 
-def test_a_group_twice_in_a_batch_is_found(run: Path) -> None:
+def test_own_reader_finds_a_group_twice_in_one_batch(run: Path) -> None:
     n = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body.update(groups=[body["groups"][0]] * 2))
     assert violation(run) == f"{n}: GroupKey(prompt=0, attempt=0) is not open"
 
 
-def test_a_group_in_two_batches_is_found(run: Path) -> None:
+def test_own_reader_finds_a_group_in_two_batches(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     (prompt, attempt, *_), *_ = tree(run, first)["body"]["groups"]
     forge(run, second, lambda body: body["groups"].__setitem__(0, [prompt, attempt, 1, 1, 7]))
@@ -206,13 +206,13 @@ def test_prompt_trained_on_in_two_attempts_is_found(run: Path) -> None:
     assert violation(run) == f"{second}: GroupKey(prompt={prompt}, attempt={attempt + 1}) is not open"
 
 
-def test_a_dispatch_with_two_fates_is_found(run: Path) -> None:
+def test_own_reader_finds_a_dispatch_with_two_fates(run: Path) -> None:
     n = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body["discards"].append([body["groups"][0][:2], "stale", 0, 3]))
     assert violation(run) == f"{n}: GroupKey(prompt=0, attempt=0) is not open"
 
 
-def test_prompt_issued_twice_is_found(run: Path) -> None:
+def test_own_reader_finds_a_prompt_that_was_issued_twice(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     prompt = tree(run, first)["body"]["issued"][0]
     forge(run, second, lambda body: body["issued"].append(prompt))
@@ -232,13 +232,13 @@ def test_version_trained_on_another_batch_is_found(run: Path) -> None:
     assert violation(run) == f"{n}: not of its batch"
 
 
-def test_version_without_a_batch_is_found(run: Path) -> None:
+def test_own_reader_finds_a_version_without_a_batch(run: Path) -> None:
     n = numbers(run, "version-published")[2]
     forge(run, n, lambda body: body.update(batch_entry=None))
     assert violation(run) == f"{n}: not of its batch"
 
 
-def test_skipped_version_is_found(run: Path) -> None:
+def test_own_reader_finds_a_skipped_version(run: Path) -> None:
     n = numbers(run, "version-published")[-1]
     forge(run, n, lambda body: body.update(number=body["number"] + 1))
     assert violation(run) == f"{n}: not the next version, or nothing"
@@ -269,12 +269,12 @@ def test_sample_older_than_its_group_is_found(run: Path) -> None:
     assert violation(run) == f"batch {number}: a row is stale"
 
 
-def test_group_with_too_few_samples_is_found(run: Path) -> None:
+def test_own_reader_finds_a_group_with_too_few_samples(run: Path) -> None:
     number = with_rows(run, lambda batch: TrajectoryBatch(batch.table.slice(1)))
     assert violation(run) == f"batch {number}: its rows are not those of its groups"
 
 
-def test_altered_batch_file_is_found(run: Path) -> None:
+def test_own_reader_finds_an_altered_batch_file(run: Path) -> None:
     n = numbers(run, "batch-committed")[-1]
     path = run / tree(run, n)["body"]["file"]["path"]
     path.write_bytes(path.read_bytes()[:-1])

@@ -156,7 +156,7 @@ def test_more_folders_may_be_held_than_kept(cache: Path) -> None:
     assert len(names(cache)) == KEPT
 
 
-def test_failed_fetch_leaves_nothing(cache: Path) -> None:
+def test_failed_fetch_leaves_no_file(cache: Path) -> None:
     def wrong(folder: Path) -> None:
         (folder / "first").write_text("wrong")
         raise Corrupt("its bytes are not those that were committed")

@@ -65,7 +65,7 @@ def test_optional_values_are_read_as_written(rows: list[dict[str, Any]]) -> None
     assert batch.branches == ["branch" in row for row in rows]
 
 
-def test_batch_without_values_is_as_before() -> None:
+def test_batch_without_optional_values_keeps_its_bytes() -> None:
     batch = written(BARE)
     assert batch.table.schema.equals(SCHEMA, check_metadata=True)
     assert all(batch.optional(name) is None for name in optional_columns.NAMES)
@@ -144,7 +144,7 @@ def test_too_many_values_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         TrajectoryBatch.from_groups(with_values([{"turn_starts": (1,)}, {}]))
 
 
-def test_commit_counts_a_branch_as_no_row(memory: MemoryStore) -> None:
+def test_commit_does_not_count_a_branch_as_a_row(memory: MemoryStore) -> None:
     batches, writer = ready(memory)
     first, *others = staged().groups
     assert isinstance(first, TrajectoryGroup)

@@ -49,7 +49,7 @@ def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
         assert waited.number == version - 1
 
 
-def test_version_is_found_as_published(run: ObjectStore) -> None:
+def test_published_version_is_found(run: ObjectStore) -> None:
     begin(run)
     policies, writer = train(run, 3)
     other = PolicyStore(Log(run))
@@ -138,7 +138,7 @@ def test_prune_keeps_exactly_the_needed_objects(rules: dict[str, int], versions:
         assert present(policies) == required(Retention(**rules), latest)
 
 
-def test_retention_by_hand(run: ObjectStore) -> None:
+def test_retention_matches_a_hand_calculation(run: ObjectStore) -> None:
     begin(run, keep_last=3, keep_every=4)
     policies, _ = train(run, 11, prune=True)
     found = present(policies)
@@ -195,7 +195,7 @@ def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
     assert list_orphans(run, now=store_clock(run) + 1e9) == []
 
 
-def test_in_use_is_called_once_per_version(memory: MemoryStore) -> None:
+def test_in_use_callback_is_called_once_per_version(memory: MemoryStore) -> None:
     """Each call makes requests to the store, and the learner waits for them."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)
@@ -230,7 +230,7 @@ def test_unreadable_entry_does_not_block_other_prunings(memory: MemoryStore, dam
     assert present(policies) == required(policies.retention, 7)
 
 
-def test_deposed_learner_prunes_nothing(run: ObjectStore) -> None:
+def test_deposed_learner_prunes_no_object(run: ObjectStore) -> None:
     begin(run, keep_last=1, keep_every=100)
     policies, writer = train(run, 4)
     learning(run)

@@ -68,7 +68,7 @@ def decided(state: RunState, entry: tuple[Role, int, Json]) -> RunState:
     return decide(state, state.n + 1, role, claim, BODY.validate_python(body))
 
 
-def test_the_rich_run_is_rich(rich: Rich) -> None:
+def test_rich_run_has_gaps_waits_and_pruned_versions(rich: Rich) -> None:
     compare(rich.model, rich.state)
     assert (rich.state.version, rich.state.holes, list(rich.state.waiting)) == (6, [7], [6, 8])
     assert rich.state.behind
@@ -254,7 +254,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refused_entry_changes_nothing(rich: Rich, name: str) -> None:
+def test_refused_entry_leaves_the_state_unchanged(rich: Rich, name: str) -> None:
     change, why = REFUSALS[name]
     role, claim, body = change(rich)
     before = snapshots.to_bytes(rich.state)

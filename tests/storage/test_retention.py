@@ -52,7 +52,7 @@ def test_object_is_released_within_the_window_or_never(rules: Retention) -> None
         gone |= released
 
 
-def test_default_retention_by_hand() -> None:
+def test_default_retention_matches_a_hand_calculation() -> None:
     assert Retention() == Retention(keep_last=5, keep_every=10, state_every=1)
     assert [v for v in range(31) if Retention().is_needed("weights", v, 30)] == [
         0,

@@ -68,7 +68,7 @@ def test_numbers_are_rounded_to_the_type() -> None:
             Int32s.of(wrong)  # type: ignore[arg-type]
 
 
-def test_same_repeats_a_number() -> None:
+def test_int32s_same_repeats_a_number() -> None:
     assert Int32s.same(-1, 3) == (-1, -1, -1)
     assert Int32s.same(5, 0) == Int32s.same(5, -2) == Int32s() == ()
     assert repr(Int32s.same(7, 2)) == "Int32s.of([7, 7])"

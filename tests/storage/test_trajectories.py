@@ -173,7 +173,7 @@ def test_any_damage_is_detected_or_harmless(flips: list[tuple[int, int]], start:
 # --- voids -----------------------------------------------------------------------------------------------------
 
 
-def test_a_voided_batch_is_formed_again(run: ObjectStore) -> None:
+def test_voided_batch_is_formed_again(run: ObjectStore) -> None:
     first, scheduler = ready(run)
     _, learner = learning(run)
     other = TrajectoryStore(learner.log)
@@ -279,7 +279,7 @@ def test_racing_voids_append_one_entry(run: ObjectStore) -> None:
     assert batches.log.state.holes == list(range(10))
 
 
-def test_deposed_role_voids_nothing(run: ObjectStore) -> None:
+def test_deposed_role_voids_no_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     scheduling(run)
@@ -300,7 +300,7 @@ def test_trained_batch_is_not_voided(run: ObjectStore) -> None:
     assert of_kind(run, BatchVoided) == []
 
 
-def test_void_that_loses_a_race_changes_nothing(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_void_that_loses_a_race_has_no_effect(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner trains on the batch between the check of its file and the entry."""
     batches, writer = ready(memory)
     batches.commit(writer, staged())
@@ -365,7 +365,7 @@ def test_void_keeps_the_cursor(run: ObjectStore) -> None:
     assert state.totals.groups == {"filtered": 4, "corrupt": 1}
 
 
-def test_a_cursor_by_hand() -> None:
+def test_cursor_matches_a_hand_calculation() -> None:
     cursor = Cursor((3, 1), (0, 1))
     assert cursor.upcoming == (6, 3)
     assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]

@@ -85,7 +85,7 @@ def test_damaged_weights_are_never_served(run: ObjectStore, version: PolicyVersi
     assert lying(tmp_path / "cache") == []
 
 
-def test_a_damaged_cache_is_fetched_again(tmp_path: Path) -> None:
+def test_damaged_cache_entry_is_fetched_again(tmp_path: Path) -> None:
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
     folder = opened(run).weights_folder(version, tmp_path)
@@ -107,7 +107,7 @@ def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.Monkey
         hashed.clear()
 
 
-def test_next_version_releases_the_last_one(tmp_path: Path) -> None:
+def test_next_version_releases_the_previous_version(tmp_path: Path) -> None:
     """The last version that a process requested stays, however many versions other processes fetch."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)

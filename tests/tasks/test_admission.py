@@ -64,7 +64,7 @@ def rooms(extra: int = 0, limits: dict[str, Any] | None = None, **supply: Any) -
     return decide_admission(replace(SUPPLY, **supply), replace(LIMITS, **(limits or {})), extra)
 
 
-def test_allowance_of_a_plain_case() -> None:
+def test_allowance_matches_a_hand_calculation() -> None:
     """Batch 3 under version 2: 4 * (2 + 1 + 1) groups may be started in all, 12 are formed, 1 is outstanding."""
     assert rooms() == AdmissionDecision(batch=3, fresh=3, wanted=27, free=True)
 
@@ -95,7 +95,7 @@ def test_group_too_late_for_its_batch_is_not_admitted() -> None:
     assert rooms(limits={"async_ratio": 1.0}, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 4
 
 
-def test_lost_batch_has_its_own_room() -> None:
+def test_lost_batch_is_admitted_separately() -> None:
     assert rooms(due=BatchesToForm(3, (1,), 10)) == AdmissionDecision(batch=1, fresh=7, wanted=31, free=True)
 
 

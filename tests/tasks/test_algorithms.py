@@ -35,7 +35,7 @@ def found_by(
     return compute_advantages(config, rewards, groups, counts, longest=10).tolist()
 
 
-def test_group_advantages_by_hand() -> None:
+def test_group_advantages_match_a_hand_calculation() -> None:
     # group 0: mean 1/3, sample deviation sqrt((4/9 + 1/9 + 1/9) / 2) = sqrt(1/3)
     deviation = math.sqrt(1 / 3) + EPSILON
     expected = [2 / 3 / deviation, -1 / 3 / deviation, -1 / 3 / deviation, 0.0, 0.0, 0.0]
@@ -43,7 +43,7 @@ def test_group_advantages_by_hand() -> None:
     assert found_by(scale="none") == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0], abs=1e-12)
 
 
-def test_leave_one_out_advantages_by_hand() -> None:
+def test_leave_one_out_advantages_match_a_hand_calculation() -> None:
     """An advantage is the reward minus the mean of the other rewards: 1 - 0, 0 - 1/2. A single response has zero."""
     expected = [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]
     assert found_by(baseline="leave-one-out", scale="none") == pytest.approx(expected, abs=1e-12)
@@ -55,7 +55,7 @@ def test_leave_one_out_advantages_by_hand() -> None:
     assert found_by(baseline="leave-one-out", scale="group") == pytest.approx(expected, abs=1e-12)
 
 
-def test_batch_advantages_by_hand() -> None:
+def test_batch_advantages_match_a_hand_calculation() -> None:
     """Eight of ten tokens are in rows with reward 1: mean 0.8, variance (8 x 0.04 + 2 x 0.64) / 9."""
     assert found_by(baseline="batch", scale="none") == pytest.approx([0.2, -0.8, -0.8, 0.2, 0.2, 0.2], abs=1e-12)
     deviation = math.sqrt(1.6 / 9 + TINY)
@@ -85,7 +85,7 @@ def test_equal_rewards_give_advantage_zero(baseline: str, scale: str, dtype: tor
     assert found_by(rewards, GROUPS, counts, baseline=baseline, scale=scale) == [0.0] * 6
 
 
-def test_overlong_penalty_by_hand() -> None:
+def test_overlong_penalty_matches_a_hand_calculation() -> None:
     """At most 10 tokens are allowed; the last 4 cost 0.25 each."""
     counts = torch.tensor([0, 6, 7, 8, 10, 12])
     assert penalize_overlong(counts, 10, 0.4).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1], abs=1e-12)
@@ -109,7 +109,7 @@ def test_rows_of_a_group_may_be_apart() -> None:
         ("constant", [0.05, 0.05, 0.05]),
     ],
 )
-def test_aggregation_by_hand(aggregation: str, weights: list[float]) -> None:
+def test_aggregation_matches_a_hand_calculation(aggregation: str, weights: list[float]) -> None:
     """Rows of 1, 0 and 3 tokens, at most 10: the row without tokens does not count in averages."""
     assert row_weights(torch.tensor([1, 0, 3]), aggregation, 10).tolist() == pytest.approx(weights, abs=1e-15)
 
@@ -211,7 +211,7 @@ def test_critic_keys_are_refused_without_a_critic(key: str) -> None:
     assert getattr(Advantage.model_validate({key: 0.5, "baseline": "critic", "scale": "none"}), key) == 0.5
 
 
-def test_whitening_two_tokens_by_hand() -> None:
+def test_whitening_matches_a_hand_calculation() -> None:
     found = whiten(torch.tensor([1.0, 3.0], dtype=F64), torch.ones(2, dtype=F64))
     assert found.tolist() == pytest.approx([-1 / math.sqrt(2 + TINY), 1 / math.sqrt(2 + TINY)], rel=1e-12)
 

@@ -152,7 +152,7 @@ def test_command_refuses_with_exit_code_2(
     assert words in refused(capsys, "resume", run.uri, "--set", override)
 
 
-def test_changes_are_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_changes_are_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = copy_of(run, tmp_path / "runs" / "small")
     record_change(copied, ["versions=9", "train.learning_rate=0.25"])
     sentence = "config changed from version 3 on: train.learning_rate 0.001 -> 0.25, versions 4 -> 9"

@@ -65,7 +65,7 @@ def test_leased_batch_stays_until_acknowledged() -> None:
     run_virtual(main())
 
 
-def test_repeated_channel_calls_change_nothing() -> None:
+def test_repeated_channel_calls_have_no_effect() -> None:
     async def main() -> None:
         made = channel(2, "stored")
         await made.put(0, "a", 1)
@@ -154,7 +154,7 @@ def test_damaged_copy_is_read_again() -> None:
     run_virtual(main())
 
 
-def test_announced_version_ends_the_wait() -> None:
+def test_announced_version_ends_the_wait_for_it() -> None:
     async def main() -> None:
         made = channel()
         waiting = asyncio.create_task(made.wait_version(0, 60))

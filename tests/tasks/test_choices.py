@@ -122,7 +122,7 @@ def test_long_round_takes_only_the_tail_and_no_extras() -> None:
     assert order.next_issue(1).key == GroupKey(6, 0)  # the tail is empty
 
 
-def test_last_round_takes_the_tail() -> None:
+def test_last_batch_issues_all_preempted_prompts() -> None:
     limits = RolloutLimits(
         0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, redundant_groups=1, redundant_responses=1, tail_batching=True, **DROP
     )
@@ -222,7 +222,7 @@ def test_nothing_is_dropped_by_default(choices: dict[str, Any], bound: str) -> N
     assert build_limits(config).on_stale == bound
 
 
-def test_wait_at_bound_drops_nothing() -> None:
+def test_simulated_wait_at_the_bound_drops_no_group() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32, "seconds_per_token": 0.01}
     dropping, fast = ran(**common, choices=DROP)
     waiting, slow = ran(**common, choices={"on_stale": "wait"})
@@ -256,7 +256,7 @@ def test_filtered_groups_are_replaced_and_not_reissued() -> None:
     assert set(pipeline.scheduler.counts.filtered) == {"mean reward at or below 0", "mean reward at or above 1"}
 
 
-def test_filter_that_keeps_nothing_fails_with_advice() -> None:
+def test_filter_that_keeps_no_group_fails_with_advice() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         ran(choices={"filter": FilterConfig(min_mean=1.0, max_consecutive=20)})
     why = find_first_cause(caught.value)

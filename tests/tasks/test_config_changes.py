@@ -105,7 +105,7 @@ def test_restore_replays_versions_of_an_older_config(tmp_path: Path) -> None:
     assert rates(context) == pytest.approx([1e-3, 1e-3, 1e-3, 1e-2, 1e-2])
 
 
-def test_repeated_change_adds_no_entry(tmp_path: Path) -> None:
+def test_repeated_config_change_adds_no_entry(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     for _ in range(3):

@@ -34,7 +34,7 @@ def test_last_token_gets_the_reward_and_each_pays_its_price() -> None:
     assert found.tolist() == pytest.approx([-0.1, 0.8, -0.3], abs=1e-7)
 
 
-def test_advantages_of_tokens_by_hand() -> None:
+def test_token_advantages_match_a_hand_calculation() -> None:
     """gamma = lambda = 0.5. Backwards: 1 - 0.4 = 0.6; 0.5 x 0.4 - 0.2 + 0.25 x 0.6 = 0.15. The second row: 0 - 0.8."""
     part = Advantage(baseline="critic", scale="none", gamma=0.5, gae_lambda=0.5)
     rewards, values, starts = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.2, 0.4, 0.8]), np.array([0, 2, 3])
@@ -58,13 +58,13 @@ def test_sign_weights_apply_after_whitening() -> None:
     assert returns.tolist() == [1.0, -1.0]
 
 
-def test_clipped_value_loss_by_hand() -> None:
+def test_clipped_value_loss_matches_a_hand_calculation() -> None:
     """Values are clipped to 0.2 around 0: 0.5 counts as 0.2 where that is worse, and -0.3 towards -1 as -0.2."""
     found = value_loss(torch.tensor([0.1, 0.5, -0.3]), torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), 0.2)
     assert found.tolist() == pytest.approx([0.9**2 / 2, 0.8**2 / 2, 0.8**2 / 2])
 
 
-def test_explained_variance_by_hand() -> None:
+def test_explained_variance_matches_a_hand_calculation() -> None:
     """The returns have variance 0.25, the errors 0.0625."""
     returns = torch.tensor([0.0, 1.0])
     assert explained_variance(torch.tensor([0.25, 0.75]), returns) == pytest.approx(0.75)
@@ -160,7 +160,7 @@ def test_nonfinite_loss_leaves_the_critic_unchanged(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_empty_batch_changes_nothing_and_reports_no_nan(folder: Path, kind: str) -> None:
+def test_empty_batch_changes_no_weight_and_reports_no_nan(folder: Path, kind: str) -> None:
     made = learner(folder, objective={"kind": kind}, minibatches=2)
     empty = batch_of(*([trajectory([3, 4], [], i, reward=float(i)) for i in range(2)] for _ in range(2)))
     before = {name: p.detach().clone() for name, p in made.model.named_parameters()}

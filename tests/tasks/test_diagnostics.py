@@ -29,7 +29,7 @@ def added(seen: Diagnostics, ratios: list[float], versions: list[int], clipped: 
     seen.add(tokens, loss, torch.tensor(versions, dtype=torch.int32))
 
 
-def test_diagnostics_by_hand() -> None:
+def test_diagnostics_match_a_hand_calculation() -> None:
     """Version 7 is trained: tokens of versions 7, 7 and 5, in two micro-batches."""
     seen = Diagnostics(7)
     added(seen, [1.0, 2.0], [7, 5], [False, True], [1.0, 1.0])
@@ -70,5 +70,5 @@ def test_oldest_ages_are_merged_and_gap_is_of_first_update() -> None:
     assert "entropy" not in found
 
 
-def test_no_tokens_give_no_metrics() -> None:
+def test_update_without_tokens_has_no_metrics() -> None:
     assert Diagnostics(0).metrics(entropy=True) == {}

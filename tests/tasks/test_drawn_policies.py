@@ -275,7 +275,7 @@ def test_tied_embedding_may_be_stored_as_the_head(folders: Mapping[str, Path], t
     trains_what_it_is(found, tmp_path / "policy", tmp_path / "stored")
 
 
-def test_initializer_range_does_no_harm(folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_negative_initializer_range_is_accepted(folders: Mapping[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["gemma2"], tmp_path / "policy")
     change_json(tmp_path / "policy/config.json", initializer_range=-0.5)
     found = checked(tmp_path / "policy")

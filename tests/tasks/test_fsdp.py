@@ -222,7 +222,7 @@ def test_rank_without_rows_takes_part(folder: Path) -> None:
     ],
     ids=["killed", "stopped"],
 )
-def test_dead_or_hung_rank_is_named(
+def test_error_names_a_dead_or_hung_rank(
     folder: Path, sent: signal.Signals, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank is between a forward and a backward pass at that moment."""
@@ -239,7 +239,7 @@ def test_dead_or_hung_rank_is_named(
 
 
 @pytest.mark.long
-def test_nonfinite_loss_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_loss_changes_no_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
     made, quiet = in_parts(folder), whole(folder)
     for one in (made, quiet):

@@ -147,7 +147,7 @@ def test_round_keeps_its_kind_once_begun() -> None:
     assert order.count_extra_groups(2) == 3
 
 
-def test_tail_is_issued_without_a_new_version() -> None:
+def test_preempted_prompts_are_issued_before_a_new_version() -> None:
     order = order_of(**TAIL)
     left(order, 3)
     left(order, 4)
@@ -161,7 +161,7 @@ def test_slow_prompts_stay_in_order_without_tail_batching() -> None:
     assert order.count_extra_groups(9) == 3
 
 
-def test_last_round_is_always_long() -> None:
+def test_last_batch_starts_no_extra_groups() -> None:
     order = order_of([(0, 1)], [(0, 1)], **TAIL, **EXTRA)
     assert [order.count_extra_groups(batch) for batch in (7, 8, 9, 10)] == [3, 3, 0, 0]
     assert order.next_issue(8).key.prompt == 100

@@ -112,7 +112,7 @@ class LateFirst(Environment):
 
 
 @pytest.mark.parametrize("scheduler", [RolloutScheduler, BatchScheduler])
-def test_episode_without_a_turn_delays_nothing(scheduler: type[RolloutScheduler]) -> None:
+def test_episode_without_a_turn_does_not_delay_a_batch(scheduler: type[RolloutScheduler]) -> None:
     """In batch mode all rewards wait for the last response, also for a preempted one that never began."""
     choices = {"redundant_groups": 1, "redundant_responses": 1, "on_stale": "drop"}
     interrupted = 0

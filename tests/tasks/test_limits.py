@@ -88,7 +88,7 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
         ({"async_ratio": 0.75, "on_stale": "drop"}, 0.75),
     ],
 )
-def test_lead_follows_alpha_and_ahead(choices: dict[str, Any], lead: float) -> None:
+def test_lead_is_limited_by_alpha_and_max_batches_ahead(choices: dict[str, Any], lead: float) -> None:
     assert replace(LIMITS, **choices).lead == lead
 
 

@@ -36,14 +36,14 @@ def test_fullest_rank_is_within_a_third_of_the_optimum(lengths: list[int], ranks
     assert max(loads(lengths, deal_pieces(lengths, ranks))) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
 
 
-def test_deal_by_hand() -> None:
+def test_pieces_are_dealt_as_in_a_hand_calculation() -> None:
     """7 goes first, then 5, then 4 to the rank that has 5; among equal ranks, the first gets the next piece."""
     assert deal_pieces([4, 5, 7], 2) == [[2], [0, 1]]
     assert deal_pieces([3, 3, 3], 2) == [[0, 2], [1]]
     assert deal_pieces([9], 3) == [[0], [], []]
 
 
-def test_imbalance_by_hand() -> None:
+def test_imbalance_matches_a_hand_calculation() -> None:
     """7 and 9 have mean 8."""
     assert measure_imbalance([7, 9]) == pytest.approx(1 / 8)
     assert measure_imbalance([5, 5]) == measure_imbalance([0, 0]) == 0

@@ -158,7 +158,7 @@ def test_learner_without_lora_does_not_import_peft(folder: Path) -> None:
 # --- published weights ------------------------------------------------------------------------------------
 
 
-def test_rank_one_by_hand(folder: Path) -> None:
+def test_rank_one_adapter_matches_a_hand_calculation(folder: Path) -> None:
     """alpha / rank = 6. Two entries of W + 6 x b a: 6 x 2 x 0.5 = 6, and 6 x (-1) x 0.25 = -1.5."""
     made = learner(folder, lora=Lora(rank=1, alpha=6.0, targets=("layers.0.self_attn.q_proj",)))
     made.policy.begin(1e-2)

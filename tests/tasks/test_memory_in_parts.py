@@ -130,7 +130,7 @@ def side(name: str, policy: Path, folder: Path) -> list[int]:
 
 
 @pytest.mark.soak
-def test_no_process_holds_the_whole(folder: Path, tmp_path: Path) -> None:
+def test_no_process_has_a_whole_version_in_memory(folder: Path, tmp_path: Path) -> None:
     """Storing needs a file or two more memory; loading needs half of the version, a file or two, and late imports."""
     most = side("stores", folder, tmp_path)
     whole = sum(path.stat().st_size for path in tmp_path.iterdir())

@@ -245,7 +245,7 @@ def test_trained_groups_have_the_shares(alpha: float) -> None:
             assert stretch.count(source) / 200 == pytest.approx(share, abs=0.1)
 
 
-def test_slow_source_delays_no_other() -> None:
+def test_slow_source_does_not_delay_other_sources() -> None:
     """A slow source lags by its groups in flight, while batches are formed from the other sources' groups."""
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())

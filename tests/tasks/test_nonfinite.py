@@ -53,7 +53,7 @@ def assert_nothing_changes(made: TorchLearner, batch: TrajectoryBatch, why: str)
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 @pytest.mark.parametrize(("column", "name"), [("logprobs", "a log-prob"), ("reward", "a reward")])
-def test_nonfinite_batch_changes_nothing(column: str, name: str, value: float, minibatches: int) -> None:
+def test_nonfinite_batch_changes_no_weight(column: str, name: str, value: float, minibatches: int) -> None:
     """A nonfinite batch changes nothing, even if a valid minibatch comes first."""
     made = learner_of(model_of("llama"), minibatches=minibatches)
     why = f"^version 6 is not trained, because {name} of batch 5 is {value}; fix the "

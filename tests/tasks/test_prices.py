@@ -51,7 +51,7 @@ def test_gpus_in_turns_are_paid_once() -> None:
     assert cost.idle == pytest.approx(9.6 / 36)
 
 
-def test_engine_of_several_gpus_takes_as_many() -> None:
+def test_engine_of_several_gpus_requests_all_of_them() -> None:
     """6 engines of 2 GPUs are 3 machines of 4; nothing is idle."""
     hardware = Hardware(engines=EnginesHardware(gpus_per_engine=2.0))
     cost = cost_of(outcome(DIVIDED, 90.0, 0.0, 0.0), PRICES, CONFIG, hardware)
@@ -69,7 +69,7 @@ def test_storage_costs_what_retention_keeps() -> None:
     assert cost.storage_month == pytest.approx(0.5 * (9 * 1.0 + 8 * 3.0))
 
 
-def test_free_machines_cost_nothing() -> None:
+def test_machines_with_price_zero_cost_zero() -> None:
     free = MachinePrice(gpus=8, hour=0.0)
     prices = Prices(currency="EUR", rollout=free, train=free)
     cost = cost_of(replace(outcome(DIVIDED, 90.0, 0.5, 0.5)), prices, CONFIG, Hardware())

@@ -28,7 +28,7 @@ def sums(**changes: object) -> ReasoningGymPrompts:
     return ReasoningGymPrompts(family="chain_sum", options=SUMS, **changes)  # type: ignore[arg-type]
 
 
-def test_nothing_left_to_train_on_is_said() -> None:
+def test_error_says_that_no_training_question_is_left() -> None:
     made = order(sums(), held_out=200)
     with pytest.raises(ConfigError, match=r"evaluation\.prompts: after \d+ held-out prompts nothing"):
         [made.prompt(i) for i in range(100)]
@@ -71,7 +71,7 @@ def test_file_is_visited_line_by_line_in_each_pass(tmp_path: Path) -> None:
     assert made.prompt(0).reference["answer"] == int(made.prompt(0).text[1:])
 
 
-def test_bad_line_is_named(tmp_path: Path) -> None:
+def test_error_names_a_bad_line(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": "2"}\n')
     with pytest.raises(ConfigError, match="line 2 has no question and answer"):
         order(JsonlPrompts(path=str(tmp_path / "bad.jsonl")))

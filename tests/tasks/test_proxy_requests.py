@@ -34,7 +34,7 @@ def test_abort_reaches_only_the_requests_engine() -> None:
     virtual(main)
 
 
-def test_engine_that_cannot_abort_is_taken_out() -> None:
+def test_engine_that_cannot_abort_is_removed() -> None:
     async def main() -> None:
         bad, good = Noting(), Noting()
         proxy = InferenceProxy([bad, good], 1)

@@ -220,7 +220,7 @@ def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
     assert audit(context.store).violations == []
 
 
-def test_default_stops_and_voids_nothing(small: Prepare) -> None:
+def test_default_neither_stops_a_run_nor_voids_a_batch(small: Prepare) -> None:
     context = small(not_finite="stop")
     with pytest.raises(NotFinite, match=rf"^{WHY}; fix the engine"):
         LearnerActor(context, channel=Poisoned(context)).run()

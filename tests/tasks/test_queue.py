@@ -62,7 +62,7 @@ def test_withdrawn_ticket_takes_no_slot() -> None:
     virtual(main)
 
 
-def test_cancelled_holder_frees_its_slot() -> None:
+def test_cancelled_request_frees_its_slot() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)

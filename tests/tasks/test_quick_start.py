@@ -30,7 +30,7 @@ def test_held_out_sets_are_disjoint(context: RunContext) -> None:
     assert quick_start.count_shared_keys(context, [*first, *second]) == 0
 
 
-def test_leak_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_question_in_training_is_counted(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = quick_start.split_held_out(context)
     leaked, training = second[7], SortingSource.training
 

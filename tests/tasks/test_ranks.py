@@ -166,7 +166,7 @@ def test_nonfinite_loss_is_raised_on_every_rank(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 5, 1000])
-def test_gradients_by_hand(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_match_a_hand_calculation(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank r has gradient r of the first parameter; only rank 1 has the second; no rank has the third."""
     monkeypatch.setattr(gloo_ranks, "BUCKET", bucket)
 
@@ -200,7 +200,7 @@ def test_bfloat16_gradients_are_added_up_in_float32() -> None:
     assert on_ranks(3, work) == [258.0] * 3
 
 
-def test_gathered_arrays_by_hand() -> None:
+def test_gathered_arrays_match_a_hand_calculation() -> None:
     """Rank r has r numbers; the rank without numbers is left out."""
     found = on_ranks(3, lambda ranks: ranks.gather_all(np.full(ranks.rank, ranks.rank + 0.5)))
     assert [[part.tolist() for part in parts] for parts in found] == [[[1.5], [2.5, 2.5]]] * 3
@@ -208,7 +208,7 @@ def test_gathered_arrays_by_hand() -> None:
 
 
 @pytest.mark.parametrize("to", range(4))
-def test_parts_gathered_on_one_rank_by_hand(to: int) -> None:
+def test_parts_gathered_on_one_rank_match_a_hand_calculation(to: int) -> None:
     """Rank r has r of the 1 + 2 + 3 numbers; rank 0 has none."""
 
     def work(ranks: Ranks) -> list[float]:
@@ -221,7 +221,7 @@ def test_parts_gathered_on_one_rank_by_hand(to: int) -> None:
     assert on_ranks(4, work) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0] if rank == to else [0.0] * 6 for rank in range(4)]
 
 
-def test_late_rank_is_named() -> None:
+def test_error_names_a_late_rank() -> None:
     """The others wait no longer than their time limit."""
 
     def work(ranks: Ranks) -> list[int]:

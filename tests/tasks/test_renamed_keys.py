@@ -104,7 +104,7 @@ def recipes(draw: st.DrawFn) -> Tree:
 
 @settings(max_examples=30)
 @given(recipes())
-def test_earlier_config_reads_as_one_of_today(tree: Tree) -> None:
+def test_older_config_is_read_with_current_keys(tree: Tree) -> None:
     for today in (tree, tree_of(parse_config(tree))):  # as a person wrote it, and as a run records it
         earlier = of_earlier_run(today)
         assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
@@ -239,7 +239,7 @@ def test_earlier_run_is_audited(earlier: RunContext) -> None:
     assert report.clean, report.violations
 
 
-def test_changed_earlier_run_keeps_its_names(earlier: RunContext) -> None:
+def test_changed_older_run_keeps_its_key_names(earlier: RunContext) -> None:
     """`resume --set` takes the current names; the log keeps the earlier names."""
     before = stored(earlier)
     record_change(earlier, ["versions=3", "rollout.max_inflight_groups=9", "rollout.filter.max_consecutive=60"])
@@ -258,7 +258,7 @@ def test_changed_earlier_run_keeps_its_names(earlier: RunContext) -> None:
     assert audit(context.store, deep=True, expected=expected_of(context)).clean
 
 
-def test_changes_of_an_earlier_run_are_shown_with_names_of_today(earlier: RunContext) -> None:
+def test_old_runs_changes_are_shown_with_current_key_names(earlier: RunContext) -> None:
     record_change(earlier, ["rollout.max_inflight_groups=9"])
     context = again(earlier)
     sentence = change_sentence(context.configs[-1])
@@ -276,11 +276,11 @@ def test_changes_of_an_earlier_run_are_shown_with_names_of_today(earlier: RunCon
     ("rollout.max_inflight_groups", 3, ("rollout.max_inflight_groups", 3)),
     ("cluster.env.depth", "1", ("cluster.env.depth", "1")),
 ])  # fmt: skip
-def test_change_entry_gets_names_of_today(key: str, value: object, shown: tuple[str, object]) -> None:
+def test_change_entry_is_read_with_current_key_names(key: str, value: object, shown: tuple[str, object]) -> None:
     assert RECIPE.change(key, value) == shown
 
 
-def test_earlier_key_is_refused_in_a_change(earlier: RunContext) -> None:
+def test_old_key_name_is_refused_in_a_config_change(earlier: RunContext) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.depth = 9: the key was renamed to rollout\.max_inflight_groups"):
         record_change(earlier, ["rollout.depth=9"])
 

@@ -32,7 +32,7 @@ def apart(
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_a_tenth_of_the_steps_change_is_near(ours: list[float], most: float, near: bool, scale: float) -> None:
+def test_replay_accepts_a_tenth_of_the_steps_change(ours: list[float], most: float, near: bool, scale: float) -> None:
     """The step changed 0.3 and 0.4, a length of 0.5; the same holds for tiny steps."""
     made, published, parent = ({"a": torch.tensor(v).double() * scale} for v in (ours, [1.3, 2.4], [1.0, 2.0]))
     found = apart(made, published, parent)
@@ -86,11 +86,11 @@ def test_unchanged_weight_may_differ_by_its_rounding() -> None:
         {"a": torch.tensor([0.0, torch.nan])},
     ],
 )
-def test_other_tensors_or_nan_are_far(theirs: dict[str, Tensor]) -> None:
+def test_replay_rejects_different_tensors_and_nan(theirs: dict[str, Tensor]) -> None:
     assert not apart({"a": torch.zeros(2)}, theirs).near
 
 
-def test_integers_are_equal_or_far() -> None:
+def test_replay_accepts_only_equal_integers() -> None:
     assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([1])}) == ReplayDistance()
     assert apart({"a": torch.tensor([1])}, {"a": torch.tensor([2])}) == FAR
 
@@ -112,7 +112,7 @@ def test_with_ranks_changes_only_ranks(train: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
-def test_nonfinite_numbers_are_equal_or_far(odd: float) -> None:
+def test_replay_accepts_only_equal_nonfinite_numbers(odd: float) -> None:
     """Beside a finite tensor of its kind, in the first or second place; on one side or on both."""
     parent, sound = torch.zeros(4), torch.full((4,), 0.1)
     spoilt = sound.clone()

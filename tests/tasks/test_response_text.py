@@ -72,7 +72,7 @@ async def test_worker_scores_tags_that_are_tokens(folder: Path, special: bool, r
 
 
 @pytest.mark.parametrize("recorded", [{}, {"special_tokens": True}])
-def test_recorded_runs_are_scored_as_before(recorded: dict[str, object]) -> None:
+def test_recorded_runs_keep_their_scoring_rules(recorded: dict[str, object]) -> None:
     """A run that is older than the key continues without special tokens."""
     config = RunConfig().model_dump(mode="json")
     assert config["reward"].pop("special_tokens") is True

@@ -366,7 +366,7 @@ def moment(learner: Learner) -> torch.Tensor:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", [row_of_the_embedding, bias, moment])
-def test_nonfinite_version_stores_nothing(
+def test_nonfinite_version_stores_no_object(
     small: Prepare, where: Callable[[Learner], torch.Tensor], value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the value is, nothing of the version is stored, and the run continues from the version before."""

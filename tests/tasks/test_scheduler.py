@@ -172,7 +172,7 @@ STRICT = st.fixed_dictionaries(
     stops=st.lists(st.floats(0.05, 4.0), max_size=2),
     engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=2),
 )
-def test_drawn_choices_lose_or_double_nothing(
+def test_random_choices_lose_or_repeat_no_trajectory(
     alpha: float,
     groups: int,
     engines: int,
@@ -280,7 +280,7 @@ def test_run_continues_from_storage_alone() -> None:
         max_size=4,
     ),
 )
-def test_deaths_and_corruption_lose_or_double_nothing(
+def test_deaths_and_corruption_lose_or_repeat_no_trajectory(
     alpha: float,
     groups: int,
     engines: int,

@@ -223,7 +223,7 @@ def test_scheduler_ends_after_its_last_batch() -> None:
 
 
 @pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
-def test_admission_reads_the_right_state(slots: int | None, most: float) -> None:
+def test_admission_reads_the_schedulers_state(slots: int | None, most: float) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
         rollouts = [started(scheduler, 1) for _ in range(3)]

@@ -174,7 +174,7 @@ def said(ledger: Ledger) -> list[list[tuple[int, list[tuple[int, ...]]]]]:
     return [[(key.prompt, answers) for key, answers in groups] for groups in ledger.trained]
 
 
-def test_every_user_choice_is_drawn() -> None:
+def test_random_runs_cover_every_user_choice() -> None:
     """A config key that no schedule draws could hide a deadlock: one did."""
     drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
     named = {"patience_seconds": "patience", "attempts": "attempts"}

@@ -218,7 +218,9 @@ def assert_gathered_beside_a_step(made: MultiRankLearner, monkeypatch: pytest.Mo
         pytest.param(3, "all", marks=SOAK),
     ],
 )
-def test_nonfinite_loss_changes_nothing(folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_loss_changes_no_weight(
+    folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
     made, quiet = sharded(folder, zero, offload=offload), begun(folder, TorchTrain(learning_rate=1e-4))
     for one in (made, quiet):

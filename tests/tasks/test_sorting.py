@@ -73,7 +73,7 @@ def test_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
             assert score_response(verify, recipe.reward.answer, wrong, asked.reference).value == float(right)
 
 
-def test_objective_is_plain_grpo(recipe: RunConfig) -> None:
+def test_quick_start_uses_the_unchanged_grpo_preset(recipe: RunConfig) -> None:
     """The docs and the README promise that no key of the preset is changed."""
     assert (
         recipe.train.objective == RunConfig.model_validate({"train": {"objective": {"kind": "grpo"}}}).train.objective

@@ -143,7 +143,9 @@ def test_version_has_a_trace_and_a_span_in_its_prompts(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["absent", "silent"])
-def test_collector_that_fails_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+def test_failing_span_collector_does_not_delay_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     monkeypatch.setattr("rollflow.tasks.runtime.spans.FLUSH_SECONDS", 0.5)
     with collector(threading.Event()) as kept:

@@ -173,7 +173,7 @@ def test_ranks_store_the_files_that_one_rank_would_store(
 
 
 @pytest.mark.soak
-def test_deepspeeds_files_are_stored_by_its_ranks(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
+def test_deepspeed_ranks_store_their_own_files(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
     """DeepSpeed's ranks also share the work."""
     ended.append(made := begun(folder, DeepSpeedTrain.model_validate({"zero": 2, "ranks": 2, **KIND})))
     made.step(batch(0), 0)

@@ -190,7 +190,7 @@ def test_run_uses_each_of_its_parts(tmp_path: Path) -> None:
     assert {file.read_bytes() for file in first.iterdir()} != {file.read_bytes() for file in last.iterdir()}
 
 
-def test_resume_without_the_parts_is_refused(
+def test_resume_without_user_defined_parts_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.commands.run.drive", lambda context: 0)

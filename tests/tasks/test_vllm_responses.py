@@ -237,7 +237,7 @@ def test_repeated_id_is_refused_while_it_runs(folder: Path) -> None:
     run_virtual(main())
 
 
-def test_finished_requests_leave_nothing_behind(folder: Path) -> None:
+def test_finished_requests_leave_no_state_behind(folder: Path) -> None:
     """Ten thousand requests, most of which do not end normally, leave nothing behind."""
 
     async def main() -> None:

@@ -240,7 +240,7 @@ class LearnerContract:
         assert seen == [before], sentence
         assert saved(learner) != before
 
-    def test_other_batch_gives_other_weights(self, learner: Learner) -> None:
+    def test_different_batch_gives_different_weights(self, learner: Learner) -> None:
         before = saved(learner)
         learner.step(self.batch(0), 0)
         one = saved(learner)
@@ -248,7 +248,7 @@ class LearnerContract:
         learner.step(self.batch(1), 0)
         assert saved(learner) != one, "another batch must give other weights"
 
-    def test_reading_changes_nothing(self, learner: Learner) -> None:
+    def test_reading_log_probs_does_not_change_the_learner(self, learner: Learner) -> None:
         before = saved(self.train(learner, 1))
         assert learner.logprobs(PROBE) == learner.logprobs(PROBE)
         assert learner.first_nonfinite() is None
@@ -300,7 +300,7 @@ class LearnerContract:
         assert len(found) == len(PROBE) - 1
         assert all(logprob < 0 for logprob in found)
 
-    def test_nonfinite_tensor_is_named(self, learner: Learner) -> None:
+    def test_error_names_a_nonfinite_tensor(self, learner: Learner) -> None:
         files = saved(self.train(learner, 1))
         for part, value in product((0, 1), (math.nan, math.inf)):
             names: list[str] = []

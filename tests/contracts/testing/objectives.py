@@ -73,7 +73,7 @@ class ObjectiveContract:
         except ConfigError as error:
             pytest.fail(f"a run refuses this objective: {error}", pytrace=False)
 
-    def test_by_token_tells_if_rows_may_be_split(self, objective: Objective) -> None:
+    def test_by_token_is_true_if_tokens_are_independent(self, objective: Objective) -> None:
         """A wrong True would compute wrong losses of split rows; a wrong False would cost memory."""
         given, some_M = draw_tokens(), torch.arange(ROWS * LENGTH) % LENGTH < 2
         whole, cut = self.loss(objective, given), self.loss(objective, pick(given, some_M))

@@ -66,7 +66,7 @@ class ObjectStoreContract:
         assert found.size == len(expected)
         assert before - 2 <= found.modified <= time.time() + 2  # store and test use the same clock
 
-    def test_put_replaces(self, store: ObjectStore) -> None:
+    def test_put_replaces_an_existing_object(self, store: ObjectStore) -> None:
         store.put("a", b"a longer first content")
         store.put("a", b"second")
         assert store.get("a") == b"second", "`put` must replace an object"

@@ -79,7 +79,7 @@ class SourceContract:
         assert forward == (backward[0][::-1], backward[1][::-1]), sentence
         assert held == second.held_out() == first.held_out(), sentence
 
-    def test_other_seed_gives_other_prompts(self, config: PromptConfig) -> None:
+    def test_different_seed_gives_different_prompts(self, config: PromptConfig) -> None:
         first, second = ([self.open(config, seed).prompt(i) for i in range(50)] for seed in (0, 1))
         assert first != second, "a source must draw its questions from `seed`"
 

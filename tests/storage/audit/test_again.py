@@ -126,7 +126,7 @@ def test_clean_deep_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["cannot be read", "its entry cannot"])
-def test_audit_before_an_invalid_one_is_used(store: MemoryStore, watched: Watched, how: str) -> None:
+def test_audit_skips_an_invalid_stored_audit(store: MemoryStore, watched: Watched, how: str) -> None:
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     first = len(read(store))
@@ -145,7 +145,7 @@ def test_audit_before_an_invalid_one_is_used(store: MemoryStore, watched: Watche
     assert (report.since, {(v.kind, v.where) for v in report.violations}) == (first, wrong)
 
 
-def test_deep_audit_reads_everything_again(store: MemoryStore) -> None:
+def test_deep_audit_reads_every_object_again(store: MemoryStore) -> None:
     Actors.begin(store).train(3)
     assert audit(store).clean
     path = file_of(store, 1)
@@ -212,7 +212,7 @@ def test_pending_objects_are_limited(store: MemoryStore) -> None:
     assert len(ended) == 40
 
 
-def test_progress(run: MemoryStore) -> None:
+def test_audit_progress_ends_at_the_reported_totals(run: MemoryStore) -> None:
     told: list[AuditProgress] = []
     report = audit(run, deep=True, progress=told.append)
     assert told[-1] == AuditProgress(report.entries, report.entries, report.objects, report.objects, report.bytes)

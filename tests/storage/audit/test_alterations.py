@@ -71,7 +71,7 @@ def audited(context: RunContext) -> AuditReport:
     return audit(fresh.store, deep=True, expected=expected_of(fresh))
 
 
-def test_unaltered_run_is_clean(finished: Finished) -> None:
+def test_unaltered_run_audits_clean(finished: Finished) -> None:
     report = audited(finished.context)
     assert (report.violations, report.unchecked, report.overdue) == ([], "", [])
     assert report.fates == {"trained": 24, "discarded: stale": 1, "in flight": 1}

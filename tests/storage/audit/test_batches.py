@@ -42,7 +42,7 @@ def test_unrequested_sample_is_altered(store: MemoryStore, sample: int, rollout:
     assert found(store) == {("altered", path)}
 
 
-def test_additional_sample_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_additional_sample(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [all_five(groups[0]), groups[1]])
     assert found(run) == {("altered", path)}
 
@@ -91,7 +91,7 @@ def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
     assert found(run) == {("lineage", path)}
 
 
-def test_single_stale_trajectory_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_single_stale_trajectory(run: MemoryStore) -> None:
     """The file shows the stale trajectory; the entry does not."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
@@ -142,7 +142,7 @@ def test_tokens_of_a_future_version_are_stale(run: MemoryStore) -> None:
         ({"loss_mask": (False, True)}, "altered"),
     ],
 )
-def test_impossible_values_are_found(run: MemoryStore, change: dict[str, object], kind: str) -> None:
+def test_audit_finds_impossible_values(run: MemoryStore, change: dict[str, object], kind: str) -> None:
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **change)])
     assert found(run) == {(kind, path)}
 
@@ -156,7 +156,7 @@ def test_late_trajectory_without_tokens_is_stale(run: MemoryStore) -> None:
     }
 
 
-def test_altered_loss_mask_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_altered_loss_mask(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], loss_mask=(False, False, True))])
     assert found(run) == {("lineage", path)}
 
@@ -172,7 +172,7 @@ def test_group_without_tokens_has_its_start_as_newest(run: MemoryStore) -> None:
     assert found(run) == set()
 
 
-def test_swapped_batch_files_are_found(run: MemoryStore) -> None:
+def test_audit_finds_swapped_batch_files(run: MemoryStore) -> None:
     one, other = file_of(run, 2), file_of(run, 3)
     first, second = run.get(one), run.get(other)
     run.put(one, second)

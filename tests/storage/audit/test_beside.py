@@ -20,13 +20,13 @@ from tests.support.log_runs import Actors, G, RealScheduler, committed, create, 
 from tests.support.pipeline import Damage, Pipeline
 
 
-def test_created_run_is_clean(store: MemoryStore) -> None:
+def test_newly_created_run_audits_clean(store: MemoryStore) -> None:
     create(store)
     report = audit(store)
     assert (report.violations, report.versions, report.entries) == ([], 0, 1)
 
 
-def test_unfinished_run_is_clean(store: MemoryStore) -> None:
+def test_unfinished_run_audits_clean(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     assert audit(store).violations == []
     actors.ahead(2)
@@ -72,7 +72,7 @@ def test_quarantined_batch_is_listed_without_violation(
     assert report.fates["trained"] == 6 * 4
 
 
-def test_leftovers_of_deposed_writers_are_clean(store: MemoryStore) -> None:
+def test_leftovers_of_deposed_writers_are_no_violation(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(2)
     store.put(f"policies/00000003/{actors.learner.writer.claim}/weights.safetensors", b"half")
     Supervisor(store)

@@ -103,7 +103,7 @@ def from_another_version(body: ConfigChanged) -> ConfigChanged:
         (from_another_version, {"lineage"}),
     ],
 )
-def test_forged_change_is_found(forge: Any, kinds: set[str]) -> None:
+def test_audit_finds_a_forged_config_change(forge: Any, kinds: set[str]) -> None:
     store, _ = changed_run(async_ratio=1)
     [entry] = of_kind(store, ConfigChanged)
     changed(store, entry.n, forge)
@@ -111,7 +111,7 @@ def test_forged_change_is_found(forge: Any, kinds: set[str]) -> None:
     assert named == {(kind, entry_path(entry.n)) for kind in kinds}
 
 
-def test_removed_change_is_found() -> None:
+def test_audit_finds_a_removed_config_change() -> None:
     """Without the change the old claims would be valid, but the log has new claims of the roles."""
     store, _ = changed_run(2.0, 2, async_ratio=0, rollout={"redundant_responses": 2})
     entries = [entry for entry in read(store) if not isinstance(entry.body, ConfigChanged)]

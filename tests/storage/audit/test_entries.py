@@ -33,7 +33,7 @@ from tests.support.log_runs import (
 
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("how", ["missing", "altered", "cut"])
-def test_damaged_entry_is_found(store: MemoryStore, how: str, segments: bool) -> None:
+def test_audit_finds_a_damaged_entry(store: MemoryStore, how: str, segments: bool) -> None:
     """With the segment of a damaged entry all later entries are checked; without it, as many as possible."""
     Actors.begin(store).train(VERSIONS)
     if not segments:
@@ -205,7 +205,7 @@ def test_invalid_config_in_entry_0_stops_the_audit(run: MemoryStore, wrong: dict
 
 
 @pytest.mark.parametrize(("how", "kind"), [("gone", "missing"), ("altered", "altered")])
-def test_damaged_index_object_is_found(store: MemoryStore, how: str, kind: str) -> None:
+def test_audit_finds_a_damaged_index_object(store: MemoryStore, how: str, kind: str) -> None:
     actors = Actors.begin(store)
     for _ in range(12_000):
         actors.scheduler.dispatch(0)

@@ -87,20 +87,20 @@ FAULTS += [
 ]
 
 
-def test_image_in_a_prompt_is_clean(run: MemoryStore) -> None:
+def test_run_with_image_prompts_audits_clean(run: MemoryStore) -> None:
     change = {"foreign_parts": (image(0),), "tokens": (-1, 2, 3)}
     rebatched(run, 3, lambda groups: [of_first(groups[0], **change), groups[1]])
     assert found(run) == set()
 
 
 @pytest.mark.parametrize("name", CORRECT)
-def test_correct_values_are_clean(run: MemoryStore, name: str) -> None:
+def test_audit_accepts_correct_optional_values(run: MemoryStore, name: str) -> None:
     rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **{name: CORRECT[name]})])
     assert found(run) == set()
 
 
 @pytest.mark.parametrize(("change", "kind", "what"), FAULTS)
-def test_planted_fault_is_found(run: MemoryStore, change: dict[str, Any], kind: str, what: str) -> None:
+def test_audit_finds_a_planted_fault(run: MemoryStore, change: dict[str, Any], kind: str, what: str) -> None:
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], **change), groups[1]])
     assert found(run) == {(kind, path)}
     assert what in audit(run).violations[0].what
@@ -147,7 +147,7 @@ def branched(run: MemoryStore, branch: Branch, sample: int = 9, **change: Any) -
 
 
 @pytest.mark.parametrize("position", [0, 1, 4])
-def test_branch_counts_as_no_sample(run: MemoryStore, position: int) -> None:
+def test_branch_is_not_counted_as_a_sample(run: MemoryStore, position: int) -> None:
     """A group with a branch has one more row than samples; the group before it and its own counts stay right."""
     branched(run, Branch(1, position))
     assert found(run) == set()
@@ -164,7 +164,7 @@ def test_branch_counts_as_no_sample(run: MemoryStore, position: int) -> None:
         (Branch(1, 3), {"tokens": (1, 2, 9, 4)}, "trajectory 5.0.9 and sample 1 differ before token 3, its branch"),
     ],
 )
-def test_wrong_branch_is_found(run: MemoryStore, branch: Branch, change: dict[str, Any], what: str) -> None:
+def test_audit_finds_a_wrong_branch(run: MemoryStore, branch: Branch, change: dict[str, Any], what: str) -> None:
     path = branched(run, branch, **change)
     assert found(run) == {("lineage", path)}
     assert [violation.what for violation in audit(run).violations] == [what]

@@ -189,7 +189,7 @@ def test_each_stale_commit_is_named(store: MemoryStore) -> None:
     assert len(stale) > MOST
 
 
-def test_inserted_version_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_inserted_version(run: MemoryStore) -> None:
     entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
     inserted(run, at, replace(entry, version=VERSIONS + 1, body=replace(entry.body, number=VERSIONS + 1)))  # type: ignore[arg-type]
     assert found(run) == {("lineage", entry_path(at))}
@@ -280,7 +280,7 @@ def test_second_creation_is_ignored(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(1)), ("altered", path)}
 
 
-def test_empty_batch_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_empty_batch(run: MemoryStore) -> None:
     """Entry and file agree, but the fold refuses the batch."""
     entry = committed(run, VERSIONS)
     path = file_of(run, VERSIONS)

@@ -137,7 +137,7 @@ def test_edited_alpha_with_new_hashes_is_found(run: MemoryStore) -> None:
     assert found(run) == wrong
 
 
-def test_missing_prepared_object_is_found(store: MemoryStore) -> None:
+def test_audit_finds_a_missing_prepared_object(store: MemoryStore) -> None:
     kept = StoredObject("prompts/ab.jsonl", 3, store.put("prompts/ab.jsonl", b"abc"))
     policy = StoredObject("policy/config.json", 2, store.put("policy/config.json", b"{}"))
     Actors.begin(store).train(1)
@@ -154,7 +154,7 @@ def test_missing_prepared_object_is_found(store: MemoryStore) -> None:
 # --- objects of versions ---------------------------------------------------------------------------------------
 
 
-def test_missing_newest_weights_are_found(run: MemoryStore) -> None:
+def test_audit_finds_missing_newest_weights(run: MemoryStore) -> None:
     path = weights_of(run, VERSIONS)
     run.delete(path)
     assert found(run) == {("missing", path)}
@@ -167,13 +167,13 @@ def test_newest_version_without_weights_is_found(run: MemoryStore) -> None:
     assert kinds == {("missing", entry_path(entry.n))}
 
 
-def test_altered_weights_are_found(run: MemoryStore) -> None:
+def test_audit_finds_altered_weights(run: MemoryStore) -> None:
     path = weights_of(run, 4)
     run.put(path, run.get(path)[:-1] + b"?")
     assert found(run) == {("altered", path)}
 
 
-def test_unpruned_missing_object_is_found(store: MemoryStore) -> None:
+def test_audit_finds_a_missing_object_that_was_not_pruned(store: MemoryStore) -> None:
     Actors.begin(store).train(9, prune=False)
     forget(store)
     state = Log(store).state
@@ -223,7 +223,7 @@ def test_newest_witness_of_a_truncated_log_is_named(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
-def test_rewritten_log_is_found(run: MemoryStore, seen_by: str) -> None:
+def test_witness_finds_a_rewritten_log(run: MemoryStore, seen_by: str) -> None:
     """All hashes match and the fold finds nothing; only witnesses show the fault."""
     if seen_by == "audits":
         assert audit(run).clean
