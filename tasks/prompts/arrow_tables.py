@@ -83,9 +83,7 @@ def _find_split(config: FilePrompts, path: Path) -> Path:
     """Return the folder of the chosen split, or the folder itself if the data set has no splits."""
     if not (path / "dataset_dict.json").exists():
         if config.split:
-            raise ConfigError(
-                f"{config.split_key} = {config.split!r}: the folder {config.path!r} has no splits; remove it"
-            )
+            raise config.split_refusal("has no splits; remove the key")
         if not (path / "state.json").exists():
             raise config.refusal("the folder has no state.json, as `save_to_disk` writes it; name such a folder")
         return path

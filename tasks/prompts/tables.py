@@ -44,9 +44,7 @@ def convert_table(config: FilePrompts) -> bytes:
     path = Path(config.path).expanduser()
     chosen = config.chosen_format or ("saved" if path.is_dir() else None)
     if config.split and chosen not in ("saved", "hub"):
-        raise ConfigError(
-            f"{config.split_key} = {config.split!r}: the file {config.path!r} has no splits; remove the key"
-        )
+        raise config.split_refusal("is a file without splits; remove the key")
     match chosen:
         case "jsonl":
             return _rename_lines(config, read_bytes(config, config.path))
