@@ -40,6 +40,7 @@ MAY: dict[str, set[str]] = {
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
     "tasks/sandboxes/box": set(),
     "tasks/sandboxes/host": {"tasks/sandboxes/box"},
+    "tasks/sandboxes/server": {"tasks/runtime", "tasks/sandboxes"},
     "tasks/engines": {"tasks/runtime", "tasks/policies"},
     # The contract, and above its own rooms the torch learner and `build_learner`.
     "tasks/learners": {
@@ -111,6 +112,9 @@ LIBRARIES: dict[str, set[str]] = {
     "datasets": {"tasks/prompts/arrow_tables"},
     "deepspeed": {"tasks/learners/sharding/deepspeed_backend"},
     "sandlock": {"tasks/sandboxes/host"},
+    "fastapi": {"tasks/sandboxes/server"},
+    "uvicorn": {"tasks/sandboxes/server"},
+    "httpx": {"flows/registration/prefect_api", "tasks/sandboxes/run_code"},
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()

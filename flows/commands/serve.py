@@ -1,4 +1,4 @@
-"""Implements `rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs."""
+"""Implements `rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs; or sandboxes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ POLL_SECONDS = 0.1
 
 
 def command(options: argparse.Namespace) -> int:
-    """Serve the deployments, the Prefect UI and MLflow, or end the servers of this run home."""
+    """Serve the deployments, the Prefect UI and MLflow, or end the servers of this run home; or serve sandboxes."""
+    if options.sandboxes is not None:
+        from rollflow.flows.commands.cli import serve_sandboxes  # a late import, because this module imports uvicorn
+
+        return serve_sandboxes.command(options)
     if options.end:
         ended = stack.end(run_home())
         print(f"the servers of {run_home()} {'have ended' if ended else 'are not up'}")

@@ -3,12 +3,19 @@
 bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are in `box`
 sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`
 unsafe-process   plain processes, which protect from nothing; also in `host`
+run-code         a server of SandboxFusion's protocol; our own server is in `server`
 """
 
 from __future__ import annotations
 
 from rollflow.tasks.sandboxes.base import Sandboxes
-from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig, SandlockSandbox, UnsafeProcessSandbox
+from rollflow.tasks.sandboxes.config import (
+    BubblewrapSandbox,
+    RunCodeSandbox,
+    SandboxConfig,
+    SandlockSandbox,
+    UnsafeProcessSandbox,
+)
 
 
 def build_sandboxes(config: SandboxConfig) -> Sandboxes:
@@ -22,3 +29,7 @@ def build_sandboxes(config: SandboxConfig) -> Sandboxes:
             from rollflow.tasks.sandboxes.processes import ProcessSandboxes
 
             return ProcessSandboxes(config)
+        case RunCodeSandbox():
+            from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes
+
+            return RunCodeSandboxes(config)

@@ -36,6 +36,7 @@ class Capability(StrEnum):
     ISOLATION = "isolation"  # a program reaches no network, no content of a host file and no process outside
     HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
     EXACT_FOLDER_LIMIT = "exact folder limit"  # the kernel holds the folder's limits; otherwise they are measured
+    NAMED_LIMITS = "named limits"  # `ExecResult.end` says which limit a program exceeded; otherwise it was killed
     STATE = "state"  # files of a program stay for the next program and for download
     CHANNEL = "channel"  # a program gets `Program.channel`
     CHILDREN = "children"  # `Program.keep_children` holds

@@ -61,4 +61,33 @@ class UnsafeProcessSandbox(SandboxBase):
     )
 
 
-SandboxConfig = Annotated[BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox, Field(discriminator="kind")]
+class RunCodeSandbox(Section):
+    kind: Literal["run-code"] = Field(
+        "run-code", description="a server of SandboxFusion's protocol, for example `rollflow serve --sandboxes`"
+    )
+    url: str = Field(
+        pattern=r"^https?://[^@\s]+$",
+        description="address of the server's POST /run_code, e.g. http://127.0.0.1:8080/run_code; a URL with a user "
+        "or a password is refused",
+    )
+    token_env: str = Field(
+        "", description="name of the environment variable with the token of the server; empty: no token is sent"
+    )
+    at_once: int = Field(16, ge=1, le=4096, description="largest number of requests that are sent at a time")
+    memory_bytes: int = Field(
+        256 * MIB, ge=32 * MIB, description="memory that a program may use, in bytes; the server holds this limit"
+    )
+    tries: int = Field(
+        4, ge=1, le=20, description="most tries of a request that the server did not answer or answered with 5xx"
+    )
+    wait_seconds: float = Field(
+        60.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds that a request may take beside its program, for example in the server's queue",
+    )
+
+
+SandboxConfig = Annotated[
+    BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox | RunCodeSandbox, Field(discriminator="kind")
+]

@@ -34,10 +34,8 @@ class ProcessSandboxes(BoxSandboxes):
     def __init__(self, config: SandlockSandbox | UnsafeProcessSandbox) -> None:
         super().__init__(config)
         self._folder: str | None = None
-        if isinstance(config, SandlockSandbox):
-            self.capabilities = frozenset({Capability.ISOLATION, Capability.STATE, Capability.CHANNEL})
-        else:
-            self.capabilities = frozenset({Capability.STATE, Capability.CHANNEL, Capability.CHILDREN})
+        own = Capability.ISOLATION if isinstance(config, SandlockSandbox) else Capability.CHILDREN
+        self.capabilities = frozenset({Capability.NAMED_LIMITS, Capability.STATE, Capability.CHANNEL, own})
 
     def _build_command(self, descriptor: int) -> list[str]:
         spec = find_spec("sandlock")

@@ -23,13 +23,17 @@ EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "status": {"watch": ("all", "json"), "all": ("run",)},
     "audit": {"repair": ("deep", "anchor", "json")},
     "replay": {"all": ("version",)},
-    "serve": {"end": ("background", "prefect_port", "mlflow_port", "ray_port", "database")},
+    "serve": {
+        "end": ("background", "prefect_port", "mlflow_port", "ray_port", "database"),
+        "sandboxes": ("background", "end", "prefect_port", "mlflow_port", "ray_port", "database"),
+    },
     "plan": {"gpus": ("from_run", "versions", "plot", "save_hardware", "store")},
 }
 # command -> option -> the options that have no effect without it
 NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "audit": {"repair": ("yes",)},
     "doctor": {"cluster": ("set",)},
+    "serve": {"sandboxes": ("set", "host", "port", "token_file", "no_token", "at_once", "queue")},
     "plan": {
         "gpus": ("alpha", "quick", "best", "max_bias", "max_waste", "write", "cost"),
         "from_run": ("save_hardware", "store"),

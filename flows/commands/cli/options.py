@@ -274,7 +274,7 @@ def _add_serving(commands: Commands) -> None:
         "serve",
         "Start the Prefect and MLflow pages, which start and show runs",
         "The servers end with Ctrl-C, or run in the background until `rollflow serve --end`. Other commands with the "
-        "same run home use them.",
+        "same run home use them. With --sandboxes the command serves only sandboxes, see docs/sandboxes.md.",
         "rollflow serve --background",
     )
     serve.add_argument("--background", action="store_true", help="return when the servers run, and leave them running")
@@ -284,6 +284,7 @@ def _add_serving(commands: Commands) -> None:
         serve.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=port)
     database = "Prefect's database, e.g. postgresql+asyncpg://user@host/prefect; default: the last one used, or SQLite"
     serve.add_argument("--database", metavar="URL", help=database)
+    _add_sandbox_options(serve.add_argument_group("with --sandboxes"))
 
     deploy = commands.add(
         "deploy",
@@ -302,6 +303,20 @@ def _add_serving(commands: Commands) -> None:
         "rollflow nightly nightly.toml",
     )
     nightly.add_argument("file", type=Path, metavar="FILE", help="nightly file (TOML); see docs/prefect.md")
+
+
+def _add_sandbox_options(serve: argparse._ArgumentGroup) -> None:
+    sandboxes = "serve sandboxes by SandboxFusion's protocol, with the limits of the recipe's [reward.sandbox]"
+    serve.add_argument("--sandboxes", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=sandboxes)
+    _set_argument(serve, "set a key of the recipe, e.g. reward.sandbox.kind=sandlock")
+    serve.add_argument("--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=_positive, metavar="PORT", help="port to listen on (default: 8080)")
+    token = "file with the token of callers; created if it is missing (default: sandbox-token in the run home)"
+    serve.add_argument("--token-file", type=Path, metavar="FILE", help=token)
+    serve.add_argument("--no-token", action="store_true", help="let every user of this machine run programs")
+    serve.add_argument("--at-once", type=_positive, metavar="N", help="requests that run at a time (default: 8)")
+    queue = "requests that may wait; further ones are refused with status 503 (default: 256)"
+    serve.add_argument("--queue", type=_positive, metavar="N", help=queue)
 
 
 def _add_looking_up(commands: Commands) -> None:
@@ -350,7 +365,7 @@ def _recipe_arguments(command: argparse.ArgumentParser) -> None:
     _set_argument(command, "set a key of the recipe to another value, e.g. train.learning_rate=1e-4")
 
 
-def _set_argument(command: argparse.ArgumentParser, meaning: str, value: str = "KEY=VALUE") -> None:
+def _set_argument(command: argparse._ActionsContainer, meaning: str, value: str = "KEY=VALUE") -> None:
     command.add_argument("--set", action="append", default=[], metavar=value, help=meaning)
 
 

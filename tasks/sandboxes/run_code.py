@@ -1,0 +1,208 @@
+"""Sandboxes on a server of SandboxFusion's protocol: each program is one `POST /run_code`.
+
+Each program gets a sandbox of its own on the server, with the files that were uploaded; what it writes there is gone
+with the answer. The server alone isolates programs and holds their limits. The protocol carries text, so stdin, stdout
+and stderr are UTF-8.
+
+A request that the server did not answer, or answered with a status of 5xx, is sent again with growing pauses. A program
+has no effect outside its sandbox, so it may run twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import shlex
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.config import MIB, RunCodeSandbox
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
+START_SECONDS = 10.0  # deadline of the first program
+LONGEST_ANSWER = 300  # most characters of an answer in an error
+
+
+class RunCodeSandboxes:
+    """Sends programs to a server. See the module's docstring."""
+
+    capabilities = frozenset[Capability]()
+
+    def __init__(self, config: RunCodeSandbox) -> None:
+        self._config = config
+        self._places = asyncio.Semaphore(config.at_once)
+        self._client: httpx.AsyncClient | None = None
+
+    async def start(self) -> None:
+        """Run one program on the server; see `Sandboxes.start`."""
+        self._open()
+        try:
+            result = await self.run(Program(code="print(6 * 7)", timeout=START_SECONDS))
+            if result.stdout != b"42\n":
+                raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
+        except SandboxFailed as error:
+            await self.close()
+            raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
+
+    async def create(self) -> RemoteSandbox:
+        """Create a sandbox, of which the server knows nothing yet; see `Sandboxes.create`."""
+        return RemoteSandbox(self)
+
+    async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
+        """Run a program on the server; see `Sandboxes.run`."""
+        answer = await self._post(build_body(program, files or {}, self._config.memory_bytes), program.timeout)
+        return read_answer(answer)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client:
+            await self._client.aclose()
+        self._client = None
+
+    def _open(self) -> httpx.AsyncClient:
+        if self._client is None:
+            headers = {}
+            if name := self._config.token_env:
+                if not (token := os.environ.get(name)):
+                    raise ConfigError(f"sandbox.token_env = {name!r}: this variable is not set; set it to the token")
+                headers["Authorization"] = f"Bearer {token}"
+            limits = httpx.Limits(max_connections=self._config.at_once)
+            self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
+        return self._client
+
+    async def _post(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request until the server answers it; `seconds` is the deadline of the program."""
+        limit, pause = seconds + self._config.wait_seconds, FIRST_PAUSE
+        for attempt in range(self._config.tries):
+            if attempt:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                async with self._places, asyncio.timeout(limit):
+                    answer = await self._open().post(self._config.url, json=body)
+            except (httpx.TransportError, TimeoutError) as error:
+                reason = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"no answer: {error}"
+                continue
+            if answer.status_code < 500:
+                return _read_json(answer)
+            reason = f"status {answer.status_code}: {_shorten(answer.text)}"
+        raise SandboxFailed(f"{self._config.tries} tries failed, the last with {reason}")
+
+
+class RemoteSandbox:
+    """The files of a sandbox, which are sent with each of its programs."""
+
+    def __init__(self, sandboxes: RunCodeSandboxes) -> None:
+        self._sandboxes = sandboxes
+        self._files: dict[str, bytes] = {}
+        self._is_closed = False
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a program; see `Sandbox.exec`."""
+        self._check()
+        try:
+            return await self._sandboxes.run(program, self._files)
+        except BaseException:
+            self._is_closed = True
+            raise
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Keep a file for the programs that follow; see `Sandbox.upload`."""
+        self._check()
+        self._files[path] = data
+
+    async def download(self, path: str) -> bytes:
+        """Refuse; see `Sandbox.download`."""
+        raise SandboxFailed(f"{path!r} cannot be downloaded: the server keeps no files of a program")
+
+    async def close(self) -> None:
+        """Forget the files."""
+        self._is_closed = True
+        self._files.clear()
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise SandboxFailed("the sandbox is closed")
+
+
+def build_body(program: Program, files: Mapping[str, bytes], memory_bytes: int) -> dict[str, Any]:
+    """Return the request for a program.
+
+    Raises:
+        SandboxFailed: the protocol cannot carry the program.
+    """
+    if program.channel is not None or program.keep_children:
+        raise SandboxFailed("a server of /run_code gives a program no channel, and keeps none of its processes")
+    try:
+        stdin = program.stdin.decode()
+    except UnicodeDecodeError:
+        raise SandboxFailed("stdin is not UTF-8, and the protocol of /run_code carries only text") from None
+    return {
+        "code": _shell_code(program) if program.command else _python_code(program),
+        "language": "bash" if program.command else "python",
+        "run_timeout": program.timeout,
+        "compile_timeout": program.timeout,
+        "memory_limit_MB": memory_bytes // MIB,
+        "stdin": stdin,
+        "files": {path: base64.b64encode(data).decode() for path, data in files.items()},
+        "fetch_files": [],
+    }
+
+
+def read_answer(answer: Mapping[str, Any]) -> ExecResult:
+    """Return what a program did, from the server's answer.
+
+    Raises:
+        SandboxFailed: the answer says nothing about the program.
+    """
+    run = answer.get("run_result")
+    if answer.get("status") not in ("Success", "Failed") or not isinstance(run, Mapping):
+        raise SandboxFailed(f"the server answered {answer.get('status')!r}: {_shorten(str(answer.get('message', '')))}")
+    stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
+    seconds = float(run.get("execution_time") or 0.0)
+    if run.get("status") == "TimeLimitExceeded":
+        return ExecResult(ProgramEnd.TIMEOUT, -9, stdout, stderr, seconds)
+    if run.get("status") != "Finished" or not isinstance(run.get("return_code"), int):
+        raise SandboxFailed(f"the server answered a run with {run.get('status')!r}: {_shorten(str(run.get('stderr')))}")
+    return ExecResult(ProgramEnd.EXITED, run["return_code"], stdout, stderr, seconds)
+
+
+def _shell_code(program: Program) -> str:
+    variables = [f"{name}={shlex.quote(value)}" for name, value in program.env.items()]
+    command = shlex.join(["env", *variables, *program.command] if variables else program.command)
+    return f'export HOME="$PWD"\ncd {shlex.quote(program.cwd)} || exit 127\nexec {command}\n'
+
+
+def _python_code(program: Program) -> str:
+    """Return a Python program that becomes this one: its name, arguments, variables and folder."""
+    order = {"code": program.code, "name": program.name, "arguments": list(program.arguments)}
+    before = f"os.environ.update({{'HOME': os.getcwd(), **{dict(program.env)!r}}})\nos.chdir({program.cwd!r})"
+    return f"{_read_start()}\n{before}\nrun_source({order!r})\n"
+
+
+@cache
+def _read_start() -> str:
+    """Return the functions of `host.program`, without the call of its main function."""
+    text = (Path(__file__).parent / "host" / "program.py").read_text()
+    return text.partition('\nif __name__ == "__main__"')[0]
+
+
+def _read_json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if answer.status_code != 200 or not isinstance(found, dict):
+        raise SandboxFailed(f"the server answered with status {answer.status_code}: {_shorten(answer.text)}")
+    return found
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST_ANSWER else f"{text[:LONGEST_ANSWER]}..."

@@ -1,0 +1,1 @@
+"""Serves sandboxes over HTTP: `run_code` runs the requests, `app` receives them, `serve` opens the port."""

@@ -1,0 +1,149 @@
+"""The HTTP application: checks the token, bounds the load, and answers SandboxFusion's requests.
+
+- A request without the token is answered with 401, before its body is read. `GET /v1/ping` needs no token.
+- Without a token, a request of a web page is refused, because a page of any site could send programs here.
+- At most `at_once` requests run and `queue` requests wait; a further one is answered with 503 and a sentence.
+- Every request has a deadline: `queue_seconds` to wait, and then its own time-outs.
+- If the caller hangs up, its program is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from rollflow.tasks.sandboxes.base import Sandboxes
+from rollflow.tasks.sandboxes.server.run_code import RunCodeRequest, RunCodeResponse, run_code
+
+BODY_FACTOR = 2  # a body may have this many times the bytes of a sandbox's folder
+
+
+@dataclass(frozen=True)
+class ServerBounds:
+    """What a server accepts."""
+
+    at_once: int = 8
+    queue: int = 256
+    queue_seconds: float = 120.0
+    memory_bytes: int = 256 * 2**20
+    body_bytes: int = BODY_FACTOR * 64 * 2**20
+
+
+class Gate:
+    """Lets a bounded number of requests run, and a bounded number wait."""
+
+    def __init__(self, bounds: ServerBounds) -> None:
+        self._bounds = bounds
+        self._running = asyncio.Semaphore(bounds.at_once)
+        self._count = 0
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[None]:
+        """Wait for a place.
+
+        Raises:
+            Full: there is no place; the message says why.
+        """
+        if self._count >= self._bounds.at_once + self._bounds.queue:
+            raise Full(f"{self._bounds.at_once} requests run and {self._bounds.queue} wait; send this one later")
+        self._count += 1
+        try:
+            try:
+                async with asyncio.timeout(self._bounds.queue_seconds):
+                    await self._running.acquire()
+            except TimeoutError:
+                raise Full(f"the request waited for {self._bounds.queue_seconds:g} s; send it later") from None
+            try:
+                yield
+            finally:
+                self._running.release()
+        finally:
+            self._count -= 1
+
+
+class Full(Exception):
+    """The server has no place for a request now."""
+
+
+class TooLarge(Exception):
+    """The body of a request is too large."""
+
+
+def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> FastAPI:
+    """Build the application on sandboxes that are started; with `token` None, every caller may run programs."""
+    app = FastAPI(title="rollflow sandboxes", openapi_url=None, docs_url=None, redoc_url=None)
+    gate = Gate(bounds)
+
+    @app.get("/v1/ping")
+    async def ping() -> str:
+        return "pong"
+
+    @app.post("/run_code")
+    async def run(request: Request) -> Response:
+        if token is not None and not has_token(request.headers.get("authorization", ""), token):
+            message = "the request has no valid token; send it as Authorization: Bearer TOKEN"
+            return JSONResponse({"detail": message}, 401, {"WWW-Authenticate": "Bearer"})
+        if token is None and "origin" in request.headers:
+            return JSONResponse({"detail": "a web page sent the request; pages may not run programs"}, 403)
+        try:
+            async with gate.enter():
+                body = RunCodeRequest.model_validate_json(await read_body(request, bounds.body_bytes))
+                answer = await run_for_caller(request, sandboxes, body, bounds.memory_bytes)
+        except Full as error:
+            return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
+        except TooLarge as error:
+            return JSONResponse({"detail": str(error)}, 413)
+        except ValidationError as error:
+            return JSONResponse(
+                {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
+            )
+        return JSONResponse(answer.model_dump() if answer else {"detail": "the caller is gone"})
+
+    return app
+
+
+def has_token(header: str, token: str) -> bool:
+    """Return whether a header has the token: as Bearer, or as Basic, by which clients send the password of a URL."""
+    kind, _, value = header.partition(" ")
+    if kind.lower() == "basic":
+        try:
+            value = base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return False
+    elif kind.lower() != "bearer":
+        return False
+    return hmac.compare_digest(value.strip().encode(), token.encode())
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Read a body of at most `most` bytes; raise `TooLarge` otherwise."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise TooLarge(f"the body has more than {most} bytes")
+    return bytes(data)
+
+
+async def run_for_caller(
+    request: Request, sandboxes: Sandboxes, body: RunCodeRequest, memory_bytes: int
+) -> RunCodeResponse | None:
+    """Run a request; kill its program and return None if the caller hangs up."""
+    running = asyncio.create_task(run_code(sandboxes, body, memory_bytes))
+    gone = asyncio.create_task(request.receive())
+    try:
+        await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await running if running.done() else None
+    finally:
+        for task in (running, gone):
+            task.cancel()
+        await asyncio.gather(running, gone, return_exceptions=True)

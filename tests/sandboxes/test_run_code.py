@@ -1,0 +1,238 @@
+"""The server of /run_code and its client: the bodies that SandboxFusion's callers send, token, load, retries."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.sandboxes import build_sandboxes
+from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RunCodeSandbox
+from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes, read_answer
+from rollflow.tasks.sandboxes.server.app import ServerBounds
+from rollflow.tasks.sandboxes.server.serve import read_token
+from tests.support.sandbox_server import serve_in_background
+
+VERL = {"compile_timeout": 10, "run_timeout": 10, "memory_limit_MB": 1024, "files": {}, "fetch_files": []}
+LONG = 60.0
+DOUBLE = "#include <iostream>\nint main() { int a; std::cin >> a; std::cout << 2 * a; }"
+
+
+@pytest.fixture
+async def sandboxes() -> AsyncIterator[Sandboxes]:
+    """Start sandboxes for a server."""
+    created = build_sandboxes(BubblewrapSandbox(processes=16, spares=1))
+    try:
+        await created.start()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    yield created
+    await created.close()
+
+
+@pytest.fixture
+async def post(sandboxes: Sandboxes) -> AsyncIterator[Callable[..., Any]]:
+    """Return a function that posts a request to a server and returns the answer's body."""
+    async with serve_in_background(sandboxes) as url, httpx.AsyncClient(base_url=url, timeout=LONG) as client:
+
+        async def send(**body: Any) -> Any:
+            answer = await client.post("/run_code", json={"language": "python", **body})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        yield send
+
+
+async def test_body_of_verl_is_answered(post: Callable[..., Any]) -> None:
+    found = await post(**VERL, code="print(int(input()) * 2)", stdin="21")
+    assert found.keys() == {
+        *("status", "message", "compile_result", "run_result", "executor_pod_name", "files"),
+    }
+    assert (found["status"], found["message"], found["compile_result"]) == ("Success", "", None)
+    run = found["run_result"]
+    assert isinstance(run.pop("execution_time"), float)
+    assert run == {"status": "Finished", "return_code": 0, "stdout": "42\n", "stderr": ""}
+
+
+async def test_body_of_roll_is_answered(post: Callable[..., Any]) -> None:
+    found = await post(code="print('a')", stdin="", expected_stdout="b", compile_timeout=5, run_timeout=5)
+    assert (found["status"], found["run_result"]["stdout"]) == ("Success", "a\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "run_status"),
+    [
+        ({"code": "raise SystemExit(3)"}, "Failed", "Finished"),
+        ({"code": "while True: pass", "run_timeout": 1}, "Failed", "TimeLimitExceeded"),
+        ({"code": "x = bytearray(300 << 20)", "memory_limit_MB": 100}, "Failed", "Finished"),
+        ({"code": "print(open('a/b').read())", "files": {"a/b": "eA==", "c": None}}, "Success", "Finished"),
+        ({"code": "read word; echo $word", "language": "bash", "stdin": "hi"}, "Success", "Finished"),
+        ({"code": "main = do", "language": "haskell"}, "SandboxError", None),
+        ({"code": "1", "files": {"a": "%%"}}, "SandboxError", None),
+        ({"code": "1", "files": {"/etc/a": "eA=="}}, "SandboxError", None),
+    ],
+)
+async def test_status_is_that_of_sandbox_fusion(
+    post: Callable[..., Any], body: dict[str, Any], status: str, run_status: str | None
+) -> None:
+    found = await post(**body)
+    assert (found["status"], (found["run_result"] or {}).get("status")) == (status, run_status)
+    assert bool(found["message"]) == (status == "SandboxError")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+async def test_cpp_is_compiled_and_run(post: Callable[..., Any]) -> None:
+    found = await post(code=DOUBLE, language="cpp", stdin="21", compile_timeout=LONG)
+    assert (found["status"], found["run_result"]["stdout"]) == ("Success", "42")
+    broken = await post(code="int main() {", language="cpp", compile_timeout=LONG)
+    assert (broken["status"], broken["run_result"]) == ("Failed", None)
+    assert broken["compile_result"]["return_code"] == 1
+    assert "error" in broken["compile_result"]["stderr"]
+
+
+async def test_fetched_files_come_as_base64(post: Callable[..., Any]) -> None:
+    found = await post(code="open('out', 'wb').write(bytes(range(256)))", fetch_files=["out", "none"])
+    assert {path: base64.b64decode(data) for path, data in found["files"].items()} == {"out": bytes(range(256))}
+
+
+async def test_requests_need_the_token(sandboxes: Sandboxes) -> None:
+    body = {"code": "print(1)", "language": "python"}
+    async with serve_in_background(sandboxes, token="secret") as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/v1/ping")).json() == "pong"
+        for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic %%"}):
+            assert (await client.post("/run_code", json=body, headers=headers)).status_code == 401
+        answer = await client.post("/run_code", json=body, headers={"Authorization": "Bearer secret"})
+        assert answer.json()["run_result"]["stdout"] == "1\n"
+        assert (await client.post("/run_code", json=body, auth=("any", "secret"))).status_code == 200
+
+
+async def test_web_pages_run_no_programs(sandboxes: Sandboxes) -> None:
+    async with serve_in_background(sandboxes) as url, httpx.AsyncClient() as client:
+        body = json.dumps({"code": "print(1)", "language": "python"})
+        answer = await client.post(f"{url}/run_code", content=body, headers={"Origin": "https://example.org"})
+        assert answer.status_code == 403
+
+
+async def test_full_server_answers_503(sandboxes: Sandboxes) -> None:
+    bounds = ServerBounds(at_once=1, queue=1)
+    body = {"code": "import time; time.sleep(2)", "language": "python"}
+    async with serve_in_background(sandboxes, bounds=bounds) as url, httpx.AsyncClient(timeout=LONG) as client:
+        answers = await asyncio.gather(*(client.post(f"{url}/run_code", json=body) for _ in range(4)))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+    assert "1 requests run and 1 wait" in next(one for one in answers if one.status_code == 503).json()["detail"]
+
+
+async def test_program_of_a_caller_that_hangs_up_is_killed(sandboxes: Sandboxes) -> None:
+    body = {"code": "import time; time.sleep(600)", "language": "python", "run_timeout": 600}
+    async with serve_in_background(sandboxes, bounds=ServerBounds(at_once=1)) as url, httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(f"{url}/run_code", json=body, timeout=1.0)
+        body["code"] = "print(1)"
+        assert (await client.post(f"{url}/run_code", json=body, timeout=LONG)).json()["status"] == "Success"
+
+
+async def test_bad_bodies_are_refused(sandboxes: Sandboxes) -> None:
+    bounds = ServerBounds(body_bytes=1000)
+    async with serve_in_background(sandboxes, bounds=bounds) as url, httpx.AsyncClient(timeout=LONG) as client:
+        for body, status in ((b"", 422), (b"[]", 422), (b'{"code": "1"}', 422), (b"x" * 2000, 413)):
+            assert (await client.post(f"{url}/run_code", content=body)).status_code == status
+        endless = json.dumps({"code": "1", "language": "python", "run_timeout": 1e9})
+        assert (await client.post(f"{url}/run_code", content=endless)).status_code == 422
+
+
+def test_token_file_is_private(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    token = read_token(file)
+    assert len(token) >= 32
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert read_token(file) == token
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_token(file)
+
+
+def test_server_without_token_stays_on_loopback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--sandboxes", "--no-token", "--host", "0.0.0.0"]) == 2
+    assert "other machines could run programs" in capsys.readouterr().err
+    assert main(["serve", "--no-token"]) == 2
+    assert "add --sandboxes" in capsys.readouterr().err
+
+
+class Answers:
+    """A server that gives these answers in turn."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.seen: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(request)
+        status = self.statuses.pop(0)
+        if status == 0:
+            raise httpx.ConnectError("refused")
+        run = {"status": "Finished", "return_code": 0, "stdout": "1", "stderr": "", "execution_time": 0.1}
+        return httpx.Response(status, json={"status": "Success", "run_result": run})
+
+
+def build_client(answers: Answers, **keys: Any) -> RunCodeSandboxes:
+    """Build the client on a transport that gives these answers."""
+    created = RunCodeSandboxes(RunCodeSandbox(url="http://server/run_code", tries=3, **keys))
+    created._client = httpx.AsyncClient(transport=httpx.MockTransport(answers))
+    return created
+
+
+@pytest.mark.parametrize(
+    ("statuses", "requests", "succeeds"),
+    [((0, 503, 200), 3, True), ((500, 502, 504), 3, False), ((401, 200), 1, False), ((422, 200), 1, False)],
+)
+async def test_client_retries_only_lost_requests(statuses: tuple[int, ...], requests: int, succeeds: bool) -> None:
+    answers = Answers(*statuses)
+    client = build_client(answers)
+    if succeeds:
+        assert (await client.run(Program(code="1"))).stdout == b"1"
+    else:
+        with pytest.raises(SandboxFailed, match=str(statuses[requests - 1])):
+            await client.run(Program(code="1"))
+    assert len(answers.seen) == requests
+
+
+def test_answer_without_a_run_says_nothing_of_the_program() -> None:
+    run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": None, "stderr": None, "execution_time": None}
+    found = read_answer({"status": "Failed", "run_result": run})
+    assert found == ExecResult(ProgramEnd.TIMEOUT, -9, b"", b"", 0.0)
+    for answer in (
+        {"status": "SandboxError", "message": "no pod", "run_result": None},
+        {"status": "Failed", "run_result": None},
+        {"status": "Success", "run_result": {"status": "Error", "return_code": None}},
+        {},
+    ):
+        with pytest.raises(SandboxFailed):
+            read_answer(answer)
+
+
+async def test_client_refuses_a_missing_token_or_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SANDBOX_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=r"SANDBOX_TOKEN.*not set"):
+        await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", token_env="SANDBOX_TOKEN")).start()
+    with pytest.raises(ConfigError, match=r"runs no programs.*2 tries failed"):
+        await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", tries=2)).start()
+
+
+async def test_client_sends_the_token(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_TOKEN", "secret")
+    async with serve_in_background(sandboxes, token="secret") as url:
+        client = RunCodeSandboxes(RunCodeSandbox(url=f"{url}/run_code", token_env="SANDBOX_TOKEN"))
+        await client.start()
+        await client.close()
+        with pytest.raises(ConfigError, match="401"):
+            await RunCodeSandboxes(RunCodeSandbox(url=f"{url}/run_code")).start()
