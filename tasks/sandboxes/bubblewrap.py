@@ -91,7 +91,8 @@ class BoxSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program in a sandbox of its own; see `Sandboxes.run`."""
-        sandbox = self._spares.popleft() if self._spares else await self.create()
+        has_died = self._process is None or self._process.returncode is not None  # then its spares are dead, too
+        sandbox = self._spares.popleft() if self._spares and not has_died else await self.create()
         self._fill()
         try:
             for path, data in (files or {}).items():
@@ -105,8 +106,6 @@ class BoxSandboxes:
         if self._filling:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
-        while self._spares:
-            await self._spares.popleft().close()
         await self._end_box()
 
     def _build_command(self, descriptor: int) -> list[str]:
@@ -133,6 +132,8 @@ class BoxSandboxes:
             raise SandboxFailed(await self._read_error())
 
     async def _end_box(self) -> None:
+        while self._spares:
+            await self._spares.popleft().close()
         if self._box:
             self._box.close()
         if self._process:

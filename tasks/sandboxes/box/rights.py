@@ -3,8 +3,8 @@
 Refused are system calls that could reach beyond the sandbox (namespaces, mounts, sockets other than a pair of
 connected sockets, tracing, kernel keys, BPF), that change another process of the same user, which the keeper is
 (scheduling, limits), that hold memory that nobody counts (io_uring, System V IPC, shared memory without a file, pages
-given to a pipe), and that wait for the disks of the host. A system call that is newer than this list does not exist
-for a program.
+given to a pipe or a socket), and that wait for the disks of the host. A system call that is newer than this list does
+not exist for a program.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ X32 = 0x40000000  # system calls of a second interface of x86-64
 Numbers = tuple[int, int | None]  # of a system call on x86-64 and on aarch64; None: there is none
 REFUSED: dict[str, Numbers] = {
     "shmget": (29, 194),
+    "sendfile": (40, 71),
     "socket": (41, 198),
     "connect": (42, 203),
     "accept": (43, 202),
@@ -86,6 +87,8 @@ REFUSED: dict[str, Numbers] = {
     "inotify_init": (253, None),
     "migrate_pages": (256, 238),
     "unshare": (272, 97),
+    "splice": (275, 76),
+    "tee": (276, 77),
     "vmsplice": (278, 75),
     "move_pages": (279, 239),
     "accept4": (288, 242),

@@ -23,6 +23,7 @@ ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")  #
 SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")  # with each page divided among the processes that share it
 SOCKET_KIB = 416  # most bytes that a socket holds for its other end, if the kernel's settings are the usual ones
 WALL = 0x40000000  # waitpid also collects children that end with another signal than SIGCHLD
+COMPARED = 64  # most processes that another is compared with
 KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
 
@@ -175,7 +176,9 @@ def _measure_exactly(found: dict[int, Usage]) -> int:
     """Return the memory of these processes in KiB; what several of them share counts once."""
     memory, seen = 0, list[int]()
     for pid, usage in found.items():
-        if not any(libc.syscall(KCMP[os.uname().machine], pid, other, SAME_MEMORY, 0, 0) == 0 for other in seen):
+        if not any(
+            libc.syscall(KCMP[os.uname().machine], pid, other, SAME_MEMORY, 0, 0) == 0 for other in seen[-COMPARED:]
+        ):
             seen.append(pid)
             exact = (_read_fields(f"{thread}/smaps_rollup", SHARED_OUT) for thread in usage.threads)
             memory += next((sum(fields.values()) for fields in exact if fields), usage.memory)

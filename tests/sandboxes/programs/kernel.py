@@ -14,7 +14,8 @@ GROUPS = {  # numbers of x86-64
     "fsmount 432 fspick 433 mount_setattr 442 name_to_handle_at 303 open_by_handle_at 304 fanotify_init 300",
     "namespaces": "unshare 272 setns 308",
     "rings": "io_uring_setup 425 io_uring_enter 426 io_uring_register 427 io_setup 206 perf_event_open 298",
-    "pages": "userfaultfd 323 memfd_create 319 memfd_secret 447 vmsplice 278 mbind 237 migrate_pages 256 "
+    "pages": "userfaultfd 323 memfd_create 319 memfd_secret 447 vmsplice 278 splice 275 tee 276 sendfile 40 "
+    "mbind 237 migrate_pages 256 "
     "move_pages 279 "
     "process_madvise 440 process_mrelease 448 mq_open 240",
     "clocks": "adjtimex 159 clock_adjtime 305 clock_settime 227 settimeofday 164",

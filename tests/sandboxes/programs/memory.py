@@ -65,6 +65,15 @@ MEMORY = (
         "        if libc.vmsplice(w, struct.pack('PN', start, 1), 1, 2) != 1: sys.exit('refused')\n"
         "        libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(2 * size)); hold(size)",
     ),
+    _memory(  # a socket counts one byte, and holds the whole page after the file has lost it
+        "pages given to a socket",
+        "f = os.open('f', os.O_RDWR | os.O_CREAT); r, w = os.pipe(); kept = []\ntry:\n    while True:\n"
+        "        a, b = socket.socketpair(); kept += [a, b]; a.setblocking(False)\n"
+        "        try:\n            while True:\n                os.ftruncate(f, 0); os.pwrite(f, b'x' * 65536, 0)\n"
+        "                for k in range(16): os.splice(f, w, 1, offset_src=4096 * k)\n"
+        "                hold(4096 * os.splice(r, a.fileno(), 16, flags=2))\n"
+        "        except BlockingIOError: os.read(r, 16)\nexcept OSError: pass",
+    ),
     _memory("memory file", "f = os.memfd_create('x')\nwhile True: os.write(f, b'x' * size); hold(size)"),
     _memory(
         "folder", "f = open('x', 'wb')\nfor n in range(100):\n    open(f'f{n}', 'wb').write(b'x' * size); hold(size)"
