@@ -244,6 +244,9 @@ class NamespaceSandbox:
             finally:
                 if self._is_closed:
                     self._keeper.close()
+        if "broken" in header:
+            await self.close()
+            raise SandboxFailed(f"the sandbox has ended: {header['broken']}")
         if "errno" in header:
             raise OSError(header["errno"], header["error"], request.get("path"))
         return header, data

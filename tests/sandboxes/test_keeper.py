@@ -194,3 +194,20 @@ def test_filter_refuses_no_system_call_twice() -> None:
     for column in (0, 1):
         numbers = [entry[column] for entry in REFUSED.values() if entry[column] is not None]
         assert len(numbers) == len(set(numbers))
+
+
+def test_sandbox_that_breaks_in_a_program_fails(box: Box) -> None:
+    """A keeper that cannot go on says why; that is no answer of the program."""
+
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        sandbox._receive = lambda seconds: _answer({"broken": "no descriptors"})  # type: ignore[method-assign]
+        with pytest.raises(SandboxFailed, match="no descriptors"):
+            await sandbox.exec(warm("print(1)"))
+        await sandbox.close()
+
+    box.do(work())
+
+
+async def _answer(header: dict[str, str]) -> tuple[dict[str, str], bytes]:
+    return header, b""

@@ -3,8 +3,8 @@
 Refused are system calls that could reach beyond the sandbox (namespaces, mounts, sockets other than a pair of
 connected sockets, tracing, kernel keys, BPF), that change another process of the same user, which the keeper is
 (scheduling, limits), that hold memory that nobody counts (io_uring, System V IPC, shared memory without a file, pages
-given to a pipe or a socket), and that wait for the disks of the host. A system call that is newer than this list does
-not exist for a program.
+given to a pipe or a socket), that use up what all sandboxes share (descriptors on their way through a socket), and that
+wait for the disks of the host. A system call that is newer than this list does not exist for a program.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ REFUSED: dict[str, Numbers] = {
     "socket": (41, 198),
     "connect": (42, 203),
     "accept": (43, 202),
+    "sendmsg": (46, 211),
     "bind": (49, 200),
     "listen": (50, 201),
     "semget": (64, 190),
@@ -100,6 +101,7 @@ REFUSED: dict[str, Numbers] = {
     "open_by_handle_at": (304, 265),
     "clock_adjtime": (305, 266),
     "syncfs": (306, 267),
+    "sendmmsg": (307, 269),
     "setns": (308, 268),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),

@@ -181,7 +181,8 @@ def _measure_exactly(found: dict[int, Usage]) -> int:
         ):
             seen.append(pid)
             exact = (_read_fields(f"{thread}/smaps_rollup", SHARED_OUT) for thread in usage.threads)
-            memory += next((sum(fields.values()) for fields in exact if fields), usage.memory)
+            shared_out = next((sum(fields.values()) for fields in exact if fields), None)
+            memory += _measure(pid).memory if shared_out is None else shared_out  # or it has ended in the meantime
     sockets = {link for usage in found.values() for link in _read_links(usage.threads) if link.startswith("socket:")}
     return memory + SOCKET_KIB * (len(sockets) + sum(usage.hidden for usage in found.values()))
 
