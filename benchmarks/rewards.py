@@ -2,15 +2,19 @@
 
     python -m benchmarks.rewards
 
-The program prints one number, so that a run's time is the time of its sandbox. Nothing else should run on the machine.
+A warm sandbox is compared with a plain fork of an interpreter that has the same imports, which isolates nothing. The
+program prints one number, so that a run's time is the time of its sandbox. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 
@@ -27,6 +31,27 @@ BESIDE = 8  # programs that run at a time in the measurement of throughput
 LIVE = 1000  # sandboxes that live at a time
 PAUSE = 0.01  # seconds between two runs of the measurement of latency, in which a spare sandbox is created
 MIB = 2**20
+FORKS = """
+import importlib, json, os, sys, time
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+found = []
+for _ in range(int(sys.argv[2])):
+    began = time.perf_counter()
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.dup2(write, 1)
+        exec(compile(sys.argv[3], "main.py", "exec"), {})
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 100).strip() == b"42"
+    os.waitpid(pid, 0)
+    os.close(read)
+    found.append(1000 * (time.perf_counter() - began))
+    time.sleep(float(sys.argv[4]))
+print(json.dumps(found))
+"""
 
 
 async def measure_latency(sandboxes: Sandboxes, program: Program, runs: int) -> list[float]:
@@ -39,6 +64,12 @@ async def measure_latency(sandboxes: Sandboxes, program: Program, runs: int) -> 
         assert result.stdout == b"42\n", result
         await asyncio.sleep(PAUSE)
     return found
+
+
+def measure_forks(imports: Sequence[str], runs: int) -> list[float]:
+    """Return the milliseconds of each run of the program in a plain fork."""
+    command = [sys.executable, "-c", FORKS, json.dumps(imports), str(runs), PROGRAM.code, str(PAUSE)]
+    return list(json.loads(subprocess.check_output(command)))
 
 
 async def measure_throughput(sandboxes: Sandboxes, seconds: float) -> float:
@@ -91,23 +122,34 @@ async def measure() -> list[Row]:
     await sandboxes.start()
     try:
         await measure_latency(sandboxes, PROGRAM, RUNS // 10)
+        forks = measure_forks(config.imports, RUNS)
         warm = await measure_latency(sandboxes, PROGRAM, RUNS)
         cold = await measure_latency(sandboxes, COLD, RUNS // 10)
         rate = await measure_throughput(sandboxes, SECONDS)
         live = await measure_live(sandboxes, LIVE)
     finally:
         await sandboxes.close()
-    return list(_rows(warm, cold, rate, live))
+    return list(_rows(forks, warm, cold, rate, live))
 
 
-def _rows(warm: list[float], cold: list[float], rate: float, live: tuple[float, float, float]) -> Iterator[Row]:
-    yield at_most("warm", "latency, median (ms)", statistics.median(warm), 2.0)
-    yield at_most("warm", "latency, 99th percentile (ms)", statistics.quantiles(warm, n=100)[98], 8.0)
+def _rows(
+    forks: list[float], warm: list[float], cold: list[float], rate: float, live: tuple[float, float, float]
+) -> Iterator[Row]:
+    over = statistics.median(warm) - statistics.median(forks)
+    yield Row("a plain fork", "latency, median (ms)", statistics.median(forks))
+    yield Row("warm", "latency, median (ms)", statistics.median(warm))
+    yield at_most("warm", "over a plain fork, median (ms)", over, 2.0)
+    yield at_most("warm", "latency, 99th percentile (ms)", _percentile(warm), 8.0)
+    yield Row("a plain fork", "latency, 99th percentile (ms)", _percentile(forks))
     yield Row("a new interpreter", "latency, median (ms)", statistics.median(cold))
     yield at_least(f"{BESIDE} programs at a time", "runs per second", rate, 400.0)
     yield Row(f"{LIVE} live sandboxes", "creation (ms)", live[0])
     yield Row(f"{LIVE} live sandboxes", "memory per sandbox (MiB)", live[1])
     yield Row(f"{LIVE} live sandboxes", "a program in each (ms)", live[2])
+
+
+def _percentile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
 
 
 def main() -> None:
