@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -36,10 +37,17 @@ def read_arrow(
         case "hub":
             table = _load_from_hub(config)
     try:
-        table.validate(full=True)
-    except (pa.ArrowException, ValueError) as error:
-        raise config.refusal(f"a column has invalid values ({_first_line(error)}); write the file again") from None
-    return table.column_names, _number_rows(config, table)
+        names = list(table.column_names)
+    except UnicodeDecodeError as error:
+        raise config.refusal(f"the name of a column is not UTF-8 ({error}); write the file again") from None
+    for name, column in zip(names, table.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except (pa.ArrowException, ValueError) as error:
+            why = _first_line(error)
+            where = _locate(column, why)
+            raise config.refusal(f"{where}column {name!r} has invalid values ({why}); write the file again") from None
+    return names, _number_rows(config, table)
 
 
 def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -48,11 +56,22 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
         try:
             rows = batch.to_pylist()
         except (pa.ArrowException, ValueError, OverflowError) as error:
-            after = f"after row {number}: the values cannot be read ({_first_line(error)})"
-            raise config.refusal(f"{after}; write the file again") from None
+            what = f"from row {number + 1} on, values cannot be read ({_first_line(error)})"
+            raise config.refusal(f"{what}; write the file again") from None
         for row in rows:
             number += 1
             yield number, row
+
+
+def _locate(column: Any, why: str) -> str:
+    """Return the row that Arrow's error names, or "".
+
+    The values themselves must not be read: with damaged offsets that would end the process.
+    """
+    if (found := re.search(r"In chunk (\d+): .* string index (\d+)", why)) is None:
+        return ""
+    chunk, index = int(found[1]), int(found[2])
+    return f"row {sum(map(len, column.chunks[:chunk])) + index + 1}: "
 
 
 def _read_parquet(config: FilePrompts) -> Any:

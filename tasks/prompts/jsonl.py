@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.base import Question, Reader
+from rollflow.tasks.prompts.base import Asked, Message, Question, Reader
 from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.messages import describe_asked, read_asked
@@ -123,15 +124,21 @@ def _read_question(config: FileBase, number: int, line: str) -> Question:
     try:
         row = json.loads(line)
         asked = read_asked(config, row) if isinstance(config, FilePrompts) else str(row["question"])
+        if isinstance(config, FilePrompts) and "answer" not in row:
+            return Question(describe_asked(asked), "", {"family": None, **row}, messages=_list_messages(asked))
         question, answer = describe_asked(asked), str(row["answer"])
         (question + answer).encode()  # raises an error for lone surrogates, which JSON allows
         if question.strip() and row["question"] is not None and row["answer"] is not None:
             row = row if config.answer_after is None else {**row, "answer": judged_part(config, answer)}
-            messages = () if isinstance(asked, str) else asked
-            return Question(question, judged_part(config, answer), {"family": None, **row}, messages=messages)
+            reference = {"family": None, **row}
+            return Question(question, judged_part(config, answer), reference, messages=_list_messages(asked))
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise config.refusal(f"{config.unit} {number} has no question and answer; correct it")
+
+
+def _list_messages(asked: Asked) -> Sequence[Message]:
+    return () if isinstance(asked, str) else asked
 
 
 @lru_cache(maxsize=8)

@@ -99,11 +99,13 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
         return f"a key is repeated ({twice[0]}); keep one"
     if wrong := _find_question_fault(config, row) or _find_answer_fault(config, row):
         return wrong
+    asked = read_asked(config, row) if isinstance(config, FilePrompts) else row["question"]
+    if "answer" not in row:  # a table may lack it, if the scorer does without
+        return PromptRow(number, asked, {"family": None, **row})
     try:
         answer = judged_part(config, str(row["answer"]))
     except ValueError as error:
         return str(error)
-    asked = read_asked(config, row) if isinstance(config, FilePrompts) else row["question"]
     return PromptRow(number, asked, {"family": None, **row, "answer": answer})
 
 
@@ -118,6 +120,8 @@ def _find_question_fault(config: FileBase, row: Mapping[str, Any]) -> str | None
 def _find_answer_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
     answer = row.get("answer")
     if isinstance(answer, int) and not isinstance(answer, bool):
+        return None
+    if isinstance(config, FilePrompts) and "answer" not in (*row, *config.columns):
         return None
     return _find_text_fault(config, row, "answer", 'text, or an integer such as 7, which means "7"')
 

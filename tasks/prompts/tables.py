@@ -175,10 +175,9 @@ def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
             f"prompts.json_columns = {list(config.json_columns)}: the file {config.path!r} has no column "
             f"{missing[0]!r} ({known}); name one of them"
         )
-    for name in ("question", "answer"):
-        if name not in header and name not in config.columns:
-            cure = f'set prompts.columns = {{{name} = "..."}} to one of them'
-            raise config.refusal(f"there is no column {name!r} ({known}); {cure}")
+    if "question" not in (*header, *config.columns):
+        cure = 'set prompts.columns = {question = "..."} to one of them'
+        raise config.refusal(f"there is no column 'question' ({known}); {cure}")
 
 
 def _to_text(value: object) -> str:

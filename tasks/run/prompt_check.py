@@ -27,7 +27,8 @@ from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shor
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward
+from rollflow.tasks.scorers.code.scorer import find_cases_fault
+from rollflow.tasks.scorers.config import CodeReward, ExactReward, ReasoningGymReward
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
 PROBED = 256  # number of questions that are checked for a source that generates them
@@ -115,13 +116,23 @@ class _Judgeable:
         reward = self.config.reward
         if isinstance(reward, ExactReward):
             return _find_exact_fault(reference, reward.answer)
+        if "answer" not in reference and (isinstance(reward, ReasoningGymReward) or self.config.policy.cold_start):
+            return _describe_no_answer(reference)
         if isinstance(reward, ReasoningGymReward):
             return _find_family_fault(str(reference.get("family")))
-        return None
+        return find_cases_fault(reference) if isinstance(reward, CodeReward) else None
+
+
+def _describe_no_answer(reference: Mapping[str, Any]) -> str:
+    others = ", ".join(repr(name) for name in reference if name not in ("family", "question"))
+    cure = 'give it one, or name its column in prompts.columns = {answer = "..."}'
+    return f"it has no answer{f', only {others}' if others else ''}; {cure}"
 
 
 def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
-    answer = reference.get("answer")
+    if "answer" not in reference:
+        return _describe_no_answer(reference)
+    answer = reference["answer"]
     if not isinstance(answer, str | int) or isinstance(answer, bool):
         return (
             f'the answer is of type {type(answer).__name__} ({answer!r}), but reward.kind = "exact" compares '

@@ -12,6 +12,7 @@ The expected values, the assertions and the checker never enter the sandbox of t
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,10 +103,13 @@ Case = Printed | Tested
 
 
 def read_case(row: Any) -> Case:
-    """Read one case of a data row; raise `ValueError` with a sentence if it has none of the forms."""
+    """Read one case of a data row; raise `ValueError` with a sentence if it has none of the forms.
+
+    A key that is null is missing, because a table has the keys of all forms in every case.
+    """
     if not isinstance(row, Mapping):
         raise ValueError(f"a case is {row!r}, not an object with {FORMS}")
-    match sorted(key for key in ("assert", "call", "checker", "stdin", "stdout") if key in row):
+    match sorted(key for key in ("assert", "call", "checker", "stdin", "stdout") if row.get(key) is not None):
         case ["stdin", "stdout"]:
             return Printed(_text(row, "stdin"), _text(row, "stdout"))
         case ["stdout"]:
@@ -113,10 +117,11 @@ def read_case(row: Any) -> Case:
         case ["checker", "stdin"]:
             return Printed(_text(row, "stdin"), None, _text(row, "checker"))
         case ["assert"]:
-            return Tested(_text(row, "assert"), str(row.get("entry", "")))
+            return Tested(_text(row, "assert"), "" if row.get("entry") is None else _text(row, "entry"))
         case ["call"] if "expected" in row:
-            args, named = list(row.get("args", ())), dict(row.get("named", {}))
-            tolerance, expected = float(row.get("tolerance", 0.0)), row["expected"]
+            args, named = _value(row, "args", list | tuple, []), _value(row, "named", Mapping, {})
+            tolerance, expected = float(_value(row, "tolerance", int | float, 0.0)), row["expected"]
+            _check_literals(args, dict(named), expected, tolerance)
             call = f"candidate(*{args!r}, **{named!r})"
             return Tested(
                 f"got = {call}\nassert equal(got, {expected!r}, {tolerance!r}), repr(got)", _text(row, "call")
@@ -138,7 +143,28 @@ def describe_failure(found: ExecResult) -> str:
 def _text(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row[key], str):
         raise ValueError(f"{key!r} of a case is {row[key]!r}, not a text")
+    try:
+        row[key].encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{key!r} of a case holds half of a surrogate pair, which is not text") from None
     return str(row[key])
+
+
+def _value(row: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
+    """Return the value of an optional key; raise `ValueError` if it has another type."""
+    value = default if row.get(key) is None else row[key]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = {"args": "a list", "named": "an object"}.get(key, "a number")
+        raise ValueError(f"{key!r} of a case is {value!r}, not {wanted}")
+    return value
+
+
+def _check_literals(*values: Any) -> None:
+    """Raise `ValueError` if a value holds NaN or infinity, for which Python has no literal."""
+    try:
+        json.dumps(values, allow_nan=False)
+    except ValueError:
+        raise ValueError("a case holds NaN or infinity, which no result equals; remove the case") from None
 
 
 def _lines(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import ProgramEnd, Sandboxes, SandboxFailed
 from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.code.cases import Case, CaseResult, read_case
+from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
 from rollflow.tasks.scorers.config import CodeReward
 
 TRIES = 3  # most tries of a case if sandboxes fail
@@ -103,9 +104,40 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
 def read_cases(reference: Mapping[str, Any]) -> list[Case]:
     """Read the test cases of a data row; raise `ValueError` with a sentence if there are none."""
     rows = reference.get("cases")
-    if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
+    if isinstance(rows, str):
+        raise ValueError('the column "cases" is text, not a list; if it is JSON, name it in prompts.json_columns')
+    if not isinstance(rows, Sequence) or not rows:
         raise ValueError('the row has no list of test cases in its column "cases"')
-    return [read_case(row) for row in rows]
+    cases = list[Case]()
+    for number, row in enumerate(rows, 1):
+        try:
+            cases.append(read_case(row))
+        except ValueError as error:
+            raise ValueError(f"case {number} of {len(rows)}: {error}") from None
+    return cases
+
+
+def find_cases_fault(reference: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the test cases of a data row, or None; the code of a case must compile."""
+    try:
+        cases = read_cases(reference)
+    except ValueError as error:
+        return f'{error}; reward.kind = "code" runs the cases, so correct the row'
+    for number, case in enumerate(cases, 1):
+        if wrong := _find_syntax_fault(case.tests if isinstance(case, Tested) else case.checker):
+            return f"case {number}: its code is no Python ({wrong}); correct the code"
+    return None
+
+
+def _find_syntax_fault(code: str) -> str | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(code, "case", "exec")
+    except SyntaxError as error:
+        return f"{error.msg} in line {error.lineno}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 def find_program(response: str, *, fenced: bool) -> str | None:

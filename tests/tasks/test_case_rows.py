@@ -1,0 +1,86 @@
+"""Test cases of programs are checked before a run: a case that no program can pass is refused by its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollflow.flows.config import parse_config
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.tables import read_file
+from rollflow.tasks.run.prompt_check import read_files
+from rollflow.tasks.scorers.code.cases import read_case
+
+GOOD = [{"stdin": "1", "stdout": "2"}, {"call": "f", "args": [1], "expected": None}, {"assert": "assert f(1) == 2"}]
+
+
+def read(path: Path, **keys: Any) -> list[Any]:
+    tree = {"prompts": [{"kind": "file", "path": str(path), **keys}], "policy": {"path": "a/b"}}
+    [rows] = read_files(parse_config(tree | {"reward": {"kind": "code"}}), read_file).values()
+    return [row.reference["cases"] for row in rows]
+
+
+def write(folder: Path, *cases: Any) -> Path:
+    """Write a row for each list of cases; a row needs no answer, because the scorer does without."""
+    lines = (json.dumps({"question": "Add one.", "cases": found}) + "\n" for found in cases)
+    (path := folder / "mine.jsonl").write_text("".join(lines))
+    return path
+
+
+WRONG: list[tuple[Any, str]] = [
+    (None, 'the row has no list of test cases in its column "cases"'),
+    ([], 'the row has no list of test cases in its column "cases"'),
+    (json.dumps(GOOD), 'the column "cases" is text, not a list; if it is JSON, name it in prompts.json_columns'),
+    ([GOOD[0], {"stdin": "1"}], "case 2 of 2: a case has the keys stdin; it needs"),
+    (["assert f(1)"], "case 1 of 1: a case is 'assert f(1)', not an object"),
+    ([{"stdin": "1", "stdout": 2}], "case 1 of 1: 'stdout' of a case is 2, not a text"),
+    ([{"stdin": "\ud800", "stdout": "2"}], "case 1 of 1: 'stdin' of a case holds half of a surrogate pair"),
+    ([{"call": "f", "args": 1, "expected": 2}], "case 1 of 1: 'args' of a case is 1, not a list"),
+    ([{"call": "f", "named": [1], "expected": 2}], "case 1 of 1: 'named' of a case is [1], not an object"),
+    ([{"call": "f", "tolerance": "1", "expected": 2}], "case 1 of 1: 'tolerance' of a case is '1', not a number"),
+    ([{"call": "f", "expected": float("nan")}], "case 1 of 1: a case holds NaN or infinity"),
+    ([{"call": 1, "expected": 2}], "case 1 of 1: 'call' of a case is 1, not a text"),
+    ([GOOD[0], {"assert": "assert f(1"}], "case 2: its code is no Python ('(' was never closed in line 1)"),
+    ([{"stdin": "1", "checker": "if"}], "case 1: its code is no Python (invalid syntax in line 1)"),
+]
+
+
+@pytest.mark.parametrize(("cases", "words"), WRONG)
+def test_wrong_case_is_refused_by_its_row(cases: Any, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD, cases)
+    with pytest.raises(ConfigError) as refused:
+        read(path)
+    assert str(refused.value).startswith(f"prompts.path = {str(path)!r}: line 2: {words}")
+    assert "\n" not in str(refused.value)
+
+
+def test_cases_of_a_table_are_read_by_their_form(tmp_path: Path) -> None:
+    """In a Parquet file every case has the keys of all forms, which are null where the case has another form."""
+    forms = [{"stdin": "1", "stdout": "2"}, {"assert": "assert f(1) == 2"}, {"call": "f", "expected": 2}]
+    pq.write_table(pa.Table.from_pylist([{"question": "Add one.", "cases": forms}]), tmp_path / "mine.parquet")
+    [(*printed, called)] = read(tmp_path / "mine.parquet")
+    assert called == {"stdin": None, "stdout": None, "assert": None, "call": "f", "expected": 2}
+    assert [read_case(case) for case in (*printed, called)] == [read_case(case) for case in forms]
+
+
+def test_cases_of_a_csv_are_json(tmp_path: Path) -> None:
+    quoted = json.dumps(GOOD).replace('"', '""')
+    (tmp_path / "mine.csv").write_text(f'question,cases\nAdd one.,"{quoted}"\n')
+    assert read(tmp_path / "mine.csv", json_columns=["cases"]) == [GOOD]
+    (tmp_path / "mine.csv").write_text(f'question,cases\nAdd one.,"{quoted}"\nAdd two.,[{{\n')
+    with pytest.raises(ConfigError, match=r"line 3: column 'cases' is no JSON \(Expecting .*\); correct it"):
+        read(tmp_path / "mine.csv", json_columns=["cases"])
+
+
+@pytest.mark.parametrize("change", [{"reward": {"kind": "exact"}}, {"policy": {"cold_start": {}}}])
+def test_missing_answer_is_refused_where_it_is_used(change: dict[str, Any], tmp_path: Path) -> None:
+    """The scorer `exact` compares answers, and a cold start trains on them."""
+    (path := tmp_path / "mine.csv").write_text("question,solution\n1 + 1,2\n")
+    tree = {"prompts": [{"kind": "file", "path": str(path)}], "reward": {"kind": "code"}, "policy": {"path": "a/b"}}
+    with pytest.raises(ConfigError, match=r"line 2: it has no answer, only 'solution'; give it one, or name"):
+        read_files(parse_config(tree | change), read_file)
