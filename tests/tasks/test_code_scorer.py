@@ -12,7 +12,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
-from rollflow.tasks.sandboxes.base import ExecResult, Program, SandboxFailed
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, Sandboxes, SandboxFailed
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.code.scorer import TRIES, CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
@@ -54,15 +54,31 @@ CHEATS = {
 }
 
 
-@pytest.fixture
-async def scorer() -> AsyncIterator[CodeScorer]:
-    """Create a scorer of programs; skip the test if this machine has no sandboxes."""
+class WithoutChannel:
+    """Sandboxes that can only run a program, as a server of /run_code does."""
+
+    capabilities = frozenset[Capability]()
+
+    def __init__(self, inner: Sandboxes) -> None:
+        self.inner = inner
+        self.count = 0
+
+    async def run(self, program: Program, files: Any = None) -> ExecResult:
+        """Run a program without a channel."""
+        assert program.channel is None
+        self.count += 1
+        return await self.inner.run(program, files)
+
+
+@pytest.fixture(params=["channel", "turns"])
+async def scorer(request: pytest.FixtureRequest) -> AsyncIterator[CodeScorer]:
+    """Create a scorer of programs, on sandboxes with and without a channel; skip if this machine has no sandboxes."""
     created = CodeScorer(CodeReward(case_seconds=30.0))
     try:
-        await created.start()
+        sandboxes = await created.start()
     except ConfigError as error:
         pytest.skip(str(error))
-    yield created
+    yield created if request.param == "channel" else CodeScorer(created._config, WithoutChannel(sandboxes))
     await created.close()
 
 
@@ -90,6 +106,39 @@ async def test_share_of_passed_cases_is_the_value(scorer: CodeScorer) -> None:
     score = await judge(scorer, program, *calls)
     assert (score.value, score.outcome) == (0.75, Outcome.PARTIAL)
     assert score.reason == "3 of 4 cases; case 3: AssertionError: 0"
+
+
+STATE = (
+    "class C:\n    def __init__(self): self.n = 0\n    def add(self, k):\n        self.n += k\n        return self.n"
+)
+PEEKS = (
+    "import json, sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+    "        calls = getattr(frame.f_locals.get('channel'), '_calls', None)\n"
+    "        if calls: return json.loads(calls[-1])['args'][0]\n        frame = frame.f_back\n    return 0"
+)
+
+
+async def test_objects_keep_their_state_between_calls(scorer: CodeScorer) -> None:
+    tests = "c = C()\nassert [c.add(1), c.add(2), c.add(c.n)] == [1, 3, 6]\nassert C().n == 0"
+    assert (await judge(scorer, STATE, {"assert": tests})).outcome is Outcome.CORRECT
+
+
+async def test_answer_cannot_use_a_later_call(scorer: CodeScorer) -> None:
+    score = await judge(scorer, PEEKS, {"assert": "first = f(1)\nf(5)\nassert first == 5"})
+    assert score.outcome is Outcome.WRONG
+
+
+async def test_sets_as_arguments_are_equal_in_each_turn(scorer: CodeScorer) -> None:
+    tests = "words = {'a', 'b', 'c', 'd'}\nassert f(words) == 4\nassert f(words | {'e'}) == 5"
+    assert (await judge(scorer, "def f(s): return len(s)", {"assert": tests})).outcome is Outcome.CORRECT
+
+
+async def test_tests_that_do_not_repeat_are_unjudged(scorer: CodeScorer) -> None:
+    tests = "import time\nassert f(time.monotonic_ns()) and f(1)"
+    score = await judge(scorer, "def f(s): return True", {"assert": tests})
+    by_turns = isinstance(scorer._sandboxes, WithoutChannel)
+    assert score.outcome is (Outcome.UNJUDGED if by_turns else Outcome.CORRECT)
+    assert ("another call when they ran again" in score.reason) == by_turns
 
 
 async def test_all_or_nothing_gives_no_share() -> None:

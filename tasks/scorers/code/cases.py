@@ -20,11 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, Sandboxes
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.scorers.code.guest import ASKS, DIFFERS
 
 LONGEST_REASON = 300  # most characters of what a failed program printed
 TESTS_SECONDS = 5.0  # time that tests may take beside the program's own time
 END_SECONDS = 1.0  # time in which a program that made its tests fail reports its own end
+MOST_CALLS = 200  # most calls of tests in sandboxes without a channel
 FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", or "assert"'
 
 
@@ -73,7 +75,13 @@ class Tested:
     entry: str = ""
 
     async def judge(self, sandboxes: Sandboxes, code: str, seconds: float) -> CaseResult:
-        """Run the program in one sandbox and the tests in another."""
+        """Run the program in one sandbox and the tests in another.
+
+        Raises:
+            SandboxFailed: a sandbox failed, or tests without a channel made too many calls.
+        """
+        if Capability.CHANNEL not in sandboxes.capabilities:
+            return await judge_by_turns(sandboxes, self, code, seconds)
         guest, (ours, theirs) = read_guest(), socket.socketpair()
         program = Program(code=f"{guest}\nserve_candidate({code!r}, 'main.py')", timeout=seconds, channel=ours)
         tests = Program(
@@ -100,6 +108,32 @@ class Tested:
 
 
 Case = Printed | Tested
+
+
+async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
+    """Judge a case in sandboxes without a channel, by running program and tests in turns.
+
+    The tests run until a call without an answer. Then the program runs from its start with all calls so far, and prints
+    the answer to the last one. An answer is never replaced, so a program answers a call before it can see a later one.
+    Tests with `n` calls need `2 n + 2` programs.
+    """
+    guest = read_guest()
+    calls, answers = list[str](), list[str]()
+    while len(calls) <= MOST_CALLS:
+        program = Program(code=f"{guest}\nanswer_calls({code!r}, 'main.py', {calls!r})", timeout=seconds)
+        found = await sandboxes.run(program)
+        if not found.succeeded:
+            return CaseResult(False, describe_failure(found), found.end, found.seconds)
+        answers.append(_read_last_line(found.stdout))
+        replay = f"run_tests({case.tests!r}, {case.entry!r}, Recording({calls!r}, {answers!r}))"
+        tests = Program(code=f"{guest}\n{replay}", name="tests.py", timeout=seconds + TESTS_SECONDS)
+        verdict = await sandboxes.run(tests)
+        if verdict.return_code == DIFFERS:
+            raise SandboxFailed("tests made another call when they ran again; without a channel they must repeat")
+        if verdict.return_code != ASKS:
+            return CaseResult(verdict.succeeded, _last_line(verdict.stderr), verdict.end, verdict.seconds)
+        calls.append(_read_last_line(verdict.stdout))
+    raise SandboxFailed(f"tests made more than {MOST_CALLS} calls; such cases need sandboxes with a channel")
 
 
 def read_case(row: Any) -> Case:
@@ -174,6 +208,10 @@ def _lines(text: str) -> list[str]:
 
 def _last_line(output: bytes) -> str:
     return _shorten(output.decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def _read_last_line(output: bytes) -> str:
+    return output.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
 
 
 def _shorten(text: str) -> str:
