@@ -51,6 +51,9 @@ from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
 from rollflow.tasks.run.prompt_check import Tell, describe_files, fit_files, probe_sources, read_files
 from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
 from rollflow.tasks.run.user_code import check_own_parts
+from rollflow.tasks.sandboxes.config import RunCodeSandbox
+from rollflow.tasks.sandboxes.trial import try_sandboxes
+from rollflow.tasks.scorers.config import CodeReward
 
 VOCABULARY_TEXTS = 2000
 
@@ -87,6 +90,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     cluster.check_actor_options(config.cluster)
     notes = check_places(config, ask)
     _check_installed(config)
+    notes += _check_sandbox(config, ask)
     read = read_once()
     rows = read_files(config, read)
     if config.policy.path is not None and find_policy(config.policy.path, download) is None:
@@ -131,6 +135,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     cluster.check_actor_options(config.cluster)
     check_addresses(config, context.uri)
     _check_installed(config)
+    _check_sandbox(config, ask=True)
     folder, tokenizer = context.policy_folder, context.tokenizer
     _check_engine(config, folder)
     _check_room(config, tokenizer)
@@ -208,6 +213,22 @@ def _check_installed(config: RunConfig) -> None:
     if isinstance(config.train, DeepSpeedTrain) and find_spec("deepspeed") is None:
         cure = 'install it with `pip install "rollflow[deepspeed]"`, or set train.kind = "torch"'
         raise ConfigError(f"train.kind = 'deepspeed': DeepSpeed is not installed on this machine; {cure}")
+
+
+def _check_sandbox(config: RunConfig, ask: bool) -> list[str]:
+    """Reject a config whose sandboxes cannot run; return a note if they were not tried.
+
+    The sandboxes of a run on another cluster run on the cluster's nodes, so this machine says nothing about them.
+    """
+    if not isinstance(config.reward, CodeReward) or config.cluster.address != "auto":
+        return []
+    if isinstance(config.reward.sandbox, RunCodeSandbox) and not ask:
+        return [f"not asked: reward.sandbox.url = {config.reward.sandbox.url!r}"]
+    try:
+        try_sandboxes(config.reward.sandbox)
+    except ConfigError as error:
+        raise ConfigError(f"reward.{error}") from None
+    return []
 
 
 def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:

@@ -34,6 +34,8 @@ from rollflow.flows.services.reachability import check_mlflow, check_prefect, ch
 from rollflow.flows.services.variables import PROXIES, check_variables
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
+from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandlockSandbox
+from rollflow.tasks.sandboxes.trial import try_sandboxes
 
 Outcome = Literal["ok", "note", "missing"]
 MARKS: Mapping[Outcome, tuple[str, str]] = {"ok": ("✓", "green"), "note": ("·", "yellow"), "missing": ("✗", "bold red")}
@@ -41,6 +43,7 @@ NEEDED = ("prefect", "ray", "torch", "transformers", "mlflow", "pyarrow", "s3fs"
 GIB = 2**30
 LEAST_MEMORY = 6 * GIB
 LEAST_DISK = 5 * GIB
+SANDBOX_SECONDS = 15.0  # longest wait for the first program of a sandbox
 UNTRACKED = "SQLite in the run home"
 
 
@@ -83,7 +86,8 @@ def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
         _check_cores(),
         _check_memory(),
         _check_disk(home),
-        _check_sandbox(),
+        _check_sandbox(BubblewrapSandbox(start_seconds=SANDBOX_SECONDS)),
+        _check_sandbox(SandlockSandbox(start_seconds=SANDBOX_SECONDS)),
     ]
 
 
@@ -248,6 +252,11 @@ def _check_disk(home: Path) -> Check:
     return Check("disk", "ok" if free >= LEAST_DISK else "note", found)
 
 
-def _check_sandbox() -> Check:
-    path = shutil.which("bwrap")
-    return Check("bubblewrap", "ok" if path else "note", path or "not installed; isolates code that a model wrote")
+def _check_sandbox(config: BubblewrapSandbox | SandlockSandbox) -> Check:
+    """Run one program in a sandbox of this kind."""
+    name = f"sandbox {config.kind}"
+    try:
+        try_sandboxes(config)
+    except ConfigError as error:
+        return Check(name, "note", str(error).partition(": ")[2] or str(error))
+    return Check(name, "ok", "runs code of the model, isolated from this machine")

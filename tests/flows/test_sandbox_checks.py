@@ -1,0 +1,58 @@
+"""Sandboxes that cannot run: `check` refuses the recipe before the run, and `doctor` says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.flows.commands.doctor import run_checks
+from rollflow.tasks.sandboxes import processes
+
+RECIPE = '[reward]\nkind = "code"\n[reward.sandbox]\nkind = "run-code"\nurl = "http://127.0.0.1:9/run_code"\ntries = 1\n'
+
+
+def check(folder: Path, *arguments: str) -> int:
+    """Check a recipe whose programs run on a server that does not exist; return the exit code."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE)
+    return main(["check", str(recipe), "--set", "engine.kind=timed", *arguments])
+
+
+def test_recipe_without_its_server_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path) == 2
+    assert "reward.sandbox.url = 'http://127.0.0.1:9/run_code' runs no programs" in capsys.readouterr().err
+
+
+def test_offline_check_asks_no_sandbox_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path, "--offline") == 0
+    assert "not asked: reward.sandbox.url" in capsys.readouterr().out
+
+
+def test_url_with_a_password_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path, "--set", 'reward.sandbox.url="http://user:word@host/run_code"') == 2
+    assert "reward.sandbox.url" in capsys.readouterr().err
+
+
+def test_recipe_without_bubblewrap_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check(tmp_path, "--set", "reward.sandbox.kind=bubblewrap") == 2
+    error = capsys.readouterr().err
+    assert 'reward.sandbox.kind = "bubblewrap" cannot run on this machine: there is no program bwrap' in error
+    assert len(error.splitlines()) == 1
+    found = {one.name: one for one in run_checks(tmp_path / "home")}
+    assert found["sandbox bubblewrap"].outcome == "note"
+    assert "install the package bubblewrap" in found["sandbox bubblewrap"].found
+
+
+def test_recipe_without_sandlock_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "find_spec", lambda _: None)
+    assert check(tmp_path, "--set", "reward.sandbox.kind=sandlock") == 2
+    assert "pip install 'rollflow[sandlock]'" in capsys.readouterr().err
+    found = {one.name: one for one in run_checks(tmp_path / "home")}
+    assert "pip install 'rollflow[sandlock]'" in found["sandbox sandlock"].found
