@@ -10,7 +10,9 @@ from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.doctor import run_checks
 from rollflow.tasks.sandboxes import processes
 
-RECIPE = '[reward]\nkind = "code"\n[reward.sandbox]\nkind = "run-code"\nurl = "http://127.0.0.1:9/run_code"\ntries = 1\n'
+RECIPE = (
+    '[reward]\nkind = "code"\n[reward.sandbox]\nkind = "run-code"\nurl = "http://127.0.0.1:9/run_code"\ntries = 1\n'
+)
 
 
 def check(folder: Path, *arguments: str) -> int:

@@ -139,7 +139,7 @@ async def run_for_caller(
 ) -> RunCodeResponse | None:
     """Run a request; kill its program and return None if the caller hangs up."""
     running = asyncio.create_task(run_code(sandboxes, body, memory_bytes))
-    gone = asyncio.create_task(request.receive())
+    gone = asyncio.create_task(wait_until_gone(request))
     try:
         await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
         return await running if running.done() else None
@@ -147,3 +147,9 @@ async def run_for_caller(
         for task in (running, gone):
             task.cancel()
         await asyncio.gather(running, gone, return_exceptions=True)
+
+
+async def wait_until_gone(request: Request) -> None:
+    """Wait until the caller hangs up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
