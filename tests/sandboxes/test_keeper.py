@@ -211,3 +211,37 @@ def test_sandbox_that_breaks_in_a_program_fails(box: Box) -> None:
 
 async def _answer(header: dict[str, str]) -> tuple[dict[str, str], bytes]:
     return header, b""
+
+
+def test_children_that_fill_the_sandbox_stop_no_program(box: Box) -> None:
+    """Otherwise a program could make its sandbox fail, and so avoid what is run after it."""
+
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        fill = (
+            "def fill():\n    while True:\n        try: forks(1, lambda: time.sleep(600))\n"
+            "        except OSError: time.sleep(0.01)\nforks(1, fill)"
+        )
+        await sandbox.exec(Program(code=PRELUDE + fill, timeout=LONG, keep_children=True))
+        await asyncio.sleep(0.3)
+        for _ in range(2):
+            found = await sandbox.exec(Program(code="print(1)", timeout=LONG, keep_children=True))
+            assert (found.end, found.stdout) == (ProgramEnd.EXITED, b"1\n")
+        await sandbox.close()
+
+    box.do(work())
+
+
+def test_children_that_kill_the_next_program_fail_no_sandbox(box: Box) -> None:
+    """The next program ends by that signal: what a program's child did is no fault of the sandbox."""
+
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        kill = "def kill():\n    while True:\n        try: os.kill(-1, 9)\n        except OSError: pass\nforks(1, kill)"
+        await sandbox.exec(Program(code=PRELUDE + kill, timeout=LONG, keep_children=True))
+        for _ in range(10):
+            found = await sandbox.exec(Program(code="print(1)", timeout=LONG, keep_children=True))
+            assert (found.end, found.return_code) in ((ProgramEnd.EXITED, -9), (ProgramEnd.EXITED, 0))
+        await sandbox.close()
+
+    box.do(work())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -61,10 +62,11 @@ class ForkedProgram:
         os.lseek(self.stdin, 0, os.SEEK_SET)
         fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)  # a program could store bytes in there that nobody counts
         message = pack(request)
-        if fds:
-            socket.send_fds(self.gate, [message[:1]], fds)
-            message = message[1:]
-        self.gate.sendall(message)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed by a child of an earlier program
+            if fds:
+                socket.send_fds(self.gate, [message[:1]], fds)
+                message = message[1:]
+            self.gate.sendall(message)
         self.forget()
 
     def forget(self) -> None:
@@ -135,7 +137,11 @@ class Keeper:
         """Fork the process of the next program; return in the process of a warm program, with its request."""
         gate, other = socket.socketpair()
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except BlockingIOError:  # earlier programs left as many processes as there may be
+            kill_all()
+            pid = os.fork()
         if pid == 0:
             for one in (gate, self._owner):
                 one.detach()  # otherwise their end would close these descriptors again, which then are the program's
