@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.sandboxes.config import UnsafeProcessSandbox
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import (
@@ -42,7 +42,10 @@ CASES = {
     "exact": ScorerCase(ExactReward(), {"family": None, "answer": 17}),
     "import": ScorerCase(ImportReward(path="letters.rewards:near", options={"width": 2}), {"answer": "17"}),
     "code": ScorerCase(
-        CodeReward(fenced=False), {"cases": [{"stdin": "", "stdout": "17"}]}, right="print(17)", wrong="print(1)"
+        CodeReward(fenced=False, sandbox=UnsafeProcessSandbox()),
+        {"cases": [{"stdin": "", "stdout": "17"}]},
+        right="print(17)",
+        wrong="print(1)",
     ),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
@@ -52,8 +55,6 @@ CASES = {
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScorerCase:
     put_in_reach(monkeypatch, FOLDER)
     found: ScorerCase = request.param
-    if isinstance(found.config, CodeReward) and not shutil.which("bwrap"):
-        pytest.skip("there is no program bwrap")
     return found
 
 
