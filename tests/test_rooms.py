@@ -35,7 +35,8 @@ MAY: dict[str, set[str]] = {
     "tasks/prompts": {"tasks/runtime"},
     "tasks/scorers/code": {"tasks/runtime", "tasks/sandboxes", "tasks/scorers"},
     # A worker reads responses as the policy writes them.
-    "tasks/scorers": {"tasks/policies", "tasks/runtime", "tasks/sandboxes", "tasks/scorers/code"},
+    "tasks/scorers": {"tasks/policies", "tasks/runtime", "tasks/sandboxes", "tasks/scorers/code", "tasks/scorers/text"},
+    "tasks/scorers/text": {"tasks/scorers"},
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
     "tasks/sandboxes/box": set(),

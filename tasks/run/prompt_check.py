@@ -27,8 +27,8 @@ from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shor
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.code.scorer import find_cases_fault
-from rollflow.tasks.scorers.config import CodeReward, ExactReward, ReasoningGymReward
+from rollflow.tasks.scorers.config import ExactReward, MathsReward, ReasoningGymReward
+from rollflow.tasks.scorers.references import find_reference_fault
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
 PROBED = 256  # number of questions that are checked for a source that generates them
@@ -49,9 +49,9 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
     sources = [source for source in config.prompts if isinstance(source, FileBase)]
     files = dict.fromkeys(file for source in sources for file in (source, source.held_out_file) if file is not None)
     rows: dict[FileBase, list[PromptRow]] = {file: read_rows(file, read(file), fault) for file in files}
-    if isinstance(config.reward, ExactReward):
+    if isinstance(config.reward, ExactReward | MathsReward):
         for source, found in rows.items():
-            _check_worked(source, found)
+            _check_worked(source, found, config.reward.kind)
     return rows
 
 
@@ -120,7 +120,7 @@ class _Judgeable:
             return _describe_no_answer(reference)
         if isinstance(reward, ReasoningGymReward):
             return _find_family_fault(str(reference.get("family")))
-        return find_cases_fault(reference) if isinstance(reward, CodeReward) else None
+        return find_reference_fault(reward, reference)
 
 
 def _describe_no_answer(reference: Mapping[str, Any]) -> str:
@@ -170,7 +170,7 @@ def _check_worked(source: FileBase, rows: Sequence[PromptRow]) -> None:
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise source.refusal(
             f"every answer contains {WORKED!r}, as worked solutions do, and "
-            f'reward.kind = "exact" would compare the whole solution; set prompts.answer_after = "{WORKED}" '
+            f'reward.kind = "{kind}" would compare the whole solution; set prompts.answer_after = "{WORKED}" '
             "to compare only what follows"
         )
 

@@ -1,6 +1,6 @@
 """Scorers: `base` has the contract, and each kind of scorer has one file.
 
-    verifier     a function that scores texts: `exact`, `reasoning_gym`, or user-defined (`imported`)
+    verifier     a function that scores texts: `exact`, `reasoning_gym`, those in `text`, or user-defined (`imported`)
     pool         runs a verifier for one response after another, in worker processes
     concurrent   runs a verifier for several responses at a time, in worker processes
 
@@ -9,10 +9,20 @@ Only `build_scorer` decides which scorer a run has.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from rollflow.tasks.scorers.base import Scorer
-from rollflow.tasks.scorers.config import CodeReward, ExactReward, ImportReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.config import (
+    ChoiceReward,
+    CodeReward,
+    ExactReward,
+    ImportReward,
+    MathsReward,
+    ReasoningGymReward,
+    RegexReward,
+    RewardConfig,
+)
 from rollflow.tasks.scorers.verifier import Verifier
 
 
@@ -52,6 +62,18 @@ def build_verifier(config: RewardConfig) -> Verifier:
             from rollflow.tasks.scorers.code.scorer import CodeScorer
 
             return Verifier(CodeScorer(config).score, is_async=True)
+        case MathsReward():
+            from rollflow.tasks.scorers.text.maths import maths
+
+            return Verifier(functools.partial(maths, marked=config.marked, decimals=config.decimals))
+        case ChoiceReward():
+            from rollflow.tasks.scorers.text.choice import choose
+
+            return Verifier(choose)
+        case RegexReward():
+            from rollflow.tasks.scorers.text.regex import match_pattern
+
+            return Verifier(functools.partial(match_pattern, config=config))
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 

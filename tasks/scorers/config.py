@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
@@ -131,4 +131,63 @@ class CodeReward(RewardBase):
     sandbox: SandboxConfig = BubblewrapSandbox()
 
 
-RewardConfig = Annotated[ReasoningGymReward | ExactReward | ImportReward | CodeReward, Field(discriminator="kind")]
+class MathsReward(RewardBase):
+    kind: Literal["maths"] = Field(
+        "maths",
+        description="compares the final answer with the reference answer by math-verify: equal values are right",
+    )
+    marked: bool = Field(
+        False,
+        description="whether an answer counts only in \\boxed{}, in an answer tag or after ####; false: without such a "
+        "mark, the last expression of the response is the answer",
+    )
+    decimals: int = Field(
+        6,
+        ge=0,
+        le=15,
+        description="digits after the point to which decimal numbers are rounded before they are compared",
+    )
+
+
+class ChoiceReward(RewardBase):
+    kind: Literal["choice"] = Field(
+        "choice", description="multiple choice: compares the chosen letter with the reference answer"
+    )
+
+
+class RegexReward(RewardBase):
+    kind: Literal["regex"] = Field("regex", description="the response has to match a regular expression")
+    pattern: str | None = Field(
+        None,
+        description="regular expression, in which a dot matches line ends, too; not set: the row's column `pattern`",
+    )
+    match: Literal["full", "search"] = Field(
+        "full", description="whether the whole response has to match, or a part of it, of which the last counts"
+    )
+    group: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="name of a group (?P<name>...) whose text has to equal the reference answer; not set: any match is "
+        "right",
+    )
+    ignore_case: bool = Field(False, description="whether upper and lower case are the same")
+
+    @model_validator(mode="after")
+    def _has_group(self) -> Self:
+        if self.pattern is None:
+            return self
+        try:
+            groups = re.compile(self.pattern, re.DOTALL).groupindex
+        except (re.error, RecursionError, OverflowError) as error:
+            refuse("reward.pattern", self.pattern, f"it is no regular expression ({error}); mend it")
+        if self.group is not None and self.group not in groups:
+            refuse(
+                "reward.group", self.group, f"reward.pattern has no group (?P<{self.group}>...); name one of its groups"
+            )
+        return self
+
+
+RewardConfig = Annotated[
+    ReasoningGymReward | ExactReward | ImportReward | CodeReward | MathsReward | ChoiceReward | RegexReward,
+    Field(discriminator="kind"),
+]

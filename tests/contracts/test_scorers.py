@@ -21,11 +21,14 @@ from rollflow.tasks.sandboxes.config import UnsafeProcessSandbox
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import (
+    ChoiceReward,
     CodeReward,
     ExactReward,
     Format,
     ImportReward,
+    MathsReward,
     ReasoningGymReward,
+    RegexReward,
     RewardConfig,
 )
 from rollflow.tasks.scorers.pool import RewardPool
@@ -47,6 +50,9 @@ CASES = {
         right="print(17)",
         wrong="print(1)",
     ),
+    "maths": ScorerCase(MathsReward(), {"answer": "17"}),
+    "choice": ScorerCase(ChoiceReward(), {"answer": "B", "options": ["16", "17", "18"]}, wrong="18"),
+    "regex": ScorerCase(RegexReward(pattern=r"(?P<number>\d+)", group="number"), {"answer": "17"}),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
 

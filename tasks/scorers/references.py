@@ -1,0 +1,50 @@
+"""Finds data rows that a verifier cannot score any response by, so that a run refuses them before it begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from rollflow.tasks.scorers.config import ChoiceReward, CodeReward, MathsReward, RegexReward, RewardConfig
+
+NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # an answer that needs no check
+
+
+def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
+    """Return why no response can be right by this reference, or None if a response can."""
+    try:
+        match config:
+            case MathsReward():
+                return _find_maths_fault(str(reference.get("answer", "")))
+            case ChoiceReward():
+                from rollflow.tasks.scorers.text.choice import find_gold
+
+                find_gold(reference)
+            case CodeReward():
+                from rollflow.tasks.scorers.code.scorer import find_cases_fault
+
+                return find_cases_fault(reference)
+            case RegexReward():
+                from rollflow.tasks.scorers.text.regex import compile_pattern
+
+                compile_pattern(config, reference)
+    except (ValueError, KeyError) as error:
+        return f'{error}, which reward.kind = "{config.kind}" needs; correct the row'
+    return None
+
+
+@lru_cache(maxsize=100_000)
+def _find_maths_fault(answer: str) -> str | None:
+    if NUMBER.fullmatch(answer.strip()):
+        return None
+    from rollflow.tasks.scorers.text.maths import equals, find_fault
+
+    if not answer.strip():
+        return 'the answer is empty, and reward.kind = "maths" gives no response a reward for it; give an answer'
+    if fault := find_fault(answer):
+        return f'the answer {fault} for reward.kind = "maths"; give the final answer alone'
+    if not equals(answer, answer):
+        return f"the answer ({answer[:40]!r}) is nothing that math-verify can compare; write it as LaTeX"
+    return None

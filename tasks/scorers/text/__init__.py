@@ -1,0 +1,1 @@
+"""Verifiers of text: mathematical answers, multiple choice, patterns, and instructions that can be checked."""

@@ -1,0 +1,125 @@
+r"""The verifier `choice`: multiple choice by letter.
+
+A response chooses by what comes first in this list; a response that names several letters there is unparsable.
+
+1. `\boxed{B}`, an <answer> tag, or "#### B"
+2. "Answer: B", "the answer is (B)"
+3. the whole response, or its last line: "B", "(B)", "B. Paris", or the text of an option
+4. a letter in parentheses: "(B)"
+
+The row's column `answer` is a letter, or the text of an option. The column `options` is optional: a list of texts for
+A, B, C and so on, or an object from letters to texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.text.marked import find_marked
+
+LETTERS = ascii_uppercase[:10]  # letters of a question without options
+WRAP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|operatorname)\s*\{([^{}]*)\}")
+LIST = r"[\s*\"'$]*\(?([A-Za-z])\)?(?P<more>(?:\s*(?:,|/|&|\bor\b|\band\b)\s*(?:option\s*)?\(?[A-Z]\)?(?![\w']))*)"
+PHRASE = re.compile(
+    r"\b(?:answer|choice)\b(?:\s+(?:is|would\s+be|must\s+be|should\s+be)\b\s*:?|\s*[:=]|\*\*\s*:|:\*\*)"
+    r"[\s*]*(?:option\b|choice\b|letter\b)?" + LIST + r"(?![\w'])(?![ \t]+(?!because|since|as|and|or|is|with)[a-z])",
+    re.IGNORECASE,
+)
+PARENTHESES = re.compile(r"(?<![\w(])\(([A-Za-z])\)(?!\w)")
+ALONE = re.compile(r"\(?([A-Za-z])(?:[).:,]|$)\)?\s*(.*)", re.DOTALL)
+
+
+def choose(response: str, reference: Mapping[str, Any]) -> Score:
+    """Compare the letter that a response chooses with the letter of the reference."""
+    options = read_options(reference)
+    gold = find_gold(reference)
+    found = find_letters(response, options)
+    if not found:
+        return Score(0.0, "no choice found", Outcome.UNPARSABLE)
+    if len(found) > 1:
+        return Score(0.0, f"several choices: {', '.join(sorted(found))}", Outcome.UNPARSABLE)
+    (letter,) = found
+    return Score(float(letter == gold), f"{letter} chosen, {gold} is right")
+
+
+def read_options(reference: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of a row, by letter; without the column "options", each letter has an empty text.
+
+    Raises:
+        ValueError: the column is neither a list of texts nor an object.
+    """
+    options = reference.get("options")
+    if options is None:
+        return dict.fromkeys(LETTERS, "")
+    if isinstance(options, Mapping):
+        named = {str(letter).strip().upper(): str(text) for letter, text in options.items()}
+    elif isinstance(options, Sequence) and not isinstance(options, str):
+        named = dict(zip(ascii_uppercase, map(str, options), strict=False))
+    else:
+        raise ValueError('the column "options" is neither a list of texts nor an object')
+    if not named or len(named) < len(options) or not named.keys() <= set(ascii_uppercase):
+        raise ValueError('the column "options" needs 1 to 26 options, each with one letter')
+    return named
+
+
+def find_gold(reference: Mapping[str, Any]) -> str:
+    """Return the letter of the right option; raise `ValueError` if the column "answer" is no letter and no option."""
+    options, answer = read_options(reference), str(reference["answer"])
+    found = _read_choice(answer, options)
+    if len(found) != 1:
+        raise ValueError(f"the answer {answer!r} is not one of the letters {', '.join(options)} or their texts")
+    return found.pop()
+
+
+def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
+    """Return the letters that a response chooses: several if it does not decide."""
+    if (marked := find_marked(response)) is not None:
+        return _read_choice(marked, options) or _in_parentheses(marked, options)
+    phrases = set[str]()
+    for found in PHRASE.finditer(response):
+        letters = {found[1], *re.findall(r"\b[A-Z]\b", found["more"])}
+        if found[1].isupper() or found["more"]:
+            phrases |= {letter.upper() for letter in letters} & options.keys()
+    if phrases:
+        return phrases
+    lines = response.strip().splitlines()
+    for text in (response, *lines[-1:]):
+        if chosen := _read_choice(text, options):
+            return chosen
+    return _in_parentheses(response, options)
+
+
+def _read_choice(text: str, options: Mapping[str, str]) -> set[str]:
+    """Read a text that is a choice as a whole: a letter, a letter with its option, several letters, or an option."""
+    text = _clean(text)
+    said = _plain(text)
+    if said and (equal := {letter for letter, option in options.items() if _plain(option) == said}):
+        return equal
+    parts = [part.strip(" ()") for part in re.split(r"\s*(?:,|/|&|;|\bor\b|\band\b)\s*", text) if part.strip(" ()")]
+    if parts and all(len(part) == 1 and part.upper() in options for part in parts):
+        return {part.upper() for part in parts}
+    found = ALONE.fullmatch(text)
+    if not found or found[1].upper() not in options:
+        return set()
+    letter, rest = found[1].upper(), _plain(found[2])
+    if not rest or rest == _plain(options[letter]) or (not any(options.values()) and len(rest) <= 200):
+        return {letter} | (_in_parentheses(found[2], options) if rest else set())
+    return set()
+
+
+def _in_parentheses(text: str, options: Mapping[str, str]) -> set[str]:
+    return {letter.upper() for letter in PARENTHESES.findall(text) if letter.upper() in options}
+
+
+def _clean(text: str) -> str:
+    text = WRAP.sub(r"\1", text).replace("$", "").strip().strip("*_`\"' ")
+    return re.sub(r"^(?:option|choice|answer)\s*:?\s+(?=\(?[A-Za-z]\b)", "", text, flags=re.IGNORECASE).strip()
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(" .")

@@ -1,0 +1,62 @@
+r"""Finds the answer that a response marks: the last `\boxed{...}`, the last <answer> tag, or the text after "####"."""
+
+from __future__ import annotations
+
+import re
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+LINE = re.compile(r"####[ \t]*([^\n]*)")
+JOINT = re.compile(r"[\s$.]*(?:,|;|and|or|\\text\{\s*(?:and|or)\s*\})[\s$,]*|[\s$]*")  # between boxes of one answer
+
+
+def find_marked(response: str) -> str | None:
+    """Return the marked answer of a response, or None if the response marks no answer.
+
+    Several boxes beside each other are one answer: their contents, separated by commas.
+    """
+    if boxes := list_boxes(response):
+        return ", ".join(dict.fromkeys(_last_boxes(response, boxes)))
+    if tags := TAG.findall(response):
+        return str(tags[-1]).strip()
+    lines = LINE.findall(response)
+    return str(lines[-1]).strip() if lines else None
+
+
+def list_boxes(text: str) -> list[tuple[int, int, str]]:
+    """Return start, end and content of each outermost box whose braces are closed, in order."""
+    boxes, position = list[tuple[int, int, str]](), 0
+    while found := BOX.search(text, position):
+        end = _closing_brace(text, found.end())
+        if end is None:
+            position = found.end()
+            continue
+        boxes.append((found.start(), end + 1, strip_boxes(text[found.end() : end])))
+        position = end + 1
+    return boxes
+
+
+def strip_boxes(text: str) -> str:
+    """Replace each box inside a text by its content."""
+    for start, end, content in reversed(list_boxes(text) if BOX.search(text) else []):
+        text = text[:start] + content + text[end:]
+    return text.strip()
+
+
+def _last_boxes(text: str, boxes: list[tuple[int, int, str]]) -> list[str]:
+    """Return the content of the last box, and of the boxes before it that only a joint such as "and" separates."""
+    first = len(boxes) - 1
+    while first and JOINT.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
+        first -= 1
+    return [content for _, _, content in boxes[first:]]
+
+
+def _closing_brace(text: str, position: int) -> int | None:
+    depth = 1
+    for place in range(position, len(text)):
+        letter = text[place]
+        if letter in "{}" and text[place - 1] != "\\":
+            depth += 1 if letter == "{" else -1
+            if not depth:
+                return place
+    return None

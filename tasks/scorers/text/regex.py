@@ -1,0 +1,58 @@
+"""The verifier `regex`: the answer has to match a regular expression, from the config or from the data row.
+
+A pattern that backtracks for ever ends as a timeout, because the worker process is killed at its deadline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.config import RegexReward
+
+LONGEST_SHOWN = 60  # most characters of a group in a reason
+
+
+def match_pattern(response: str, reference: Mapping[str, Any], *, config: RegexReward) -> Score:
+    """Score a response by the pattern of the config, or by the row's column "pattern"; with a group, by its text."""
+    compiled = compile_pattern(config, reference)
+    if config.match == "full":
+        found = compiled.fullmatch(response)
+    else:
+        found = None
+        for found in compiled.finditer(response):  # noqa: B007 - the last match counts
+            pass
+    if config.group is None:
+        return Score(float(found is not None), "the pattern matches" if found else "the pattern does not match")
+    if found is None or found[config.group] is None:
+        return Score(0.0, "the pattern does not match", Outcome.UNPARSABLE)
+    said, wanted = found[config.group].strip(), str(reference["answer"]).strip()
+    right = said.casefold() == wanted.casefold() if config.ignore_case else said == wanted
+    return Score(float(right), f"{said[:LONGEST_SHOWN]} {'equals' if right else 'differs from'} the reference")
+
+
+def compile_pattern(config: RegexReward, reference: Mapping[str, Any]) -> re.Pattern[str]:
+    """Return the compiled pattern for a row.
+
+    Raises:
+        ValueError: the row has no valid pattern with the group of the config.
+    """
+    pattern = config.pattern if config.pattern is not None else reference.get("pattern")
+    if not isinstance(pattern, str):
+        raise ValueError('the row has no text in its column "pattern", and reward.pattern is not set')
+    return _compile(pattern, config.ignore_case, config.group)
+
+
+@lru_cache(maxsize=1024)
+def _compile(pattern: str, ignore_case: bool, group: str | None) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"the pattern {pattern!r} is no regular expression ({error})") from None
+    if group is not None and group not in compiled.groupindex:
+        raise ValueError(f"the pattern {pattern!r} has no group (?P<{group}>...), which reward.group names")
+    return compiled
