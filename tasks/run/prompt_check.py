@@ -165,8 +165,8 @@ def _find_family_fault(family: str) -> str | None:
     return f'the question\'s family {family} has no scorer for reward.kind = "reasoning-gym"; {cure}'
 
 
-def _check_worked(source: FileBase, rows: Sequence[PromptRow]) -> None:
-    """Reject a file of worked solutions, because the verifier "exact" would compare responses with whole solutions."""
+def _check_worked(source: FileBase, rows: Sequence[PromptRow], kind: str) -> None:
+    """Reject a file of worked solutions, because the verifier would compare responses with whole solutions."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise source.refusal(
             f"every answer contains {WORKED!r}, as worked solutions do, and "
