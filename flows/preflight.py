@@ -44,6 +44,7 @@ from rollflow.tasks.policies.validation import (
     name_end_tokens,
 )
 from rollflow.tasks.prompts.base import Reader
+from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.near_duplicates import near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
@@ -240,7 +241,9 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
     """Return a note if fewer prompts are held out for evaluation than the config asks for."""
     if found >= config.evaluation.prompts:
         return []
-    few = f"only {found} prompts are held out for evaluation; raise prompts.held_out, or give more lines"
+    own = any(isinstance(source, FileBase) and source.held_out_file for source in config.prompts)
+    cure = "lower it, or hold out more rows" if own else "raise prompts.held_out, or give more lines"
+    few = f"only {found} prompts are held out for evaluation; {cure}"
     return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
 
 

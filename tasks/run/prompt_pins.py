@@ -147,7 +147,8 @@ def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Spl
     content = read(source)
     sha256, differs = hashlib.sha256(content).hexdigest(), isinstance(source, FilePrompts) or source.too_long == "drop"
     kept = f"prompts/{sha256}.jsonl" if len(content) <= config.store.keep_prompts_bytes or differs else ""
-    path = str(Path(source.path).expanduser().absolute())
+    on_hub = isinstance(source, FilePrompts) and source.chosen_format == "hub"
+    path = source.path if on_hub else str(Path(source.path).expanduser().absolute())
     return {"split": split, "path": path, "sha256": sha256, "size": len(content), "kept": kept}
 
 
