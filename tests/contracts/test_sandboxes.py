@@ -202,6 +202,12 @@ async def test_program_sees_no_host_file_or_process(sandboxes: Sandboxes, tmp_pa
     assert seen[2][:2] == ["1", "2"]
 
 
+async def test_long_input_is_read_to_its_end(sandboxes: Sandboxes) -> None:
+    code = "import sys; print(len(sys.stdin.buffer.read()))"
+    size = SMALL["folder_bytes"] + 1000
+    assert int((await sandboxes.run(warm(code, stdin=bytes(size)))).stdout) == size
+
+
 async def test_programs_leave_nothing_for_each_other(sandboxes: Sandboxes) -> None:
     write = "import json, builtins\nbuiltins.left = 1\njson.left = 1\nopen('left', 'w').close()"
     read = "import json, os, builtins\nprint(hasattr(builtins, 'left'), hasattr(json, 'left'), os.listdir('.'))"

@@ -29,7 +29,7 @@ from rollflow.tasks.sandboxes.box.watch import (
     collect_ended,
     find_excess,
     kill_all,
-    limit_seconds,
+    limit_program,
     list_processes,
     set_limits,
 )
@@ -184,7 +184,7 @@ class Keeper:
             os.dup2(fd, CHANNEL)
             os.close(fd)
         try:
-            limit_seconds(request["timeout"])
+            limit_program(self._limits, request["timeout"])
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:
                 os.execvpe(request["command"][0], request["command"], variables_of(request))

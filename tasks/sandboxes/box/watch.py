@@ -215,18 +215,22 @@ def _read_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
     return fields
 
 
-def limit_seconds(seconds: float) -> None:
-    """Limit the CPU time of this process and of each process that it will start."""
-    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 2, int(seconds) + 2))
+def limit_program(limits: dict[str, Any], seconds: float) -> None:
+    """Limit the CPU time and the file sizes of this process and of each process that it will start.
+
+    `seconds` is the program's deadline; a process may compute on all cores until then.
+    """
+    cpu = int(seconds * (os.cpu_count() or 1)) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["folder_bytes"], limits["folder_bytes"]))
 
 
 def set_limits(limits: dict[str, Any]) -> None:
-    """Set the limits of this process and of the processes that it will start, except for their time."""
+    """Set the limits of this process and of the processes that it will start, except for time and file sizes."""
     for which, most in (
         (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),  # `find_excess` holds the real limit
         (resource.RLIMIT_NPROC, limits["processes"] + 1),  # holds for every user but root
         (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_FSIZE, limits["folder_bytes"]),
         (resource.RLIMIT_MEMLOCK, 2**20),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, 1024),  # signals in queues, and timers

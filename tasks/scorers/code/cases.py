@@ -62,7 +62,10 @@ class Printed:
 
     async def _check(self, sandboxes: Sandboxes, found: ExecResult) -> CaseResult:
         files = {"input.txt": self.stdin.encode(), "output.txt": found.stdout}
-        verdict = await sandboxes.run(Program(code=self.checker, name="checker.py", timeout=TESTS_SECONDS), files)
+        try:
+            verdict = await sandboxes.run(Program(code=self.checker, name="checker.py", timeout=TESTS_SECONDS), files)
+        except OSError as error:
+            return CaseResult(False, f"its output does not fit into a sandbox: {error}", found.end, found.seconds)
         said = verdict.stdout.decode(errors="replace").strip()
         return CaseResult(verdict.succeeded, f"the checker refused it: {_shorten(said)}", found.end, found.seconds)
 
