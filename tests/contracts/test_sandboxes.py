@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -182,6 +183,26 @@ async def test_program_reads_no_host_file(sandboxes: Sandboxes, tmp_path: Path) 
 
 
 @pytest.mark.needs(Capability.ISOLATION)
+async def test_program_changes_nothing_outside(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("content")
+    before, limits = (tmp_path / "file").stat(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    path = str(tmp_path / "file")
+    attempts = (
+        *(f"os.chmod({path!r}, 0)", f"os.chown({path!r}, 1, 1)", f"os.utime({path!r}, (1, 1))", f"os.unlink({path!r})"),
+        *(f"os.truncate({path!r}, 0)", f"os.rename({path!r}, 'here')", f"os.link({path!r}, 'here')"),
+        "os.fchmod(os.open(os.path.realpath(sys.executable), os.O_RDONLY), 0o755)",
+        f"resource.prlimit({os.getpid()}, resource.RLIMIT_NOFILE, (99, 99))",
+        f"os.setpriority(os.PRIO_PROCESS, {os.getpid()}, 5)",
+    )
+    tries = "".join(f"try: {attempt}; print({attempt!r})\nexcept OSError: pass\n" for attempt in attempts)
+    found = await sandboxes.run(warm(f"import os, resource, sys\n{tries}print('end')"))
+    assert found.stdout == b"end\n", found
+    after = (tmp_path / "file").stat()
+    assert (after.st_mode, after.st_uid, after.st_mtime) == (before.st_mode, before.st_uid, before.st_mtime)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
+
+
+@pytest.mark.needs(Capability.ISOLATION)
 async def test_program_reaches_no_network(sandboxes: Sandboxes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = (
@@ -312,8 +333,10 @@ async def test_cancelled_program_is_killed(sandboxes: Sandboxes) -> None:
 @pytest.mark.needs(Capability.STATE)
 async def test_dead_box_is_replaced(sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.create()
-    for child in psutil.Process().children():
+    first, below = psutil.Process().children(), psutil.Process().children(recursive=True)
+    for child in first:
         child.kill()
+    await wait_until(lambda: not any(process.is_running() for process in below if process not in first))
     with pytest.raises(SandboxFailed):
         await sandbox.exec(warm("pass"))
     for _ in range(300):

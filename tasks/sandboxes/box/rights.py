@@ -14,6 +14,7 @@ import errno
 import os
 import resource
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 38
@@ -132,7 +133,8 @@ REFUSED: dict[str, Numbers] = {
     "set_mempolicy_home_node": (450, 450),
 }
 Test = tuple[float, int, int, bool]  # an argument (.5: its upper half), a comparison, a value, the result
-REFUSED_IF: tuple[tuple[Numbers, tuple[Test, ...]], ...] = (  # if all comparisons hold
+Rule = tuple[Numbers, tuple[Test, ...]]
+REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
     ((56, 220), ((0, ANY_BIT, NEW_NAMESPACES, True),)),  # clone
     ((53, 199), ((0, EQUAL, AF_UNIX, False),)),  # socketpair
     ((53, 199), ((1, ANY_BIT, DATAGRAMS, True),)),
@@ -162,15 +164,18 @@ def check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def build_filter(machine: str) -> bytes:
-    """Build the filter of system calls for a machine, "x86_64" or "aarch64", as a program of classic BPF."""
+def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
+    """Build the filter of system calls for a machine, "x86_64" or "aarch64", as a program of classic BPF.
+
+    `more` are further rules of what is refused.
+    """
     column = 0 if machine == "x86_64" else 1
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
     code += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]  # the C library then calls clone
     code += [(AT_LEAST, 0, 1, X32), (GIVE, 0, 0, REFUSE | errno.EPERM)]
     code += [(AT_LEAST, 0, 1, NEWEST + 1), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
-    rules: list[tuple[Numbers, tuple[Test, ...]]] = [(numbers, ()) for numbers in REFUSED.values()]
-    for numbers, tests in (*rules, *REFUSED_IF):
+    rules: list[Rule] = [(numbers, ()) for numbers in REFUSED.values()]
+    for numbers, tests in (*rules, *REFUSED_IF, *more):
         if (number := numbers[column]) is not None:
             code += _refuse(number, tests)
     code.append((GIVE, 0, 0, ALLOW))

@@ -25,7 +25,7 @@ from rollflow.tasks.sandboxes.host.tree import (
 
 POLL_SECONDS = 0.03  # time between two measurements of memory and processes
 FOLDER_SECONDS = 0.1  # time between two measurements of the folder
-LIMITS = ("memory_bytes", "open_files", "folder_bytes")
+GIVEN = ("memory_bytes", "open_files", "folder_bytes", "filter")
 Request = dict[str, Any]
 
 
@@ -92,7 +92,7 @@ class HostKeeper:
     def _write_order(self, request: Request, stdin: bytes, *, has_channel: bool) -> str:
         """Write what the program is given; return the path of the order."""
         paths = [os.path.join(self.program, name) for name in ("order.json", "stdin")]
-        order = request | {name: self.settings[name] for name in LIMITS}
+        order = request | {name: self.settings[name] for name in GIVEN}
         order |= {"stdin": paths[1], "channel": has_channel, "cwd": os.path.join(self.work, request["cwd"])}
         for path, data in zip(paths, (json.dumps(order).encode(), stdin), strict=True):
             with open(path, "wb") as file:

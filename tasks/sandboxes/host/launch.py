@@ -8,10 +8,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from rollflow.tasks.sandboxes.box.rights import EQUAL, Rule
+
 READABLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 READABLE_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 FINISH_SECONDS = 5.0
+# System calls that change rights, owners, times or attributes of a file, even of one that the program can neither read
+# nor write: Landlock does not hold them. The times of an open file may be changed.
+METADATA: tuple[Rule, ...] = (
+    *(((90, None), ()), ((91, 52), ()), ((268, 53), ())),  # chmod, fchmod, fchmodat
+    *(((92, None), ()), ((93, 55), ()), ((94, None), ()), ((260, 54), ())),  # chown, fchown, lchown, fchownat
+    *(((132, None), ()), ((235, None), ()), ((261, None), ())),  # utime, utimes, futimesat
+    *(((280, 88), ((1, EQUAL, 0, False),)), ((280, 88), ((1.5, EQUAL, 0, False),))),  # utimensat with a path
+    *(((188, 5), ()), ((189, 6), ()), ((190, 7), ())),  # setxattr, lsetxattr, fsetxattr
+    *(((197, 14), ()), ((198, 15), ()), ((199, 16), ())),  # removexattr, lremovexattr, fremovexattr
+)
 
 
 class Launched(Protocol):

@@ -36,13 +36,14 @@ from rollflow.tasks.sandboxes.box.rights import (  # noqa: E402
     CAPABILITIES,
     CAPABILITY_VERSION,
     PR_CAPBSET_DROP,
+    build_filter,
     check,
     libc,
 )
 from rollflow.tasks.sandboxes.box.watch import WALL  # noqa: E402
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 from rollflow.tasks.sandboxes.host.keeper import HostKeeper  # noqa: E402
-from rollflow.tasks.sandboxes.host.launch import Launch, find_sandlock, launch_plain  # noqa: E402
+from rollflow.tasks.sandboxes.host.launch import METADATA, Launch, find_sandlock, launch_plain  # noqa: E402
 from rollflow.tasks.sandboxes.host.tree import kill_children, list_children  # noqa: E402
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -157,8 +158,10 @@ def main() -> NoReturn:
         "unsafe-process": lambda _: launch_plain,
     }
     launch = makers[settings["kind"]](settings)
+    settings["filter"] = ""
     if settings["kind"] == "sandlock":
         give_up_capabilities()
+        settings["filter"] = build_filter(os.uname().machine, METADATA).hex()
     owner.send(b"{}")
     HostParent(owner, settings, launch).serve()
 

@@ -77,7 +77,7 @@ class Language:
 LANGUAGES: Mapping[str, Language] = {
     "python": Language(),
     "bash": Language(("bash", "main.sh"), "main.sh"),
-    "cpp": Language(("./main",), "main.cpp", COMPILE, lambda: shutil.which(COMPILER) is not None),
+    "cpp": Language(("./program",), "main.cpp", COMPILE, lambda: shutil.which(COMPILER) is not None),
 }
 
 
@@ -121,6 +121,8 @@ async def _run_in(sandbox: Sandbox, language: Language, request: RunCodeRequest,
         compiled = _describe(await sandbox.exec(Program(command=language.compile, timeout=request.compile_timeout)))
         if compiled.status != "Finished" or compiled.return_code:
             return RunCodeResponse(status="Failed", compile_result=compiled)
+        # An uploaded file may be executed, while some kinds of sandbox let no compiler change a file's rights.
+        await sandbox.upload("program", await sandbox.download("main"))
     program = Program(code=request.code, stdin=stdin, timeout=request.run_timeout)
     if language.file or limit:
         command = language.run or ("python3", "-X", "utf8", "main.py")
