@@ -27,7 +27,7 @@ from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shor
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.config import ExactReward, MathsReward, ReasoningGymReward
+from rollflow.tasks.scorers.config import CompositeReward, ExactReward, MathsReward, ReasoningGymReward, RewardConfig
 from rollflow.tasks.scorers.references import find_reference_fault
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
@@ -114,6 +114,13 @@ class _Judgeable:
 
     def __call__(self, reference: Mapping[str, Any]) -> str | None:
         reward = self.config.reward
+        if isinstance(reward, CompositeReward):
+            faults = (self.find(part.scorer, reference) for part in reward.parts.values())
+            return next((fault for fault in faults if fault), None)
+        return self.find(reward, reference)
+
+    def find(self, reward: RewardConfig, reference: Mapping[str, Any]) -> str | None:
+        """Return why no response can match a reference under this reward or part of one, or None."""
         if isinstance(reward, ExactReward):
             return _find_exact_fault(reference, reward.answer)
         if "answer" not in reference and (isinstance(reward, ReasoningGymReward) or self.config.policy.cold_start):

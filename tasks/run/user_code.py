@@ -17,7 +17,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.imports import code_of
 from rollflow.tasks.runtime.sections import Imported
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.config import ImportReward
+from rollflow.tasks.scorers.config import CompositeReward, ImportReward
 
 
 def check_own_parts(config: RunConfig) -> None:
@@ -26,7 +26,7 @@ def check_own_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: a part cannot be imported or built; the message says what the user must change.
     """
-    if isinstance(config.reward, ImportReward):
+    if isinstance(config.reward, ImportReward | CompositeReward):
         build_verifier(config.reward)
     if isinstance(config.train.objective, ImportObjective):
         build_objective(config.train.objective)
@@ -46,7 +46,9 @@ def own_code(config: RunConfig) -> dict[str, str]:
     sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
     named = {f"environment.tools.{name}": tool for name, tool in config.environment.tool_parts.items()}
-    parts = {**sections, **sources, **named}
+    rewards = config.reward.parts if isinstance(config.reward, CompositeReward) else {}
+    scorers = {f"reward.parts.{name}.scorer": part.scorer for name, part in rewards.items()}
+    parts = {**sections, **sources, **named, **scorers}
     return {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
 
 

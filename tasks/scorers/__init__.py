@@ -16,8 +16,10 @@ from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CodeReward,
+    CompositeReward,
     ExactReward,
     ImportReward,
+    InstructionsReward,
     MathsReward,
     ReasoningGymReward,
     RegexReward,
@@ -38,7 +40,10 @@ def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
     from rollflow.tasks.scorers.pool import RewardPool
 
     # Importing a user-defined function here reports a failed import before any worker starts.
-    if isinstance(config, ImportReward | CodeReward) and (verifier := build_verifier(config)).scores_several:
+    if (
+        isinstance(config, ImportReward | CodeReward | CompositeReward)
+        and (verifier := build_verifier(config)).scores_several
+    ):
         return ConcurrentPool(config, policy_folder, verifier)
     return RewardPool(config, policy_folder)
 
@@ -74,6 +79,15 @@ def build_verifier(config: RewardConfig) -> Verifier:
             from rollflow.tasks.scorers.text.regex import match_pattern
 
             return Verifier(functools.partial(match_pattern, config=config))
+        case InstructionsReward():
+            from rollflow.tasks.scorers.text.instructions import follow_instructions
+
+            return Verifier(functools.partial(follow_instructions, strict=config.strict))
+        case CompositeReward():
+            from rollflow.tasks.scorers.composite import CompositeScorer
+
+            parts = {name: build_verifier(part.scorer) for name, part in config.parts.items()}
+            return CompositeScorer(config, parts).build()
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollflow.tasks.scorers.base import timeout_score
-from rollflow.tasks.scorers.config import CodeReward, ImportReward
+from rollflow.tasks.scorers.config import CodeReward, CompositeReward, ImportReward
 from rollflow.tasks.scorers.verifier import Verifier
 from rollflow.tasks.scorers.worker_pool import DIED_TWICE, ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
@@ -33,7 +33,9 @@ GRACE_SECONDS = 5.0  # time after the deadline in which a worker may end the cal
 class ConcurrentPool(WorkerPool):
     """A pool of worker processes, each of which scores several responses at a time. See the module's docstring."""
 
-    def __init__(self, config: ImportReward | CodeReward, tokenizer_folder: Path, verifier: Verifier) -> None:
+    def __init__(
+        self, config: ImportReward | CodeReward | CompositeReward, tokenizer_folder: Path, verifier: Verifier
+    ) -> None:
         super().__init__(config, tokenizer_folder)
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
         self._limit_seconds = config.deadline_seconds

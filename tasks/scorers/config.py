@@ -187,7 +187,89 @@ class RegexReward(RewardBase):
         return self
 
 
+class InstructionsReward(RewardBase):
+    kind: Literal["instructions"] = Field(
+        "instructions", description="checks the constraints of a row in the format of IFEval"
+    )
+    strict: bool = Field(
+        False,
+        description="whether a response that breaks a constraint scores 0; false: the score is the share of the "
+        "constraints that it follows",
+    )
+
+
+PartConfig = Annotated[
+    ReasoningGymReward
+    | ExactReward
+    | ImportReward
+    | CodeReward
+    | MathsReward
+    | ChoiceReward
+    | RegexReward
+    | InstructionsReward,
+    Field(discriminator="kind"),
+]
+SHARED = ("at_once", "deadline_seconds", "format", "special_tokens", "start_seconds", "workers")
+
+
+class CompositePart(Section):
+    """One part of a composite reward."""
+
+    weight: float = Field(1.0, ge=-1e6, le=1e6, description="factor of the part's value in the sum")
+    scorer: PartConfig = Field(default=ExactReward(), description="the part's scorer, with the keys of its kind")
+
+    @model_validator(mode="after")
+    def _shares_workers(self) -> Self:
+        for name in SHARED:
+            info = type(self.scorer).model_fields.get(name)
+            if info is not None and getattr(self.scorer, name) != info.get_default(call_default_factory=True):
+                cure = f"the parts share their workers; set reward.{name} for all of them"
+                refuse(f"scorer.{name}", getattr(self.scorer, name), cure)
+        return self
+
+
+class CompositeReward(RewardBase):
+    fixed: ClassVar[Mapping[str, str]] = {
+        **RewardBase.fixed,
+        "parts": "earlier responses were judged by them",
+        "requires": "earlier responses were judged by it",
+    }
+
+    kind: Literal["composite"] = Field("composite", description="several scorers in one: weighted sum of their values")
+    parts: dict[str, CompositePart] = Field(min_length=1, max_length=16, description="the scorers, by name")
+    requires: tuple[str, ...] = Field(
+        (), description="names of parts that have to be correct; if one is not, the response scores 0"
+    )
+    at_once: int = Field(
+        4,
+        gt=0,
+        le=4096,
+        description="largest number of responses that a worker scores at a time, if a part runs programs",
+    )
+    deadline_seconds: float = Field(
+        120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for scoring one response by all parts"
+    )
+
+    @model_validator(mode="after")
+    def _names_parts(self) -> Self:
+        for name in self.parts:
+            if not re.fullmatch(r"[A-Za-z_][\w-]{0,39}", name) or name == "format":
+                refuse("reward.parts", name, "a part's name has letters, digits, _ and -, and is not format; rename it")
+        for name in self.requires:
+            if name not in self.parts:
+                refuse("reward.requires", name, f"no part has this name; name one of {', '.join(self.parts)}")
+        return self
+
+
 RewardConfig = Annotated[
-    ReasoningGymReward | ExactReward | ImportReward | CodeReward | MathsReward | ChoiceReward | RegexReward,
+    ReasoningGymReward
+    | ExactReward
+    | ImportReward
+    | CodeReward
+    | MathsReward
+    | ChoiceReward
+    | RegexReward
+    | InstructionsReward
+    | CompositeReward,
     Field(discriminator="kind"),
 ]

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from rollflow.tasks.scorers.config import ChoiceReward, CodeReward, MathsReward, RegexReward, RewardConfig
+from rollflow.tasks.scorers.config import (
+    ChoiceReward,
+    CodeReward,
+    InstructionsReward,
+    MathsReward,
+    RegexReward,
+    RewardConfig,
+)
 
 NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # an answer that needs no check
 
@@ -26,6 +33,10 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
                 from rollflow.tasks.scorers.code.scorer import find_cases_fault
 
                 return find_cases_fault(reference)
+            case InstructionsReward():
+                from rollflow.tasks.scorers.text.instructions import check_constraints
+
+                check_constraints(reference)
             case RegexReward():
                 from rollflow.tasks.scorers.text.regex import compile_pattern
 

@@ -23,9 +23,12 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CodeReward,
+    CompositePart,
+    CompositeReward,
     ExactReward,
     Format,
     ImportReward,
+    InstructionsReward,
     MathsReward,
     ReasoningGymReward,
     RegexReward,
@@ -53,6 +56,24 @@ CASES = {
     "maths": ScorerCase(MathsReward(), {"answer": "17"}),
     "choice": ScorerCase(ChoiceReward(), {"answer": "B", "options": ["16", "17", "18"]}, wrong="18"),
     "regex": ScorerCase(RegexReward(pattern=r"(?P<number>\d+)", group="number"), {"answer": "17"}),
+    "instructions": ScorerCase(
+        InstructionsReward(),
+        {"instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": [{"keywords": ["17"]}, {}]},
+        wrong="1, 2",
+    ),
+    "composite": ScorerCase(
+        CompositeReward(parts={"maths": CompositePart(scorer=MathsReward()), "text": CompositePart(weight=0.0)}),
+        {"answer": "17"},
+    ),
+    "composite of user code": ScorerCase(
+        CompositeReward(
+            parts={
+                "one": CompositePart(scorer=ImportReward(path="tests.support.scoring_functions:number")),
+                "b": CompositePart(weight=0.0),
+            }
+        ),
+        {"answer": "17"},
+    ),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
 

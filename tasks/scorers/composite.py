@@ -1,0 +1,84 @@
+"""The verifier `composite`: several scorers in one.
+
+    value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
+
+The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
+"name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the response scores
+0, because otherwise the policy could learn to avoid a part with a negative weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import MOST_PARTS, Score, failure_score, is_failure, validate_score
+from rollflow.tasks.scorers.config import CompositeReward
+from rollflow.tasks.scorers.verifier import Verifier, answer_of
+
+
+class CompositeScorer:
+    """Scores responses by several verifiers. See the module's docstring."""
+
+    def __init__(self, config: CompositeReward, verifiers: Mapping[str, Verifier]) -> None:
+        """Use the verifiers of the config's parts, by name."""
+        self._config = config
+        self._verifiers = verifiers
+
+    def build(self) -> Verifier:
+        """Return the whole as a verifier, which is asynchronous if a part is."""
+        if any(verifier.scores_several for verifier in self._verifiers.values()):
+            return Verifier(self.score_later, is_async=True)
+        return Verifier(self.score)
+
+    def score(self, response: str, reference: Mapping[str, Any]) -> Score:
+        """Score a response by parts that are plain functions."""
+        return self.add_up({name: self._score_part(name, response, reference) for name in self._verifiers})
+
+    async def score_later(self, response: str, reference: Mapping[str, Any]) -> Score:
+        """Score a response by its parts, one after another."""
+        scores = dict[str, Score]()
+        for name, verifier in self._verifiers.items():
+            if not verifier.scores_several:
+                scores[name] = self._score_part(name, response, reference)
+                continue
+            try:
+                [found] = await verifier.call([self._answer(name, response)], [reference])
+                scores[name] = validate_score(name, found)
+            except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
+                scores[name] = failure_score(name, error)
+        return self.add_up(scores)
+
+    def add_up(self, scores: Mapping[str, Score]) -> Score:
+        """Return the score of a response from the scores of its parts."""
+        parts = {name: score.value for name, score in scores.items()}
+        for name, score in scores.items():
+            parts |= {f"{name}.{inner}": value for inner, value in score.parts.items()}
+        parts = dict(list(parts.items())[:MOST_PARTS])
+        reason = "; ".join(f"{name}: {score.reason}" for name, score in scores.items())
+        if any(score.outcome is Outcome.UNJUDGED for score in scores.values()):
+            return Score(0.0, reason, Outcome.UNJUDGED, parts)
+        if failed := next((score for score in scores.values() if is_failure(score)), None):
+            return Score(0.0, failed.reason, failed.outcome, parts)
+        for name in self._config.requires:
+            if scores[name].outcome is not Outcome.CORRECT:
+                return Score(0.0, f"{name} is not correct; {reason}", scores[name].outcome, parts)
+        value = sum(self._config.parts[name].weight * score.value for name, score in scores.items())
+        return Score(value, reason, _join_outcomes([score.outcome for score in scores.values()]), parts)
+
+    def _score_part(self, name: str, response: str, reference: Mapping[str, Any]) -> Score:
+        try:
+            return validate_score(name, self._verifiers[name].function(self._answer(name, response), reference))
+        except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
+            return failure_score(name, error)
+
+    def _answer(self, name: str, response: str) -> str:
+        return answer_of(response, self._config.parts[name].scorer.answer)
+
+
+def _join_outcomes(outcomes: list[Outcome]) -> Outcome:
+    """Return "correct" if all parts are correct, "partial" if some are, otherwise the first part's outcome."""
+    if set(outcomes) == {Outcome.CORRECT}:
+        return Outcome.CORRECT
+    return Outcome.PARTIAL if {Outcome.CORRECT, Outcome.PARTIAL} & set(outcomes) else outcomes[0]

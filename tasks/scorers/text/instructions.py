@@ -1,0 +1,50 @@
+"""The verifier `instructions`: constraints of a response that a program can check, as in IFEval.
+
+A row has the columns of the published data set: `instruction_id_list`, a list of names, and `kwargs`, a list of as many
+objects. The value is the share of constraints that the response follows; with `reward.strict` it is 1 or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import MOST_PARTS, Score
+from rollflow.tasks.scorers.text.constraints import check_constraint
+
+Constraints = list[tuple[str, Mapping[str, Any]]]
+
+
+def follow_instructions(response: str, reference: Mapping[str, Any], *, strict: bool = False) -> Score:
+    """Score a response by the constraints of its row; each constraint is a part."""
+    parts = dict[str, float]()
+    for name, arguments in read_constraints(reference):
+        same = sum(part.partition("#")[0] == name for part in parts)
+        followed = check_constraint(name, response, arguments)
+        parts[f"{name}#{same + 1}" if same else name] = float(followed)
+    if not response.strip():
+        return Score(0.0, "the response is empty", Outcome.UNPARSABLE, parts)
+    count = sum(map(int, parts.values()))
+    value = float(count == len(parts)) if strict else count / len(parts)
+    first = next((f"; not {name}" for name, part in parts.items() if not part), "")
+    outcome = Outcome.CORRECT if count == len(parts) else Outcome.PARTIAL if count else Outcome.WRONG
+    return Score(value, f"{count} of {len(parts)} constraints followed{first}", outcome, parts)
+
+
+def read_constraints(reference: Mapping[str, Any]) -> Constraints:
+    """Return the constraints of a row with their arguments; raise `ValueError` if the row has none."""
+    names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
+    if not isinstance(names, Sequence) or isinstance(names, str) or not 0 < len(names) <= MOST_PARTS:
+        raise ValueError(f'the row has no list of 1 to {MOST_PARTS} constraints in its column "instruction_id_list"')
+    if not isinstance(arguments, Sequence) or isinstance(arguments, str) or len(arguments) != len(names):
+        raise ValueError('the row needs a list in its column "kwargs", with one object for each constraint')
+    if not all(one is None or isinstance(one, Mapping) for one in arguments):
+        raise ValueError('the column "kwargs" contains something that is no object')
+    return [(str(name), one or {}) for name, one in zip(names, arguments, strict=True)]
+
+
+def check_constraints(reference: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a constraint of a row cannot be checked."""
+    for name, arguments in read_constraints(reference):
+        check_constraint(name, "Some text.", arguments)

@@ -1,0 +1,125 @@
+"""The verifier `composite`: sums, gates, parts and failures, worked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.user_code import own_code
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.composite import CompositeScorer
+from rollflow.tasks.scorers.config import CompositeReward, Format
+from rollflow.tasks.scorers.verifier import score_response
+
+ANSWER = {"weight": 1.0, "scorer": {"kind": "maths"}}
+SHORT = {"weight": 0.25, "scorer": {"kind": "regex", "pattern": ".{0,20}"}}
+RULES = {"weight": -0.5, "scorer": {"kind": "instructions"}}
+ROW = {"answer": "42", "instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+FUNCTIONS = "tests.support.scoring_functions"
+
+
+def part(name: str, **keys: Any) -> dict[str, Any]:
+    return {"scorer": {"kind": "import", "path": f"{FUNCTIONS}:{name}"}, **keys}
+
+
+def score(response: str, reference: dict[str, Any] = ROW, **keys: Any) -> Score:
+    config = CompositeReward.model_validate(keys)
+    return score_response(build_verifier(config), "all", response, reference, config.format)
+
+
+@pytest.mark.parametrize(
+    ("response", "value", "outcome"),
+    [
+        ("42", 1.0 + 0.25 - 0.25, "partial"),
+        (r"It is, I think, \boxed{42}", 1.0, "partial"),
+        ("41", 0.25 - 0.25, "partial"),
+        ("I think, it is 41, or not", 0.0, "wrong"),
+    ],
+)
+def test_value_is_the_weighted_sum(response: str, value: float, outcome: str) -> None:
+    found = score(response, parts={"maths": ANSWER, "short": SHORT, "rules": RULES})
+    assert (found.value, found.outcome) == (pytest.approx(value), outcome), found
+
+
+def test_parts_are_kept_by_name() -> None:
+    found = score("42", parts={"maths": ANSWER, "short": SHORT, "rules": RULES})
+    inner = {"rules.punctuation:no_comma": 1.0, "rules.startend:quotation": 0.0}
+    assert found.parts == {"maths": 1.0, "short": 1.0, "rules": 0.5, **inner}
+    assert "maths: 42 equals 42" in found.reason
+
+
+def test_sum_counts_only_if_the_required_part_is_correct() -> None:
+    keys: dict[str, Any] = {"parts": {"maths": ANSWER, "short": SHORT}, "requires": ["maths"]}
+    right, wrong, none = (score(response, **keys) for response in ("42", "41", r"\boxed{42"))
+    assert (right.value, right.outcome) == (1.25, Outcome.CORRECT)
+    assert (wrong.value, wrong.outcome, wrong.parts["short"]) == (0.0, Outcome.WRONG, 1.0)
+    assert (none.value, none.outcome) == (0.0, Outcome.UNPARSABLE)
+    assert wrong.reason.startswith("maths is not correct; ")
+
+
+def test_format_is_subtracted_from_the_sum() -> None:
+    found = score("42", parts={"maths": ANSWER, "short": SHORT}, format=Format(pattern="<.*>", penalty=0.5))
+    assert found.value == 0.75
+    assert found.parts == {"answer": 1.25, "maths": 1.0, "short": 1.0, "format": -0.5}
+
+
+def test_each_part_reads_its_own_text() -> None:
+    tagged = {"scorer": {"kind": "exact", "answer": "tag"}}
+    whole = {"weight": 0.5, "scorer": {"kind": "exact"}}
+    assert score("so <answer>42</answer>", parts={"tag": tagged, "all": whole}).parts == {"tag": 1.0, "all": 0.0}
+
+
+@pytest.mark.parametrize("name", ["one", "later", "several", "several_later"])
+def test_every_form_of_user_code_is_a_part(name: str) -> None:
+    found = score("42", parts={"own": part(name, weight=2.0), "maths": ANSWER})
+    assert found.value == pytest.approx(2.0 * 0.75 + 1.0)
+    assert found.parts == {"own": 0.75, "maths": 1.0, "own.answer": 0.5, "own.length": 0.25}
+    assert found.outcome is Outcome.PARTIAL
+
+
+@pytest.mark.parametrize("name", ["one", "later", "several", "several_later"])
+def test_failure_of_a_part_scores_zero(name: str) -> None:
+    found = score("42", {**ROW, "raises": True}, parts={"maths": ANSWER, "own": part(name, weight=-1.0)})
+    assert (found.value, found.outcome) == (0.0, Outcome.UNPARSABLE)
+    assert found.reason == "own failed: LookupError: no such answer"
+
+
+def test_unjudged_part_leaves_the_response_unjudged() -> None:
+    config = CompositeReward.model_validate({"parts": {"maths": ANSWER, "own": part("one")}, "requires": ["maths"]})
+    scores = {"maths": Score(0.0), "own": Score(0.0, "no connection", Outcome.UNJUDGED)}
+    found = CompositeScorer(config, {}).add_up(scores)
+    assert (found.value, found.outcome) == (0.0, Outcome.UNJUDGED)
+    assert found.reason.endswith("own: no connection")
+
+
+WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"parts": {}}, "at least 1 item"),
+    ({"parts": {"format": ANSWER}}, "reward.parts = 'format'"),
+    ({"parts": {"a b": ANSWER}}, "reward.parts = 'a b'"),
+    ({"parts": {"maths": ANSWER}, "requires": ["code"]}, "reward.requires = 'code'.*name one of maths"),
+    ({"parts": {"m": {"scorer": {"kind": "maths", "workers": 2}}}}, "scorer.workers = 2.*set reward.workers"),
+    ({"parts": {"m": {"scorer": {"kind": "code", "at_once": 9}}}}, "scorer.at_once = 9.*set reward.at_once"),
+    ({"parts": {"m": {"scorer": {"kind": "composite", "parts": {"m": ANSWER}}}}}, "composite"),
+]
+
+
+@pytest.mark.parametrize(("keys", "sentence"), WRONG_KEYS)
+def test_wrong_composite_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        CompositeReward.model_validate(keys)
+
+
+def test_stored_config_is_read_again() -> None:
+    config = CompositeReward.model_validate({"parts": {"maths": ANSWER, "code": {"scorer": {"kind": "code"}}}})
+    assert CompositeReward.model_validate_json(config.model_dump_json()) == config
+    assert build_verifier(config).is_async
+
+
+def test_user_code_of_a_part_is_hashed() -> None:
+    config = RunConfig.model_validate({"reward": {"kind": "composite", "parts": {"own": part("one")}}})
+    assert own_code(config).keys() == {"reward.parts.own.scorer"}
