@@ -53,7 +53,7 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
     for name, info in nested:
         for kind in sections_of(info.annotation):
             given = default if isinstance(default, section) else section.model_construct()
-            yield from _headed_lines(kind, info, f"{path}.{name}" if path else name, getattr(given, name))
+            yield from _headed_lines(kind, info, f"{path}.{name}" if path else name, getattr(given, name, ...))
 
 
 def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:

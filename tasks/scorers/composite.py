@@ -3,8 +3,8 @@
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 
 The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
-"name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the response scores
-0, because otherwise the policy could learn to avoid a part with a negative weight.
+"name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the response
+scores 0, because otherwise the policy could learn to avoid a part with a negative weight.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class TestVerifiers(ScorerContract):
 def test_verifier_error_becomes_the_reason(case: ScorerCase, verify: Verifier) -> None:
     score = score_response(verify, "all", case.right, {"family": "no such family"})
     assert score.value == 0.0
-    assert score.reason.startswith("verifier failed: ")
+    assert " failed: " in score.reason
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,20 @@ from rollflow.tasks.runtime.renamed_keys import RECIPE
 RECIPES = sorted((Path(__file__).parents[2] / "flows" / "recipes").glob("*.toml"))
 FORM: dict[str, Any] = json.loads(json.dumps(build_form(post_training, ("storage",))))
 IMPORT = {"kind": "import", "path": "my_package.parts:name"}
+SCORERS = [
+    *({"kind": kind} for kind in ("code", "maths", "choice", "regex", "instructions")),
+    {"kind": "composite", "parts": {"one": {"weight": 0.5, "scorer": {"kind": "maths"}}}},
+]
 KINDS = {
     "engine": [{"kind": "vllm"}, {"kind": "transformers"}, {"kind": "timed"}],
     "environment": [{"kind": "single-turn"}, IMPORT],
-    "reward": [{"kind": "reasoning-gym"}, {"kind": "exact"}, {"kind": "exact", "format": {"penalty": 0.2}}, IMPORT],
+    "reward": [
+        {"kind": "reasoning-gym"},
+        {"kind": "exact"},
+        {"kind": "exact", "format": {"penalty": 0.2}},
+        IMPORT,
+        *SCORERS,
+    ],
     "prompts": [
         [{"kind": "reasoning-gym"}],
         [{"kind": "sorting"}],
@@ -169,7 +179,7 @@ def test_page_shows_raw_json_only_for_tables() -> None:
                 raw.add(key)
             assert one.get("description") or one.keys() & {"$ref", "anyOf"} or one.get("type") == "array", (name, key)
     # the keys of these sections are the user's own
-    assert raw == {"columns", "options", "env", "labels", "runtime_env", "tools"}
+    assert raw == {"columns", "options", "env", "labels", "runtime_env", "tools", "parts"}
 
 
 def test_kind_may_be_left_out() -> None:
