@@ -126,7 +126,7 @@ class FilePrompts(FileBase):
         "`system` is a row's system message",
     )
     json_columns: tuple[str, ...] = Field(
-        (), description="columns whose text is JSON, such as messages or test cases in a CSV file"
+        (), description="columns of the file whose text is JSON, such as messages or test cases in a CSV file"
     )
 
     held_out_path: str | None = Field(

@@ -101,8 +101,8 @@ def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        cure = "save the file as UTF-8"
-        raise config.refusal(f"byte {error.start} is not UTF-8; {cure}") from None
+        line, cure = content.count(b"\n", 0, error.start) + 1, "save the file as UTF-8"
+        raise config.refusal(f"line {line}: byte {error.start} is not UTF-8; {cure}") from None
     # `splitlines` would also split at Unicode line separators, which a JSON string may contain.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:

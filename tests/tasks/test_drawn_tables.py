@@ -164,6 +164,7 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
     ),
     "an empty Arrow file": ("saved", b"", "mine.arrow is no Arrow file"),
     "a line without the column": ("jsonl", b'{"problem": "1"}\n', "line 1: it has no column 'solution'; give it one"),
+    "Latin-1 in a line": ("jsonl", to_jsonl(ONE) + b'{"problem": "caf\xe9"}\n', "line 2: byte 50 is not UTF-8; save"),
     "a repeated key": ("jsonl", b'{"problem": "1", "problem": "1"}\n', "line 1: a key is repeated (problem); keep one"),
 }
 
