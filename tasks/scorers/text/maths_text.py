@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import unicodedata
 
-PLAIN = {
+PLAIN: dict[str, str | int | None] = {
     **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{NON-BREAKING HYPHEN}\N{SMALL HYPHEN-MINUS}", "-"),
     **dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}\u200b\t\n\r", " "),
 }
-SIGNS = {
+SIGNS: dict[str, str | int | None] = {
     **PLAIN,
     "×": r"\times ",
     "⋅": r"\cdot ",
