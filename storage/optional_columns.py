@@ -67,12 +67,6 @@ def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
         raise OverflowError(f"an optional column of this batch has too many values: {error}") from error
 
 
-def _fill(field: pa.Field, groups: Sequence[tuple[int, Arrays]]) -> list[pa.Array]:
-    """Return the column's array of each group; a group without a value has nulls."""
-    name = field.name
-    return [arrays[name] if name in arrays else pa.nulls(rows, field.type) for rows, arrays in groups]
-
-
 def fields(names: Collection[str]) -> list[pa.Field]:
     """Return the fields of the optional columns with these names, in the order of `COLUMNS`."""
     return [field for field in COLUMNS if field.name in names]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.runtime.imports import imported_object
-from rollflow.tasks.scorers.base import Score, failure_score, validate_score
+from rollflow.tasks.scorers.base import Score, Unjudged, failure_score, is_cancelled, validate_score
 
 KEY = "environment"
 
@@ -30,8 +32,14 @@ class ImportedEnvironment(Environment):
         """Run an episode; an error of the user's environment becomes a score of 0."""
         try:
             score = await self._own.play(episode)
+        except Unjudged as error:
+            return failure_score(self._name, error)
         except RollflowError:  # an error of the run, such as a failed engine
             raise
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            return failure_score(self._name, error)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
             return failure_score(self._name, error)
         return None if score is None else validate_score(self._name, score)

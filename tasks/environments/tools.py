@@ -39,18 +39,21 @@ class Toolbox:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool with keyword arguments; return the reason as the result if the call fails."""
-        if name not in self.tools:
-            return ToolResult(f"there is no tool {name!r}; the tools are {', '.join(self.tools) or 'none'}", True)
+        if not isinstance(name, str) or name not in self.tools:  # the policy may write any JSON value as the name
+            what = f"there is no tool {name!r}"[:LONGEST_ERROR]
+            return ToolResult(f"{what}; the tools are {', '.join(self.tools) or 'none'}", True)
+        if not isinstance(arguments, Mapping):
+            return ToolResult(f"{name} failed: the arguments are a {type(arguments).__name__}, not an object", True)
         tool, seconds = self.tools[name]
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
                 result = await tool(**arguments)
+            return result if isinstance(result, ToolResult) else ToolResult(str(result))
         except Exception as error:  # noqa: BLE001 - a tool is user code, called as the policy wants
             late = isinstance(error, TimeoutError) and limit.expired()
             why = f"it took more than {seconds:g} s" if late else f"{type(error).__name__}: {error}"
             return ToolResult(f"{name} failed: {why}"[:LONGEST_ERROR], True)
-        return result if isinstance(result, ToolResult) else ToolResult(str(result))
 
 
 def build_toolbox(parts: Mapping[str, ImportTool]) -> Toolbox:

@@ -12,17 +12,26 @@ TINY = 1e-8  # added to a batch's variance, so that the divisor is never almost 
 ROUNDING = 1e-12  # a penalty below this value is a rounding error and counts as zero
 
 
-def compute_advantages(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
+def compute_advantages(
+    part: Advantage,
+    rewards_R: Tensor,
+    groups_R: Tensor,
+    tokens_R: Tensor,
+    longest: int,
+    branches_R: Tensor | None = None,
+) -> Tensor:
     """Return the advantage of each trajectory, which applies to all of its tokens.
 
     `groups_R` gives the number of each trajectory's group, counted from 0. `tokens_R` gives the number of tokens of
     each trajectory that the policy sampled. `longest` is the largest number of tokens that the policy may sample in a
-    response. If all rewards of a comparison (a group or the batch) are equal, the advantage is exactly zero.
+    response. `branches_R` is True for each trajectory that is a branch of another. A branch gets an advantage, but the
+    mean and the deviation of its group are those of the episodes, so an episode counts once, no matter how many branches
+    it has. If all rewards of a comparison (a group or the batch) are equal, the advantage is exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
-    return weigh_signs(
-        part, _scale(part, shaped_R, _subtract_baseline(part, shaped_R, groups_R, tokens_R), groups_R, tokens_R)
-    )
+    episodes_R = torch.ones_like(groups_R, dtype=torch.bool) if branches_R is None else ~branches_R
+    centred_R = _subtract_baseline(part, shaped_R, groups_R, tokens_R, episodes_R)
+    return weigh_signs(part, _scale(part, shaped_R, centred_R, groups_R, tokens_R, episodes_R))
 
 
 def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
@@ -55,7 +64,9 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
     return torch.where(found_R < ROUNDING, 0.0, found_R)
 
 
-def _subtract_baseline(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
+def _subtract_baseline(
+    part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
+) -> Tensor:
     """Subtract from each reward the baseline that `part.baseline` names."""
     match part.baseline:
         case "none":
@@ -65,23 +76,25 @@ def _subtract_baseline(part: Advantage, rewards_R: Tensor, groups_R: Tensor, tok
             if _all_equal(rewards_R, weight_R):
                 return torch.zeros_like(rewards_R)
             return rewards_R - (rewards_R * weight_R).sum() / weight_R.sum().clamp(min=1)
-    centred_R = _subtract_group_mean(rewards_R, groups_R)
+    centred_R = _subtract_group_mean(rewards_R, groups_R, episodes_R)
     if part.baseline == "group":  # as in GRPO (Shao et al. 2024, section 4.1)
         return centred_R
-    count_G = torch.bincount(groups_R).to(rewards_R.dtype)
+    count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
     # RLOO subtracts the mean of the group's other rewards (Kool et al. 2019).
     others_R = (count_G - 1).clamp(min=1)[groups_R]
     return centred_R * count_G[groups_R] / others_R
 
 
-def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Subtract from each reward the mean reward of its group."""
-    count_G = torch.bincount(groups_R).to(rewards_R.dtype)
-    mean_G = torch.zeros_like(count_G).index_add_(0, groups_R, rewards_R) / count_G
+def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor, episodes_R: Tensor) -> Tensor:
+    """Subtract from each reward the mean reward of the episodes of its group."""
+    count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
+    mean_G = torch.zeros_like(count_G).index_add_(0, groups_R[episodes_R], rewards_R[episodes_R]) / count_G
     return torch.where(_groups_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
 
 
-def _scale(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor) -> Tensor:
+def _scale(
+    part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
+) -> Tensor:
     """Divide advantages by the sample standard deviation of the group or the batch, as `part.scale` says.
 
     With the scale "group" the deviation is that of the group's rewards; with "batch" it is that of the batch's
@@ -94,9 +107,9 @@ def _scale(part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tens
             return centred_R / _moments(centred_R, tokens_R.to(centred_R.dtype))[1]
         case "whiten":
             return whiten(centred_R, tokens_R.to(centred_R.dtype))
-    count_G = torch.bincount(groups_R).to(centred_R.dtype)
-    square_R = _subtract_group_mean(rewards_R, groups_R) ** 2
-    variance_G = torch.zeros_like(count_G).index_add_(0, groups_R, square_R) / (count_G - 1).clamp(min=1)
+    count_G = torch.bincount(groups_R[episodes_R]).to(centred_R.dtype)
+    square_R = _subtract_group_mean(rewards_R, groups_R, episodes_R)[episodes_R] ** 2
+    variance_G = torch.zeros_like(count_G).index_add_(0, groups_R[episodes_R], square_R) / (count_G - 1).clamp(min=1)
     return centred_R / (variance_G.sqrt()[groups_R] + EPSILON)
 
 

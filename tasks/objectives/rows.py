@@ -31,6 +31,7 @@ class BatchRows:
     versions: np.ndarray  # int32, B: version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0
     rewards: np.ndarray  # float32, R: reward of each row
+    branches: np.ndarray | None = None  # bool, R: whether the row is a branch of another row; None: no row is
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
@@ -59,6 +60,7 @@ class BatchRows:
             versions=_view(_column(table, "versions").flatten())[chosen],
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
             rewards=_view(_column(table, "reward")),
+            branches=None if batch.optional("branch") is None else np.array(batch.branches),
         )
 
     @property

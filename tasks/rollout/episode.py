@@ -65,6 +65,7 @@ class PlayedEpisode:
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
     wanted: bool | None = None  # True if the episode is kept; None until generation has ended
+    _unjudged: Score | None = None  # the last score of the episode that nobody could judge
     _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
     _asked: bool = False  # True while the environment waits for an answer
     _gone: bool = False  # True after `let_go`
@@ -119,7 +120,14 @@ class PlayedEpisode:
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         """Score tokens with the run's scorer; implements `Episode.score`."""
         wanted = self.prompt.reference if reference is None else reference
-        return await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted))
+        score = await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted))
+        if score.outcome is Outcome.UNJUDGED:
+            self._unjudged = score
+        return score
+
+    def find_unjudged(self, score: Score) -> Score | None:
+        """Return why the episode's reward `score` is none: a score that the reward may be computed from is unjudged."""
+        return score if score.outcome is Outcome.UNJUDGED else self._unjudged
 
     def let_go(self) -> None:
         """Stop an episode that is no longer wanted.
@@ -198,8 +206,13 @@ class PlayedEpisode:
         return None
 
     def _build_turn(self, stop: tuple[str, ...], max_tokens: int | None) -> Turn:
+        if wrong := [one for one in stop if not isinstance(one, str)]:
+            raise ValueError(f"the stop string {wrong[0]!r} is not a string; decode a token to its text")
+        for one in stop:
+            one.encode()  # a lone surrogate, which no engine can search for, raises a `ValueError`
         if "" in stop:
             raise ValueError("a stop string is empty")
+        max_tokens = None if max_tokens is None else operator.index(max_tokens)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
         longest = self.room if max_tokens is None else min(max_tokens, self.room)

@@ -197,7 +197,9 @@ class Evaluator:
         episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary, self.ports)
         score = await episode.play(self.environment)
         assert score is not None, "every episode of an evaluation is wanted"
-        return score, tuple(version for version in episode.made.versions if version >= 0)
+        return episode.find_unjudged(score) or score, tuple(
+            version for version in episode.made.versions if version >= 0
+        )
 
 
 async def _want_every(_: PlayedEpisode) -> bool:

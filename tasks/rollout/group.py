@@ -29,7 +29,6 @@ from rollflow.storage.records import (
     Discard,
     DiscardReason,
     GroupKey,
-    Outcome,
     Prompt,
     StopReason,
     Trajectory,
@@ -41,6 +40,7 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
+from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
@@ -77,6 +77,7 @@ class GroupRollout:
     awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
     redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
     unjudged: str = field(default="", kw_only=True)  # why a response could not be judged
+    _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the dispatch was given up
     unanswered: int = field(init=False)  # number of episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
@@ -99,6 +100,7 @@ class GroupRollout:
     async def give_up(self, reason: DiscardReason) -> None:
         """Abort the running requests; `run` then returns a `Discard` with `reason`."""
         self._reason = self._reason or reason
+        self._over.set()
         await self._abort()
 
     async def _abort(self) -> None:
@@ -136,7 +138,7 @@ class GroupRollout:
             ports.limits.max_new_tokens,
             ask,
             self._close_episode,
-            ports.score,
+            judge_repeatedly(ports.score, ports.limits.judge_tries, self._over),
             ports.vocabulary,
             ports.environment_ports,
         )
@@ -150,8 +152,8 @@ class GroupRollout:
             self._playing.discard(episode)
         if score is None:
             return None
-        if score.outcome is Outcome.UNJUDGED and ports.limits.judge_tries:
-            self.unjudged = score.reason
+        if ports.limits.judge_tries and (unjudged := episode.find_unjudged(score)):
+            self.unjudged = unjudged.reason
             await self.give_up(DiscardReason.UNJUDGED)
             return None
         trajectory = episode.trajectory(sample, episode.started_version(self.ports.limits.staleness_from), score)

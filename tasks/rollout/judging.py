@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 from rollflow.storage.records import Outcome
@@ -13,17 +14,28 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries; each pause 
 Judge = Callable[[ScoreRequest], Awaitable[Score]]
 
 
-def judge_repeatedly(judge: Judge, tries: int) -> Judge:
-    """Return a function that judges a response up to `tries` times while its outcome is "unjudged"; 0 means once."""
+def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None) -> Judge:
+    """Return a function that judges a response up to `tries` times while its outcome is "unjudged"; 0 means once.
+
+    Once `over` is set, nobody needs the score, so the response is not judged again.
+    """
+    over = over or asyncio.Event()
 
     async def judge_again(request: ScoreRequest) -> Score:
         score, pause = await judge(request), FIRST_PAUSE
         for _ in range(tries - 1):
-            if score.outcome is not Outcome.UNJUDGED:
+            if score.outcome is not Outcome.UNJUDGED or await _wait(over, pause):
                 break
-            await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
             score = await judge(request)
         return score
 
     return judge_again
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until the event is set, but at most `seconds`; return whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

@@ -45,7 +45,6 @@ from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
-from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
@@ -117,7 +116,7 @@ class RolloutScheduler:
         self._group_ports = GroupPorts(
             limits,
             proxy,
-            judge_repeatedly(ports.score, limits.judge_tries),
+            ports.score,
             self._count_response,
             self._note_start,
             ports.environment,
@@ -132,6 +131,7 @@ class RolloutScheduler:
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
         self._unjudged_in_a_row = 0
+        self._issued_at_unjudged = 0  # number of dispatches when the last group was counted as unjudged
         self._published = proxy.version  # newest published version, and number of the learner's next batch
         self._aborts: set[asyncio.Task[None]] = set()
         self._room, self._ready = asyncio.Event(), asyncio.Event()
@@ -226,18 +226,22 @@ class RolloutScheduler:
             self._add_scored(ended, rollout)
         else:
             self._discard(ended)
-            self._check_judged(ended, rollout.unjudged)
+            self._check_judged(ended, rollout)
         self._ready.set()
 
-    def _check_judged(self, discard: Discard, why: str) -> None:
-        """Raise `ConfigError` after too many groups in a row with a response that nobody could judge."""
-        if discard.reason is not DiscardReason.UNJUDGED:
+    def _check_judged(self, discard: Discard, rollout: GroupRollout) -> None:
+        """Raise `ConfigError` after too many groups in a row with a response that nobody could judge.
+
+        Groups that run at the same time count once, because a short outage of a judge's server meets all of them.
+        """
+        if discard.reason is not DiscardReason.UNJUDGED or rollout.number <= self._issued_at_unjudged:
             return
+        self._issued_at_unjudged = self._issued
         self._unjudged_in_a_row += 1
         if self._unjudged_in_a_row == self.limits.max_unjudged:
             raise ConfigError(
                 f"reward.max_unjudged = {self.limits.max_unjudged}: so many groups in a row had a response that nobody "
-                f"could judge (the last reason: {why}); fix the scorer, then resume the run"
+                f"could judge (the last reason: {rollout.unjudged}); fix the scorer, then resume the run"
             )
 
     async def _count_response(self, tokens: int) -> None:
@@ -260,7 +264,8 @@ class RolloutScheduler:
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """Put a complete group into the buffer, unless it is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
-        why = filter_reason(self.limits.filter, [t.reward for t in group.trajectories])
+        # an episode counts once, no matter how many branches it has
+        why = filter_reason(self.limits.filter, [t.reward for t in group.trajectories if t.branch is None])
         if why is not None:
             self._discard_filtered(group, why)
         elif group.started_version < self._formation.oldest_allowed(self.due.first):

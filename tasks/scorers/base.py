@@ -164,13 +164,30 @@ def failure_score(who: str, error: BaseException) -> Score:
     """Return the score of a response on which user code failed, and log a warning.
 
     A failure that the response may have caused scores 0, because otherwise the policy could learn to cause it. Only
-    `Unjudged` and a lost connection have other causes; then the response is unjudged.
+    `Unjudged` and a lost connection have other causes; then the response is unjudged. HTTP libraries wrap the error of
+    a lost connection in an error of their own, so the causes of `error` are searched too.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
-    is_unjudged = isinstance(error, Unjudged | ConnectionError)
+    is_unjudged = any(isinstance(one, Unjudged | ConnectionError) for one in list_causes(error))
     effect = "nobody could judge a response" if is_unjudged else "a response gets a reward of 0"
     logging.getLogger(__name__).warning("%s, as its %s", effect, reason)
     return Score(0.0, reason, Outcome.UNJUDGED if is_unjudged else Outcome.UNPARSABLE)
+
+
+def list_causes(error: BaseException) -> list[BaseException]:
+    """Return an error, the error that caused it, and so on, as a traceback would show them."""
+    found = list[BaseException]()
+    next_error: BaseException | None = error
+    while next_error is not None and next_error not in found:
+        found.append(next_error)
+        next_error = next_error.__cause__ or (None if next_error.__suppress_context__ else next_error.__context__)
+    return found
+
+
+def is_cancelled() -> bool:
+    """Return whether somebody cancelled the current task; if not, a `CancelledError` came from user code."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def is_failure(score: Score) -> bool:

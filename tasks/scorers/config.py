@@ -72,7 +72,10 @@ class RewardBase(Section):
         "judge's server is away; then its group is discarded, and its prompt is issued again. 0: its reward is 0",
     )
     max_unjudged: int = Field(
-        20, gt=0, description="the run fails after this many groups in a row with a response that nobody could judge"
+        20,
+        gt=0,
+        description="the run fails after this many groups in a row with a response that nobody could judge; groups that run at "
+        "the same time count once",
     )
     start_seconds: float = Field(
         120.0,

@@ -6,7 +6,7 @@
     several    (responses, references) -> list[Score | float]          with up to `reward.at_once` responses in a call
     several    async (responses, references) -> list[Score | float]    with up to `reward.at_once` responses in a call
 
-If a verifier raises an error, the response scores 0 with the outcome `unjudged` and the error as its reason.
+If a verifier raises an error, the response gets the score of `base.failure_score`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import Score, failure_score, timeout_score, validate_score
+from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
 from rollflow.tasks.scorers.config import RewardConfig
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_form, score_response
 
@@ -84,9 +84,9 @@ class _Worker:
             async with limit:
                 answers = [answer_of(one.response, config.answer) for one in asked]
                 found = await self.verifier.call(answers, [one.reference for one in asked])
-        except SystemExit:
-            os._exit(1)  # `sys.exit` would wait for the thread that reads the input
-        except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code, whose error is the reason
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                raise
             if len(asked) > 1:
                 await asyncio.gather(*(self._score([one]) for one in asked))
                 return
@@ -123,7 +123,11 @@ def main() -> None:
     worker = _Worker(config, verifier, tokenizer, answers)
     answers.write("ready\n")
     if verifier.scores_several:
-        asyncio.run(worker.run_several())
+        with asyncio.Runner() as runner:
+            try:
+                runner.run(worker.run_several())
+            except SystemExit:  # raised by any task of the verifier
+                os._exit(1)  # to close the event loop would mean to wait for the thread that reads the input
     else:
         worker.run_one_by_one()
 

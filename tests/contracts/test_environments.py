@@ -231,13 +231,14 @@ class Budget(Environment):
     [
         ("count", {"letter": "a", "word": "banana"}, "=3, so "),
         ("sum", {}, "there is no tool 'sum'; the tools are count"),
+        (["count"], {}, "there is no tool ['count']; the tools are count"),
+        ("x" * 1000, {}, "there is no tool '" + "x" * 182 + "; the tools are count"),
+        ("count", ["a"], "count failed: the arguments are a list, not an object"),
         ("count", {"letter": "a"}, "count failed: TypeError: count() missing 1 required positional argument: 'word'"),
         ("count", {"letter": "a", "word": 1}, "count failed: AttributeError: 'int' object has no attribute 'count'"),
     ],
 )
-def test_failed_tool_call_is_a_result(
-    monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], text: str
-) -> None:
+def test_failed_tool_call_is_a_result(monkeypatch: pytest.MonkeyPatch, name: Any, arguments: Any, text: str) -> None:
     put_in_reach(monkeypatch, FOLDER)
     result = run_virtual(build_ports(CASES["tool"]).tools.call(name, arguments))
     assert (result.text, result.is_error) == (text, "=" not in text)
@@ -277,6 +278,9 @@ def test_unsuitable_tool_is_refused(part: ImportTool, words: str) -> None:
     ("wrong", "reason"),
     [
         ({"stop": ("",)}, "a stop string is empty"),
+        ({"stop": (13,)}, "the stop string 13 is not a string"),
+        ({"stop": ("\ud800",)}, "surrogates not allowed"),
+        ({"max_tokens": 1.5}, "'float' object cannot be interpreted as an integer"),
         ({"max_tokens": 0}, "max_tokens is 0, but a generation has at least"),
     ],
 )

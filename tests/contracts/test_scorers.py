@@ -185,6 +185,16 @@ async def test_form_adds_parts_in_every_form(pool: Callable[..., Scorer], name: 
 
 
 @pytest.mark.long
+async def test_exit_in_a_task_of_a_function_is_a_death(pool: Callable[..., Scorer]) -> None:
+    """The worker ends at once: it waits neither for more input nor for the deadline."""
+    [fine, exited, cancelled] = await score_all(pool("later"), [{}, {"exits": True}, {"cancels": True}])
+    assert fine == CLOSE
+    assert exited == Score(0.0, "the reward worker died twice on this response", Outcome.KILLED)
+    assert cancelled.outcome is Outcome.UNPARSABLE
+    assert "CancelledError" in cancelled.reason
+
+
+@pytest.mark.long
 async def test_asynchronous_function_scores_many_at_once(pool: Callable[..., Scorer]) -> None:
     """Each response is scored only once eight are being scored, and more of them arrive meanwhile."""
     found = await score_all(pool("meet", at_once=8), [{"of": 8}] * 20)

@@ -21,7 +21,11 @@ def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimit
         redundant_responses=limits.redundant_responses,
         max_new_tokens=limits.max_new_tokens,
         judges_all=limits.judge_tries > 0,
-        reasons=frozenset({left, DiscardReason.UNJUDGED} | ({DiscardReason.FILTERED} if limits.filter else set())),
+        reasons=frozenset(
+            {left}
+            | ({DiscardReason.UNJUDGED} if limits.judge_tries else set())
+            | ({DiscardReason.FILTERED} if limits.filter else set())
+        ),
         made_up=True,
         single_turn=single_turn,
         oldest_token=limits.staleness_from == "oldest-token",

@@ -29,6 +29,10 @@ def number(response: str, reference: Reference) -> float:
 async def later(response: str, reference: Reference) -> Score:
     """Score one response, after a moment."""
     await asyncio.sleep(reference.get("sleep", 0))
+    if reference.get("cancels"):
+        raise asyncio.CancelledError
+    if reference.get("exits"):
+        await asyncio.gather(_exit())
     return _score({**reference, "sleep": 0})
 
 
@@ -41,6 +45,10 @@ async def several_later(responses: Sequence[str], references: Sequence[Reference
     """Score several responses in one call, after a moment."""
     await asyncio.sleep(max(reference.get("sleep", 0) for reference in references))
     return [_score({**reference, "sleep": 0}) for reference in references]
+
+
+async def _exit() -> None:
+    raise SystemExit(0)
 
 
 async def meet(response: str, reference: Reference) -> float:

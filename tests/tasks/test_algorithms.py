@@ -43,6 +43,17 @@ def test_group_advantages_match_a_hand_calculation() -> None:
     assert found_by(scale="none") == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0], abs=1e-12)
 
 
+@pytest.mark.parametrize("part", [{}, {"scale": "none"}, {"baseline": "leave-one-out", "scale": "none"}])
+def test_branches_change_no_advantage_of_an_episode(part: dict[str, object]) -> None:
+    """Group 0 has the rewards 1, 0, 0, and its first episode has three branches, which get its advantage."""
+    config = Advantage.model_validate(part)
+    plain = found_by(REWARDS[:3], GROUPS[:3], COUNTS[:3], **part)
+    rewards, tokens = torch.tensor([1.0, 1, 1, 1, 0, 0], dtype=F64), torch.ones(6, dtype=torch.int64)
+    branches = torch.tensor([False, True, True, True, False, False])
+    found = compute_advantages(config, rewards, torch.zeros(6, dtype=torch.int64), tokens, 10, branches).tolist()
+    assert found == [plain[0]] * 4 + plain[1:]
+
+
 def test_leave_one_out_advantages_match_a_hand_calculation() -> None:
     """An advantage is the reward minus the mean of the other rewards: 1 - 0, 0 - 1/2. A single response has zero."""
     expected = [1.0, -0.5, -0.5, 0.0, 0.0, 0.0]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import socket
+import urllib.error
+import urllib.request
 import uuid
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +21,20 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import DiscardReason, Outcome
+from rollflow.storage.records import (
+    Branch,
+    DiscardReason,
+    GroupKey,
+    Outcome,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.environments.imported import ImportedEnvironment
+from rollflow.tasks.rollout.config import FilterConfig
+from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.runtime.clock import run_virtual
@@ -162,3 +180,172 @@ def test_only_a_failure_with_another_cause_is_unjudged(error: Exception, outcome
 def test_recorded_run_scores_unjudged_responses_as_before() -> None:
     recorded = {"policy": {"path": "p"}, "prompts": [{"kind": "sorting"}], "reward": {"kind": "exact"}}
     assert parse_recorded(recorded).reward.judge_tries == 0
+
+
+class Away(Pipeline):
+    """A pipeline whose judge is away until a time; every call during that time is counted."""
+
+    until = 0.0
+    calls = 0
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        if asyncio.get_running_loop().time() < self.until:
+            self.calls += 1
+            return AWAY
+        return await super()._score(request)
+
+
+def test_short_outage_of_a_judge_ends_no_run() -> None:
+    """Many groups run at a time, so one short outage meets more groups than `max_unjudged`."""
+    pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judge_tries": 1, "max_unjudged": 20})
+    pipeline.until = 0.2
+    run_virtual(pipeline.run())
+    assert discards(pipeline).count(DiscardReason.UNJUDGED) > 20
+    assert pipeline.state.version == 2
+
+
+def test_given_up_group_is_not_judged_again() -> None:
+    """A group that was given up delays neither its successor nor the end of the run by 100 tries."""
+    asked: list[ScoreRequest] = []
+
+    async def judge(request: ScoreRequest) -> Score:
+        asked.append(request)
+        return AWAY
+
+    async def give_up() -> float:
+        over = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, over.set)
+        await judge_repeatedly(judge, 100, over)(ScoreRequest((), {}))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(give_up()) < 1
+    assert len(asked) == 1
+
+
+class Averaging(Environment):
+    """An environment that computes the reward from two scores of the run's scorer."""
+
+    async def play(self, episode: Episode) -> Score | float | None:
+        generation = await episode.generate()
+        if generation is None:
+            return None
+        first, second = await episode.score(generation.tokens), await episode.score(generation.tokens)
+        return (first.value + second.value) / 2
+
+
+def test_reward_from_an_unjudged_score_is_unjudged() -> None:
+    choices: dict[str, Any] = {"judge_tries": 1, "max_unjudged": 10**6}
+    pipeline = FlakyJudge(MemoryStore("mean"), versions=3, environment=Averaging(), choices=choices)
+    pipeline.share = 0.2
+    run_virtual(pipeline.run())
+    assert DiscardReason.UNJUDGED in discards(pipeline)
+
+
+class Raising(Environment):
+    """An environment that raises `error` in one of its first episodes."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.played = error, 0
+
+    async def play(self, episode: Episode) -> Score | float | None:
+        self.played += 1
+        number = self.played
+        if await episode.generate() is None:
+            return None
+        if number < 4:
+            raise self.error
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(Unjudged, DiscardReason.UNJUDGED), (asyncio.CancelledError, None), (SystemExit, None)]
+)
+def test_error_of_an_environment_ends_no_run(error: type[BaseException], reason: DiscardReason | None) -> None:
+    environment = ImportedEnvironment(ImportEnvironment(path=f"{__name__}:Raising", options={"error": None}))
+    environment._own = Raising(error)
+    pipeline = Pipeline(
+        MemoryStore(error.__name__), versions=2, environment=environment, choices={"judge_tries": 2}, async_ratio=0.0
+    )
+    run_virtual(asyncio.wait_for(pipeline.run(), 1e3))
+    assert pipeline.state.version == 2
+    assert ({*discards(pipeline)} == {reason}) if reason else outcomes(pipeline)[Outcome.UNPARSABLE] == 3
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"tail_batching": True},
+        {"on_stale": "wait"},
+        {"on_stale": "drop", "redundant_responses": 2},
+        {"batch_order": "started"},
+    ],
+)
+def test_unjudged_groups_keep_every_choice_alive(alpha: float, choices: dict[str, Any]) -> None:
+    """One group runs at a time, and one of three engines dies while responses are judged again."""
+    pipeline = FlakyJudge(
+        MemoryStore(uuid.uuid4().hex),
+        versions=3,
+        async_ratio=alpha,
+        max_inflight_groups=1,
+        engine_deaths=((0.5, 0), (1.5, 1)),
+        engines=2,
+        choices={"judge_tries": 2, "max_unjudged": 10**6, **choices},
+    )
+    pipeline.share = 0.4
+    run_virtual(asyncio.wait_for(pipeline.run(), 1e4))
+    assert audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations == []
+
+
+def test_unjudged_groups_change_no_batch_without_staleness() -> None:
+    """At `async_ratio = 0` a run with an unreliable judge trains on the same trajectories as a run without one."""
+    found = []
+    for share in (0.0, 0.4):
+        pipeline = FlakyJudge(
+            MemoryStore(f"same {share}"),
+            versions=3,
+            async_ratio=0.0,
+            choices={"judge_tries": 1, "max_unjudged": 10**6},
+        )
+        pipeline.share = share
+        run_virtual(pipeline.run())
+        bodies = [entry.body for entry in read(pipeline.store) if isinstance(entry.body, BatchCommitted)]
+        batches = [TrajectoryBatch.from_bytes(pipeline.store.get(body.file.path)).table for body in bodies]
+        found.append([table.select(["index", "sample", "tokens", "reward"]).to_pylist() for table in batches])
+    assert found[0] == found[1]
+
+
+def test_discard_as_unjudged_needs_judge_tries() -> None:
+    pipeline = FlakyJudge(MemoryStore("none"), versions=2, choices={"judge_tries": 1, "max_unjudged": 10**6})
+    pipeline.share = 0.4
+    run_virtual(pipeline.run())
+    pipeline.scheduler.limits = replace(pipeline.scheduler.limits, judge_tries=0)
+    assert audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations
+
+
+def test_lost_connection_is_found_behind_a_library_error() -> None:
+    """`urllib` wraps the refused connection in a `URLError`, which is no `ConnectionError`."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(urllib.error.URLError) as failed:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30)
+    assert failure_score("verifier", failed.value).outcome is Outcome.UNJUDGED
+    assert failure_score("verifier", ValueError("no number")).outcome is Outcome.UNPARSABLE
+
+
+def test_branches_count_once_in_the_filter_of_groups() -> None:
+    """The scheduler compares the rewards of episodes, as the audit does."""
+    pipeline = Pipeline(MemoryStore("branches"), versions=0, choices={"filter": FilterConfig(max_mean=0.7)})
+    run_virtual(pipeline.run())
+    scheduler = pipeline.scheduler
+    right, wrong = (
+        Trajectory(sample, 0, (1, 2), (False, True), (0.0, -1.0), (-1, 0), reward, "", StopReason.STOP, 1.0, 1.0)
+        for sample, reward in ((0, 1.0), (1, 0.0))
+    )
+    branches = [replace(right, sample=2 + number, branch=Branch(0, 1)) for number in range(4)]
+    group = TrajectoryGroup(GroupKey(0, 0), "p0", "test", (right, wrong, *branches))
+    rollout = GroupRollout(group.key, scheduler._group_ports, 2, 1, awaited=False)
+    scheduler._add_scored(group, rollout)
+    assert not scheduler.counts.filtered
+    assert len(scheduler.buffer) == 1

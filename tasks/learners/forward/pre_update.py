@@ -111,7 +111,9 @@ def compute_targets(
     rows_B, returns_B = torch.from_numpy(data.rows), None
     if values_B is None:
         paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
-        found_B = compute_advantages(part, paid_R, torch.from_numpy(data.groups), tokens_R, longest)[rows_B]
+        branches_R = None if data.branches is None else torch.from_numpy(data.branches)
+        groups_R = torch.from_numpy(data.groups)
+        found_B = compute_advantages(part, paid_R, groups_R, tokens_R, longest, branches_R)[rows_B]
     else:
         rewards_B = token_rewards(shape_rewards(part, rewards_R, tokens_R, longest), price_B, data.starts)
         found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
