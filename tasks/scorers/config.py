@@ -74,8 +74,8 @@ class RewardBase(Section):
     max_unjudged: int = Field(
         20,
         gt=0,
-        description="the run fails after this many groups in a row with a response that nobody could judge; groups that run at "
-        "the same time count once",
+        description="the run fails after this many groups in a row with a response that nobody could "
+        "judge; groups that run at the same time count once",
     )
     start_seconds: float = Field(
         120.0,

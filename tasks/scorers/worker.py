@@ -84,7 +84,7 @@ class _Worker:
             async with limit:
                 answers = [answer_of(one.response, config.answer) for one in asked]
                 found = await self.verifier.call(answers, [one.reference for one in asked])
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - user code, whose error is the reason
+        except (Exception, asyncio.CancelledError) as error:  # user code, whose error is the reason
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if len(asked) > 1:
