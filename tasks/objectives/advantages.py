@@ -25,8 +25,8 @@ def compute_advantages(
     `groups_R` gives the number of each trajectory's group, counted from 0. `tokens_R` gives the number of tokens of
     each trajectory that the policy sampled. `longest` is the largest number of tokens that the policy may sample in a
     response. `branches_R` is True for each trajectory that is a branch of another. A branch gets an advantage, but the
-    mean and the deviation of its group are those of the episodes: an episode counts once, no matter how many branches it
-    has. If all rewards of a comparison (a group or the batch) are equal, the advantage is exactly zero.
+    mean and the deviation of its group are those of the episodes, so an episode counts once, whatever its number of
+    branches. If all rewards of a comparison (a group or the batch) are equal, the advantage is exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     episodes_R = torch.ones_like(groups_R, dtype=torch.bool) if branches_R is None else ~branches_R
