@@ -113,12 +113,12 @@ def is_bare(response: str, gold: str) -> bool:
 @lru_cache(maxsize=1024)
 def read_latex(text: str) -> tuple[Any, ...]:
     """Parse an answer: the sympy expression if there is one, and the text."""
-    return tuple(parse(f"${text}$", LATEX, parsing_timeout=None))  # type: ignore[arg-type]
+    return tuple(parse(f"${text}$", LATEX, parsing_timeout=None))
 
 
 def _compare_prose(response: str, gold: str, decimals: int) -> Score:
     """Compare the expression that math-verify finds last in a text without a marked answer."""
-    found = parse(normalise_prose(response[-TAIL:]), ANY, parsing_timeout=None)  # type: ignore[arg-type]
+    found = parse(normalise_prose(response[-TAIL:]), ANY, parsing_timeout=None)
     if not found:
         return _unparsable("no answer found")
     answer = str(found[-1])
