@@ -23,8 +23,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class ForeignPart:
-    """A part of an input that is not tokens. `kind` is the type of the part, such as "image", and `sha256` is the hash
-    of its content.
+    """A part of an input that is not an array of tokens, such as an image. `kind` is the type of the part, such as
+    "image", and `sha256` is the hash of its content.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class ForeignPart:
 
 
 class PlacedPart(NamedTuple):
-    """A foreign part, and the position at which it begins."""
+    """A part that is not tokens (a foreign part), and the position at which it begins."""
 
     position: int
     part: ForeignPart
@@ -46,8 +46,8 @@ Part: TypeAlias = Int32s | ForeignPart
 class ModelInput:
     """An immutable, ordered list of parts, stored in its flat form. Two inputs are equal if their parts are equal."""
 
-    flat: Int32s  # tokens by position, with `NO_TOKEN` at each position of a foreign part
-    placed: tuple[PlacedPart, ...] = ()  # foreign parts with their positions, in order
+    flat: Int32s  # tokens by position, with `NO_TOKEN` at each position of a part that is not tokens, such as an image
+    placed: tuple[PlacedPart, ...] = ()  # parts that are not tokens, such as images, with their positions, in order
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> ModelInput:
@@ -122,7 +122,7 @@ class ModelInput:
 
 
 def refuse(reader: str, placed: PlacedPart) -> ConfigError:
-    """Create the error of a reader that cannot read a foreign part."""
+    """Create the error of a reader that cannot read a part other than tokens, such as an image."""
     position, part = placed
     return ConfigError(
         f"{reader} reads tokens alone, but the input has a part of the kind {part.kind!r} at position {position} "

@@ -4,9 +4,10 @@ All types are frozen.
 
 In array shapes, T is the number of tokens of one trajectory, prompt and response together.
 
-A *dispatch* is one issue of one prompt: `GroupKey(prompt, attempt)`. Every dispatch ends in exactly one way: one
-version is trained on the dispatch, or the dispatch is discarded for a reason. A discarded prompt is issued again with
-the next attempt, unless the prompt was filtered.
+A *dispatch* is one attempt to generate a group of responses to a prompt. `GroupKey(prompt, attempt)` identifies a
+dispatch. Every dispatch ends in exactly one way: either one version is trained on its group, or the group is discarded
+for a recorded reason. After a discarded group, the prompt is issued again with the next attempt number, unless the
+prompt was filtered.
 
 Prompts come from one or more sources. With D sources, the prompt at `position` of source s has the index
 `position * D + s`. The index of a prompt identifies its source, and prompts of each source can be issued at their own

@@ -54,7 +54,8 @@ class SupervisorKeeper:
         try:
             return read_status(self.context, self.flow_run) or before
         except Unreachable:
-            # The supervisor waits for the same storage, so its missing status is no sign of a hang.
+            # While storage does not answer, the supervisor cannot write its status, so a missing status does not mean
+            # that it hangs.
             self._moved = self._moved[0], time.monotonic()
             return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 

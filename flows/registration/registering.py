@@ -197,9 +197,9 @@ def _list_other_homes(name: str, own: str) -> list[str]:
 
 
 def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[DeploymentOffer]:
-    """Return offers for the internal deployments under their old name `name`, if flow runs still wait for them.
+    """Return offers to serve the deployments that an older rollflow named `name` and unfinished flow runs need.
 
-    An old deployment that no flow run waits for is deleted.
+    The function deletes each deployment under `name` that no unfinished flow run needs.
     """
     from prefect.exceptions import ObjectNotFound
 

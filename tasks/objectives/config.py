@@ -33,9 +33,9 @@ class Correction(Section):
     )
     low: float = Field(0.0, ge=0, le=UNBOUNDED, description="lower end of the allowed range of the ratio")
     high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="upper end of the allowed range of the ratio")
-    weigh: bool = Field(True, description="whether a mask also multiplies the losses that it keeps by their ratios")
+    weigh: bool = Field(True, description="for mask: whether the loss of each token that stays is multiplied by the token's ratio")
     judge: Level | None = Field(
-        None, description="level of the ratio by which a mask drops tokens or responses; default: the value of `level`"
+        None, description="for mask: level of the ratio that is compared with low and high; default: the value of level"
     )
     second_moment: float = Field(
         0.04,

@@ -66,7 +66,7 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
 def _locate(column: Any, why: str) -> str:
     """Return the row that Arrow's error names, or "".
 
-    The values themselves must not be read: with damaged offsets that would end the process.
+    This function reads no values of the column, because reading values through damaged offsets would crash the process.
     """
     if (found := re.search(r"In chunk (\d+): .* string index (\d+)", why)) is None:
         return ""

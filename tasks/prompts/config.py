@@ -145,7 +145,7 @@ class FilePrompts(FileBase):
 
     @property
     def held_out_file(self) -> HeldOutFile | None:
-        """The file or split of the held-out questions, if they do not come from the same rows."""
+        """The file or split that contains the held-out questions, or None if they are a share of the rows of `path`."""
         if self.held_out_path is None and self.held_out_split is None:
             return None
         keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": self.held_out_split}

@@ -1,10 +1,10 @@
 """Counts the held-out questions that have a near duplicate among the training questions.
 
-Keys find equal questions. Two questions that differ in one word may have different keys although one of them reveals
-the answer of the other. The overlap of two questions is the share of the held-out question's `N`-word sequences
+Equal questions have equal keys. Two questions that differ in one word may have different keys, although one of them
+reveals the answer of the other. The overlap of two questions is the share of the held-out question's `N`-word sequences
 (n-grams) that also occur in the training question. Two questions with an overlap of `NEAR` or more are near duplicates.
-N-grams that occur in more than a tenth of the held-out questions belong to a template and are ignored. A question with
-fewer than `N` words has a single n-gram of all its words.
+N-grams that occur in more than a tenth of the held-out questions are ignored, because they come from the wording that
+many questions share. A question with fewer than `N` words has a single n-gram of all its words.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Converts a table of user-defined prompts (JSON lines, CSV, Parquet, a saved data set) to one form: JSON lines.
+"""Converts a table of prompts (JSON lines, CSV, Parquet or a saved data set) to JSON lines.
 
-A run stores the converted lines and reads only those, so a prompt never depends on the version of a library. Line n of
-the result is row n of the table, or of a CSV file the row that begins in line n; lines between are blank. Columns have
-the names that `prompts.columns` gives them. Values are not checked here but in `rows.py`, like those of a `jsonl` file.
+A run stores the converted lines and reads prompts only from them, so a prompt never depends on the version of a
+library. Line n of the result is row n of the table. If the table is a CSV file, line n of the result is the row that
+begins in line n of the file, and is blank if no row begins there. Columns have the names that `prompts.columns` gives
+them. The module `rows.py` checks the values of the converted lines.
 """
 
 from __future__ import annotations

@@ -159,13 +159,13 @@ class SlotQueue:
             ticket.granted.set_result(None)
 
     def observe(self, lane: EngineSlots, tokens: int, seconds: float) -> None:
-        """Record that a lane finished a response of `tokens` tokens in `seconds`."""
+        """Record that an engine finished a response of `tokens` tokens in `seconds` seconds."""
         lane.observe(tokens, seconds)
         if lane.tokens:
             self._measured = self._measured or lane
 
     def offer_slots(self, lane: EngineSlots) -> None:
-        """Offer a lane's free slots to waiting requests, because the lane has changed."""
+        """Give an engine's free slots to waiting requests; to be called after the engine's slots have changed."""
         self._offer(lane)
         self._dispatch()
 

@@ -29,7 +29,7 @@ END_SECONDS = 10.0  # time for the processes to end their programs and remove th
 
 
 class ProcessSandboxes(BoxSandboxes):
-    """Creates sandboxes of host processes. See the module's docstring."""
+    """Runs programs as processes of this machine, confined by sandlock or not confined."""
 
     def __init__(self, config: SandlockSandbox | UnsafeProcessSandbox) -> None:
         super().__init__(config)

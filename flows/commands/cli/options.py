@@ -10,7 +10,10 @@ from typing import Any
 from rollflow.flows.commands.cli.option_rules import check_combination, check_earlier_name, move_version
 from rollflow.flows.commands.cli.parser import Commands, HelpFormat, PrintCompletion, PrintVersion
 
-ABOUT = "Asynchronous RL post-training of language models. A command of a run takes the newest run if you name none."
+ABOUT = (
+    "Asynchronous RL post-training of language models. Commands with an optional RUN, including `stop` and `gc`, use "
+    "the newest run of the store if you name none; `compare` uses the two newest runs."
+)
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -61,7 +64,7 @@ def _add_training(commands: Commands) -> None:
 
     check = commands.add(
         "check",
-        "Check a recipe without starting a run",
+        "Check a recipe file, without starting a run",
         "The command makes all checks that `run` makes before its first token, and starts and downloads nothing.",
         "rollflow check mine.toml --set engine.replicas=2",
     )
@@ -98,7 +101,7 @@ def _add_training(commands: Commands) -> None:
 
     resume = commands.add(
         "resume",
-        "Continue a run that was stopped",
+        "Continue a run after `stop`, a failure or its last version",
         "The run continues from its storage alone. --set changes its config, and the change is recorded in its log.",
         "rollflow resume --set versions=200",
     )
@@ -107,8 +110,8 @@ def _add_training(commands: Commands) -> None:
 
     stop = commands.add(
         "stop",
-        "End a run at its next version, or at once",
-        "The command works from any machine that reaches the run's storage. `rollflow resume` continues the run.",
+        "End a run at its next version, or at once (`resume` continues it)",
+        "The command works from any machine that reaches the run's storage.",
         "rollflow stop --now",
     )
     _run_argument(stop)
@@ -141,7 +144,7 @@ def _add_watching(commands: Commands) -> None:
 
     inspect = commands.add(
         "inspect",
-        "Show the origin of a run, a version or a trajectory",
+        "Show what a run, a version or a trajectory was made from",
         "A trajectory is PROMPT.ATTEMPT.SAMPLE; it is shown with its text, tokens, reward and fate.",
         "rollflow inspect 12.0.3",
     )
@@ -272,8 +275,9 @@ def _add_planning(commands: Commands) -> None:
 def _add_serving(commands: Commands) -> None:
     serve = commands.add(
         "serve",
-        "Start the Prefect and MLflow pages, which start and show runs",
-        "The servers end with Ctrl-C, or run in the background until `rollflow serve --end`. Other commands with the "
+        "Start the servers of the Prefect and MLflow pages, until Ctrl-C",
+        "With --background the command returns once the servers run, and `rollflow serve --end` ends them. Other commands "
+        "with the "
         "same run home use them. With --sandboxes the command serves only sandboxes, see docs/sandboxes.md.",
         "rollflow serve --background",
     )
@@ -288,8 +292,8 @@ def _add_serving(commands: Commands) -> None:
 
     deploy = commands.add(
         "deploy",
-        "Add a form to the Prefect page for each recipe of a folder",
-        "`rollflow serve` serves the forms. --work-pool is for a Prefect work pool of your own.",
+        "Add a form for each recipe of a folder to the Prefect page",
+        "The command starts no run and returns at once. A form starts runs while `rollflow serve` runs. --work-pool is for a Prefect work pool of your own.",
         "rollflow deploy flows/recipes/",
     )
     deploy.add_argument("folder", type=Path, metavar="FOLDER", help="folder with recipes (*.toml)")
@@ -298,8 +302,8 @@ def _add_serving(commands: Commands) -> None:
 
     nightly = commands.add(
         "nightly",
-        "Train the recipes of a nightly file every night",
-        "`rollflow serve` starts them at the time that the file gives.",
+        "Schedule nightly runs of recipes, which `serve` then starts",
+        "The command registers the schedule of the file and returns at once. While `rollflow serve` runs in this run home, it trains the file's recipes at the scheduled time.",
         "rollflow nightly nightly.toml",
     )
     nightly.add_argument("file", type=Path, metavar="FILE", help="nightly file (TOML); see docs/prefect.md")
@@ -334,7 +338,7 @@ def _add_looking_up(commands: Commands) -> None:
 
     doctor = commands.add(
         "doctor",
-        "Check what is installed and which services answer",
+        "Check this machine: installed packages, and services that answer",
         "The command also shows which engine a run would use. --cluster checks every node of a Ray cluster.",
         "rollflow doctor --cluster mine.toml",
     )

@@ -197,11 +197,11 @@ def _value(row: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
 
 
 def _check_literals(*values: Any) -> None:
-    """Raise `ValueError` if a value holds NaN or infinity, for which Python has no literal."""
+    """Raise `ValueError` if a value contains NaN or infinity, which have no literal in JSON or Python."""
     try:
         json.dumps(values, allow_nan=False)
     except ValueError:
-        raise ValueError("a case holds NaN or infinity, which no result equals; remove the case") from None
+        raise ValueError("a case has NaN or infinity, which JSON cannot represent; remove the case") from None
 
 
 def _lines(text: str) -> list[str]:
