@@ -33,7 +33,7 @@ class Correction(Section):
     )
     low: float = Field(0.0, ge=0, le=UNBOUNDED, description="lower end of the allowed range of the ratio")
     high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="upper end of the allowed range of the ratio")
-    weigh: bool = Field(True, description="for mask: whether the loss of each token that stays is multiplied by the token's ratio")
+    weigh: bool = Field(True, description="for mask: whether the loss of each kept token is multiplied by its ratio")
     judge: Level | None = Field(
         None, description="for mask: level of the ratio that is compared with low and high; default: the value of level"
     )

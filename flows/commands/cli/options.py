@@ -276,9 +276,9 @@ def _add_serving(commands: Commands) -> None:
     serve = commands.add(
         "serve",
         "Start the servers of the Prefect and MLflow pages, until Ctrl-C",
-        "With --background the command returns once the servers run, and `rollflow serve --end` ends them. Other commands "
-        "with the "
-        "same run home use them. With --sandboxes the command serves only sandboxes, see docs/sandboxes.md.",
+        "With --background the command returns once the servers run, and `rollflow serve --end` ends them. "
+        "Other commands with the same run home use these servers. With --sandboxes the command serves only "
+        "sandboxes, see docs/sandboxes.md.",
         "rollflow serve --background",
     )
     serve.add_argument("--background", action="store_true", help="return when the servers run, and leave them running")
@@ -293,7 +293,8 @@ def _add_serving(commands: Commands) -> None:
     deploy = commands.add(
         "deploy",
         "Add a form for each recipe of a folder to the Prefect page",
-        "The command starts no run and returns at once. A form starts runs while `rollflow serve` runs. --work-pool is for a Prefect work pool of your own.",
+        "The command starts no run and returns at once. A form starts runs while "
+        "`rollflow serve` runs. --work-pool is for a Prefect work pool of your own.",
         "rollflow deploy flows/recipes/",
     )
     deploy.add_argument("folder", type=Path, metavar="FOLDER", help="folder with recipes (*.toml)")
@@ -303,7 +304,8 @@ def _add_serving(commands: Commands) -> None:
     nightly = commands.add(
         "nightly",
         "Schedule nightly runs of recipes, which `serve` then starts",
-        "The command registers the schedule of the file and returns at once. While `rollflow serve` runs in this run home, it trains the file's recipes at the scheduled time.",
+        "The command registers the schedule of the file and returns at once. While `rollflow serve` "
+        "runs in this run home, it trains the file's recipes at the scheduled time.",
         "rollflow nightly nightly.toml",
     )
     nightly.add_argument("file", type=Path, metavar="FILE", help="nightly file (TOML); see docs/prefect.md")

@@ -201,7 +201,7 @@ def _check_literals(*values: Any) -> None:
     try:
         json.dumps(values, allow_nan=False)
     except ValueError:
-        raise ValueError("a case has NaN or infinity, which JSON cannot represent; remove the case") from None
+        raise ValueError("a case holds NaN or infinity, which JSON cannot represent; remove the case") from None
 
 
 def _lines(text: str) -> list[str]:
