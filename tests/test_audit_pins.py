@@ -97,7 +97,7 @@ def test_make_targets_report_an_unreachable_registry(clone: Path) -> None:
 
 
 @pytest.mark.soak
-def test_targets_list_and_audit_the_pins(clone: Path) -> None:
+def test_make_targets_list_and_audit_the_pinned_versions(clone: Path) -> None:
     """A registry gives the tools. They validate the SBOMs against CycloneDX's schema, and say that PyPI is silent."""
     listed = make(clone, "sbom")
     assert listed.returncode == 0, listed.stderr

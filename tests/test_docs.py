@@ -116,7 +116,7 @@ def test_scheduling_table_names_existing_keys() -> None:
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "cluster").glob("*.md")), ids=lambda page: page.name)
-def test_untried_commands_are_marked(page: Path) -> None:
+def test_documented_commands_that_were_not_run_are_marked(page: Path) -> None:
     text = page.read_text()
     lines = [
         line for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for line in block.splitlines()

@@ -53,7 +53,7 @@ def run_kit(monkeypatch: pytest.MonkeyPatch, parts: list[str], file: Path | None
     return kit.rows
 
 
-def test_dead_part_is_a_row_and_the_next_part_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dead_gpu_check_part_is_a_row_and_the_next_part_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = run_kit(monkeypatch, ["dies", "sound"], tmp_path / "rows.json")
     assert [(row.part, row.verdict) for row in rows] == [("dies", ""), ("dies", ERROR), ("sound", "")]
     assert "device-side assert" in str(rows[1].value)

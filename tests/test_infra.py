@@ -202,7 +202,7 @@ def test_bucket_script_waits_for_a_starting_server(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_targets_install_the_pins(target: str) -> None:
+def test_make_targets_install_the_pinned_versions(target: str) -> None:
     found = [*steps(INFRA / "Dockerfile", target)]
     assert found[0] == ("FROM", "debian:12-slim")
     assert found[-1] == ("USER", "rollflow"), "it does not run as root"

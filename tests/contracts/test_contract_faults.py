@@ -60,7 +60,7 @@ SCORERS = {
     ),
     "counts its calls": Fault(
         "def part(response, reference) -> Score: return calls.append(1) or Score(1 / len(calls))",
-        "test_score_does_not_depend_on_earlier_responses",
+        "test_score_of_a_response_does_not_depend_on_earlier_ones",
         "a score must depend on the response and its reference only",
     ),
     "changes the reference": Fault(
@@ -70,7 +70,7 @@ SCORERS = {
     ),
     "blocks the event loop": Fault(
         "async def part(response, reference) -> Score: time.sleep(0.01); return right(response, reference)",
-        "test_asynchronous_scorer_never_blocks",
+        "test_asynchronous_scorer_never_blocks_the_event_loop",
         "an asynchronous scorer must await and never block",
     ),
     "rewards every answer": Fault(
@@ -111,7 +111,7 @@ ENVIRONMENTS = {
     ),
     "blocks": Fault(
         "class Part(Base):\n    async def end(self, episode, made): return time.sleep(0.01) or Score(1.0)",
-        "test_environment_never_blocks",
+        "test_environment_never_blocks_the_event_loop",
         "an environment must await and never block, but it called \\['sleep in Part.end'\\]",
     ),
     "gives NaN": Fault(
@@ -122,13 +122,13 @@ ENVIRONMENTS = {
     "goes on after the end": Fault(
         "class Part(Base):\n    async def play(self, episode):\n        await episode.generate()\n"
         "        return await episode.judge((1,))",
-        "test_ended_episode_is_left_at_once",
+        "test_ended_episode_is_closed_at_once",
         "after `generate` returned None an environment must return",
     ),
     "adds too much": Fault(
         "class Part(Base):\n    async def end(self, episode, made):\n        episode.add((7,) * 30)\n"
         "        return Score(1.0)",
-        "test_environment_plays_with_any_room",
+        "test_environment_works_with_any_remaining_context",
         "an environment must not add more than `room` tokens",
     ),
     "keeps state": Fault(
@@ -284,7 +284,7 @@ STORES = {
         "        if self.exists(path): raise Conflict(f'{path} exists')\n"
         "        time.sleep(0.05)\n"
         "        self.put(path, data)",
-        "test_one_of_racing_threads_creates",
+        "test_only_one_of_racing_threads_creates_an_object",
         "exactly one of several racing writers must create an object",
     ),
     "lists in any order": Fault(

@@ -194,7 +194,7 @@ def test_environment_uses_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.outcome is (Outcome.CORRECT if one.reward else Outcome.WRONG)
 
 
-def test_generation_has_a_token_budget() -> None:
+def test_generation_ends_at_its_token_budget() -> None:
     """A budget that cuts the call leaves no call, so the first answer is judged."""
     engine = Speaking("<a:banana>", "=3, so ", "3")
     pipeline = Pipeline(
@@ -376,7 +376,7 @@ def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None
     ("wrong", "kind", "words"),
     [("silent", ConfigError, "without a generation"), ("engine", EngineFailed, "none is left")],
 )
-def test_fault_of_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError], words: str) -> None:
+def test_fault_in_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError], words: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())

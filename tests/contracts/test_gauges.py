@@ -86,7 +86,7 @@ def test_gauges_are_off_without_rays_metrics(tmp_path: Path) -> None:
     assert scraped(tmp_path, "0")[0] == "False"
 
 
-def test_every_number_of_a_status_is_a_gauge() -> None:
+def test_every_number_of_the_run_status_is_a_ray_gauge() -> None:
     status = RolloutStatus(
         costs=[CpuCost("engine", "a", 1.0), CpuCost("engine", "b", 2.0)],
         waits_for="storage",

@@ -253,7 +253,7 @@ BY_HAND: dict[str, tuple[float, list[float]]] = {
 }
 
 
-def test_every_preset_has_a_case_by_hand() -> None:
+def test_every_preset_has_a_hand_calculated_case() -> None:
     assert BY_HAND.keys() == PRESETS.keys()
 
 
@@ -289,7 +289,7 @@ def test_decoupled_ppo_matches_a_hand_calculation() -> None:
         ({"penalties": {"entropy_weight": 0.1}}, [-0.05, -0.2]),  # the tokens' entropies are 0.5 and 2
     ],
 )
-def test_penalty_matches_a_hand_calculation(part: dict[str, object], losses: list[float]) -> None:
+def test_kl_penalty_matches_a_hand_calculation(part: dict[str, object], losses: list[float]) -> None:
     objective = build_objective(kept(**part))
     entropy_M = torch.tensor([0.5, 2.0], dtype=F64)
     given = replace(tokens_of([0.36, 0.2], [0.3, 0.5], 2.0), entropy_M=entropy_M)
@@ -320,7 +320,7 @@ def test_correction_matches_a_hand_calculation(part: dict[str, object], weights:
     assert found.tolist() == pytest.approx([-weights[0] * LOGS[0], -weights[1] * LOGS[1]], abs=1e-12)
 
 
-def test_second_moment_keeps_the_most_tokens_it_can() -> None:
+def test_second_moment_mask_keeps_as_many_tokens_as_possible() -> None:
     """Squares 0.01, 0.04, 0.09, 0.16: means of the first one to four are 0.01, 0.025, 0.0467, 0.075."""
     objective = build_objective(PartsObjective(kind="m2po"))
     changes = torch.tensor([-0.3, 0.1, 0.4, -0.2], dtype=F64)

@@ -114,7 +114,7 @@ for turn in range(50):
 """
 
 
-def test_one_of_racing_processes_creates(tmp_path: Path, local: LocalStore) -> None:
+def test_only_one_of_racing_processes_creates_an_object(tmp_path: Path, local: LocalStore) -> None:
     racers = [
         subprocess.Popen([sys.executable, "-c", RACER, tmp_path, str(me)], stdout=subprocess.PIPE, text=True)
         for me in range(6)
@@ -128,7 +128,9 @@ def test_one_of_racing_processes_creates(tmp_path: Path, local: LocalStore) -> N
         assert all(local.get(f"turn/{int(turn):02d}") == me.encode() * 1000 for turn in turns)
 
 
-def test_one_of_racing_threads_creates_without_hard_links(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_racing_threads_creates_without_hard_link_support(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unsupported(source: Path, target: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 

@@ -26,14 +26,14 @@ SLOW = ("engines", "learners")
 KINDS = [pytest.param(kind, marks=[pytest.mark.soak] if kind in SLOW else []) for kind in EXAMPLES]
 
 
-def test_every_suite_has_an_example() -> None:
+def test_every_contract_suite_has_an_example() -> None:
     suites = {file.stem for file in (ROOT / "tests/contracts/testing").glob("*.py")} - {"__init__", "bounds"}
     assert EXAMPLES.keys() == suites
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_example_part_passes_its_contract_suite(
+def test_example_part_passes_its_contract_test_suite(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     put_in_reach(monkeypatch, FOLDER)

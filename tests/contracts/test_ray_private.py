@@ -24,7 +24,7 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def test_node_accepts_our_parameters() -> None:
+def test_ray_accepts_the_parameters_of_a_node() -> None:
     assert set(inspect.signature(RayParams).parameters) >= PARAMETERS
     assert set(inspect.signature(Node).parameters) >= {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"}
     left_out = inspect.signature(Node.start_api_server).parameters.values()
@@ -52,7 +52,7 @@ def named(head: RayHead) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [pytest.param("gcs_server", marks=pytest.mark.soak), "raylet"])
-def test_node_has_expected_processes_and_ends_with_each(tmp_path: Path, ended: str) -> None:
+def test_ray_node_runs_expected_processes_and_ends_with_each(tmp_path: Path, ended: str) -> None:
     """The node also ends if one of its processes ends normally; Ray itself would wait for that process."""
     with RayHead(tmp_path, cpus=1) as head:
         wanted = ["gcs_server", "python", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet"]

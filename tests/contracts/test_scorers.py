@@ -240,7 +240,7 @@ THOUGHT = "<think>.*</think>\\s*<answer>[^<]*</answer>"
         (THOUGHT, f"Well, <think>8 + 9</think>{WRONG}", -0.25),
     ],
 )
-def test_response_that_is_not_in_form_pays_the_price(pattern: str | None, response: str, reward: float) -> None:
+def test_response_in_a_wrong_form_gets_the_format_penalty(pattern: str | None, response: str, reward: float) -> None:
     form = Format(penalty=0.25) if pattern is None else Format(penalty=0.25, pattern=pattern)
     score = score_response(build_verifier(ExactReward()), "tag", response, {"answer": 17}, form)
     assert score.value == reward == sum(score.parts.values())

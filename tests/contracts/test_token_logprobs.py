@@ -228,7 +228,7 @@ def test_default_attention_drops_a_softcap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DROPOUT))
-def test_dropout_is_off(name: str) -> None:
+def test_dropout_is_off_during_training(name: str) -> None:
     """Two passes over the same batch are equal, whatever dropout the model's config sets."""
     made = learner_of(model_of(name))
     made.objective = spy = Spy()

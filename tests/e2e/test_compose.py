@@ -56,7 +56,7 @@ def small(command: list[str]) -> list[str]:
     return [*command, *more]
 
 
-def test_compose_services_carry_a_run(compose: Compose) -> None:
+def test_run_completes_on_the_compose_services(compose: Compose) -> None:
     print({name: f"{compose.memory(name) / 2**20:.0f} MiB" for name in compose.services})
     said = ""
     for command in map(small, commands()):

@@ -139,7 +139,7 @@ def test_asynchronous_run_on_vllm_audits_clean(
 
 @pytest.mark.soak
 @pytest.mark.xdist_group("vllm")
-def test_vllm_run_with_redundancy_filter_and_restarts(tmp_path: Path) -> None:
+def test_vllm_run_with_extra_groups_and_restarts_audits_clean(tmp_path: Path) -> None:
     """Test extra groups and responses, a filter and tail batching on vLLM, with updates that
     restart running requests.
     """
@@ -184,7 +184,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_sigterm_during_start_leaves_nothing(tmp_path: Path) -> None:
+def test_sigterm_during_start_leaves_no_process(tmp_path: Path) -> None:
     """SIGTERM acts like Ctrl-C, also before the first flow run."""
     command = Command(tmp_path, SMALL.format(versions=4, alpha=1, engine="transformers"))
     process = command.start("run", str(command.recipe), "--run-id", "early")

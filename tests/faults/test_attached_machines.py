@@ -100,7 +100,7 @@ PLACES: Mapping[str, Callable[[Attached], tuple[Machine, list[str]]]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_attached_run_trains_on_the_nodes(attached: Attached, name: str) -> None:
+def test_run_on_an_existing_cluster_trains_on_its_nodes(attached: Attached, name: str) -> None:
     machine, command = PLACES[name](attached)
     run = attached.run(machine, *command)
     used: dict[str, set[str]] = {one: set() for one in NAMES}
@@ -118,7 +118,7 @@ def test_attached_run_trains_on_the_nodes(attached: Attached, name: str) -> None
     assert audit.wait(LONG_SECONDS) == 0, machine.output()
 
 
-def test_refused_cluster_gives_one_sentence(attached: Attached) -> None:
+def test_refused_cluster_gives_a_one_sentence_error(attached: Attached) -> None:
     """`check` and `run` refuse within seconds: without token, with another one, without TLS, and outside the nodes."""
     desk, address = attached.desk, attached.address
     own = attached.environments["desk"]

@@ -79,7 +79,7 @@ def test_unwatched_run_frees_its_actors_and_is_resumed(victim: Victim, others: R
     check_resume(victim)
 
 
-def test_blocked_supervisor_loses_its_actors_and_says_so(victim: Victim, others: RayHead) -> None:
+def test_blocked_supervisor_reports_that_its_actors_ended(victim: Victim, others: RayHead) -> None:
     """The supervisor is stopped for longer than the lease. When it wakes, it ends the run with one sentence."""
     [supervisor] = find(victim.home, "supervisor")
     supervisor.suspend()

@@ -109,7 +109,7 @@ def actors(machine: Machine) -> set[str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("train", [ALONE, SPREAD], ids=["alone", "spread"])
-def test_run_on_machines_without_a_shared_disk(machines: Machines, prefect_database: Path, train: str) -> None:
+def test_run_trains_on_machines_without_a_shared_disk(machines: Machines, prefect_database: Path, train: str) -> None:
     """The engine on the machine without the learner is probed at every weight update.
 
     If the learner's ranks are spread over the machines, one rank dies with the lost machine.

@@ -70,7 +70,7 @@ def test_operations_succeed_despite_faults(store: S3Store, proxy: FaultyProxy, t
     assert all(proxy.faults[kind] for kind in KINDS)
 
 
-def test_one_of_racing_writers_creates(store: S3Store, proxy: FaultyProxy) -> None:
+def test_only_one_of_racing_writers_creates_an_object(store: S3Store, proxy: FaultyProxy) -> None:
     """Despite lost answers one writer knows that it won, and its bytes are read."""
 
     def won(path: str, me: bytes) -> bool:

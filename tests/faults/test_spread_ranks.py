@@ -64,7 +64,7 @@ def weights(run: RunContext, version: int) -> list[str]:
         pytest.param({"ranks": 2, "kind": "deepspeed"}, id="DeepSpeed", marks=SOAK),
     ],
 )
-def test_spread_ranks_equal_forked_ranks(place: Path, train: dict[str, Any]) -> None:
+def test_multi_node_ranks_train_as_forked_ranks(place: Path, train: dict[str, Any]) -> None:
     near = prepare_small(place, "near", versions=2, train=train)
     far = prepare_small(place, "far", versions=2, train={**train, "multi_node": True})
     train_small(near)
@@ -149,7 +149,7 @@ class Owner:
         return os.getpid()
 
 
-def test_no_spread_rank_outlives_its_owner(place: Path) -> None:
+def test_no_multi_node_rank_outlives_its_owner(place: Path) -> None:
     run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     owner = ray.remote(Owner).remote()
     pid = ray.get(owner.begin.remote(run), timeout=HANG_SECONDS)

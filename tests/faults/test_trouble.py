@@ -195,7 +195,7 @@ def test_skewed_clock_is_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> 
             S3Store("clock/run").put("a", b"")
 
 
-def test_clock_jump_of_hours_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jump_of_hours_restarts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No order depends on the wall clock: the run ends, its audit is clean, and the same objects are kept."""
     straight, real = MemoryStore(uuid.uuid4().hex), time.time
     run_virtual(Pipeline(straight, versions=12).run())

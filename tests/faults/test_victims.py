@@ -102,7 +102,7 @@ def test_kill_table_has_a_fatal_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_trajectories_of_a_lost_batch_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_reports_trajectories_of_a_lost_batch_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit reports the lost batch as one object."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path)
@@ -121,7 +121,7 @@ def test_trajectories_of_a_lost_batch_are_lost(tmp_path: Path, monkeypatch: pyte
     assert (after.right, after.lost) == (False, GROUPS * SIZE)
 
 
-def test_recovery_of_another_role_does_not_count() -> None:
+def test_recovery_of_one_role_does_not_count_for_another() -> None:
     assert set(ROLES) - set(RECORDED_AS) == {"reward worker"}
     assert is_record_of("engine", "engine-1")
     assert is_record_of("scheduler", "rollout")

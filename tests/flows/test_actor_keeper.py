@@ -59,7 +59,7 @@ def test_recovery_times_survive_a_clock_that_steps_back(monkeypatch: pytest.Monk
     assert first.noticed_at == later.noticed_at <= later.resumed_at
 
 
-def test_pace_survives_a_clock_that_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_speed_is_right_if_the_clock_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = RunProgress(RunContext(str(tmp_path), tmp_path / "cache"))
     for number, at in enumerate((5000.0, 5001.0, 1402.0)):
         metrics = {"response_tokens": 100.0}

@@ -71,7 +71,7 @@ def test_number_of_recorded_warnings_is_bounded(kept: Warnings, monkeypatch: pyt
     assert newest.number == KEPT + 1
 
 
-def test_each_warning_is_logged_once() -> None:
+def test_actor_warning_reported_twice_is_logged_once() -> None:
     said: list[str] = []
     told = ActorWarnings(lambda form, *given, extra: said.append(form % given + f" {extra}"))
     first, second = ActorWarning("learner", "a:1", 1, "odd"), ActorWarning("learner", "a:1", 2, "odder")

@@ -278,7 +278,7 @@ def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str
     assert refused_alike(capsys, RECIPE, *cold).startswith("policy.cold_start.heads = 2: vLLM's CPU attention")
 
 
-def test_cache_without_room_for_a_request_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cache_too_small_for_one_request_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The policy has 4 layers of 4 heads of 32, so keys and values in float32 take 4,096 bytes a token. vLLM keeps one
     block for itself.
     """

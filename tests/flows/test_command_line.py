@@ -171,7 +171,7 @@ def test_option_without_effect_is_refused(
         ("inspect 7 3", "7", "3"),
     ],
 )
-def test_number_alone_is_a_version(words: str, run: str | None, what: str | None) -> None:
+def test_inspect_reads_a_single_number_as_a_version(words: str, run: str | None, what: str | None) -> None:
     options = parse_options(words.split())
     assert (options.run, options.what) == (run, what)
 

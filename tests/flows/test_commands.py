@@ -125,7 +125,7 @@ def test_replay_with_other_ranks_fails_beyond_rounding(copy: RunContext, capsys:
         pytest.param({"dtype": "bfloat16"}, 1e-3, marks=pytest.mark.soak),
     ],
 )
-def test_replay_with_other_ranks_scales_with_the_step(
+def test_tolerance_of_replay_with_other_ranks_follows_the_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -171,7 +171,7 @@ def test_inspect_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[
         assert words in out, out
 
 
-def test_domain_shares_are_shown_beside_configured_ones(
+def test_domain_shares_are_shown_beside_configured_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two sources are issued in turn, although one should have three times the groups of the other."""

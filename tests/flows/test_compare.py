@@ -83,7 +83,7 @@ def test_page_of_long_runs_is_small_and_self_contained() -> None:
     assert "http" not in page
 
 
-def test_seeds_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_of_a_setting_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollflow.flows.views import compare_page as page
 
     runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]

@@ -87,7 +87,7 @@ def test_new_run_can_be_drawn() -> None:
     assert "nothing trained yet" in "\n".join(drawn(RunStatus("x"), 80))
 
 
-def test_domains_are_shown_beside_configured_shares() -> None:
+def test_trained_shares_are_shown_beside_configured_shares() -> None:
     two = replace(STATUS, domains={"gcd": 30, "lcm": 10}, shares={"gcd": 0.7, "lcm": 0.3})
     assert RunStatus.from_json(two.to_json()) == two
     assert "gcd 75% of 70%  lcm 25% of 30%" in "\n".join(drawn(two, 100))

@@ -103,7 +103,7 @@ def check_refusal(said: str) -> None:
 @example({"env": {"my secret key": PLANTED}})
 @example({"placement": {"engine": {"resource": "GPU"}}})
 @example({"placement": {"engine": {"labels": {"a b": "c"}}}})
-def test_drawn_cluster_is_taken_or_refused(given: Mapping[str, Any]) -> None:
+def test_random_cluster_config_is_accepted_or_refused(given: Mapping[str, Any]) -> None:
     try:
         config = read(given)
     except ConfigError as error:
@@ -148,7 +148,7 @@ def in_toml(tree: Any) -> Any:
 @example({"tracking": {"experiment": "a\x7fb"}})
 @example({"cluster": {"env": {"HTTPS_PROXY": WITH_PASSWORD}}})
 @example({"variables": {"HF_TOKEN": PLANTED}})
-def test_drawn_settings_are_taken_or_refused(tree: dict[str, Any]) -> None:
+def test_random_settings_are_accepted_or_refused(tree: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "settings.toml")
         file.write_text(tomlkit.dumps(in_toml(tree)), encoding="utf-8")

@@ -164,7 +164,7 @@ def outcome(recipe: Path, options: dict[str, str]) -> tuple[str | None, RunConfi
 @pytest.mark.many
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(content=files(), options=OPTIONS)
-def test_drawn_rows_are_refused_or_scored(
+def test_random_rows_are_refused_or_scored(
     content: bytes, options: dict[str, str], place: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (place / "rows.jsonl").write_bytes(content)

@@ -127,7 +127,7 @@ def test_engine_death_keeps_its_actor(kept: Kept) -> None:
     assert kept.joined == [0, 1]
 
 
-def test_engine_given_up_by_the_scheduler_is_restarted(kept: Kept) -> None:
+def test_engine_that_the_scheduler_removed_is_restarted(kept: Kept) -> None:
     before = process(0)
     kept.until(lambda: 0 not in kept.joined, RolloutStatus(failed={0: "it generated no token for 60 s"}))
     kept.until(lambda: kept.recovered == ["engine-0"])

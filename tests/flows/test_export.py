@@ -121,7 +121,7 @@ def test_full_disk_leaves_no_partial_file(
     assert os.listdir(tmp_path) == []
 
 
-def test_first_of_two_exports_keeps_the_folder(
+def test_concurrent_export_does_not_overwrite_the_folder(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of two exports into one folder finds it taken at its end."""
@@ -238,7 +238,7 @@ def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["no.Such", "no.Such"]}}, None),
     ],
 )
-def test_other_reading_describes_the_difference(
+def test_error_describes_how_a_second_reading_differs(
     file: str, change: dict[str, object], words: str | None, tmp_path: Path
 ) -> None:
     make_policy(folder := tmp_path / "policy")

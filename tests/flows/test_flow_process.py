@@ -111,7 +111,7 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_forked_flow_run_equals_a_new_interpreter(runner: Forking, tmp_path: Path) -> None:
+def test_forked_flow_run_behaves_like_a_new_interpreter(runner: Forking, tmp_path: Path) -> None:
     runner.ask("first", 0.5)
     seen = runner.seen("first")
     assert seen["imported_by"] == runner.process.pid  # the flow run uses the runner's imports

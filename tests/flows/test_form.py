@@ -134,7 +134,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "said"), WRONG)
-def test_bad_value_is_refused_with_the_same_sentence(key: str, value: Any, said: str) -> None:
+def test_bad_value_is_refused_with_the_same_error(key: str, value: Any, said: str) -> None:
     config = RunConfig.model_validate({"train": {"objective": {"kind": "grpo", "surrogate": {"kind": "clip"}}}})
     tree: Any = json.loads(json.dumps(form_values(config)))
     *above, last = key.split(".")

@@ -128,7 +128,7 @@ def test_empty_secret_is_replaced(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_probing_a_lock_blocks_nobody(tmp_path: Path) -> None:
+def test_probing_a_lock_blocks_no_process(tmp_path: Path) -> None:
     looks = take(tmp_path / "up.lock", shared=True)
     assert looks is not None
     done = threading.Timer(0.05, lambda: os.close(looks))
@@ -137,7 +137,7 @@ def test_probing_a_lock_blocks_nobody(tmp_path: Path) -> None:
         assert stack.BorrowedStack(tmp_path).running
 
 
-def test_port_is_kept_unless_taken(tmp_path: Path) -> None:
+def test_service_keeps_its_port_unless_it_is_occupied(tmp_path: Path) -> None:
     port = stable_port(tmp_path, "prefect")
     assert stable_port(tmp_path, "prefect") == port
     other = free_port()

@@ -52,7 +52,7 @@ def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
         logging_settings()
 
 
-def test_facts_of_the_record_have_priority() -> None:
+def test_fields_of_a_log_record_override_those_of_the_process() -> None:
     set_log_facts(run="one", version=3, attempt=2)
     record = logging.LogRecord("prefect.flow_runs", logging.WARNING, "", 0, "odd: %s", ("so",), None)
     vars(record).update(flow_name="train", version=4, rank=1)
@@ -62,7 +62,7 @@ def test_facts_of_the_record_have_priority() -> None:
     assert (said["level"], said["message"], "error" in said) == ("WARNING", "odd: so", False)
 
 
-def test_error_is_part_of_its_line() -> None:
+def test_error_text_is_part_of_its_log_line() -> None:
     try:
         raise ValueError("bad")
     except ValueError:

@@ -78,7 +78,7 @@ def test_status_prints_json(runs: ObjectStore, capsys: pytest.CaptureFixture[str
         assert RunStatus.from_json(capsys.readouterr().out) == expected
 
 
-def test_watch_ends_with_the_run(
+def test_status_watch_ends_with_the_run(
     runs: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.put("runs/first/" + STATUS, replace(DONE, phase="training", version=99).to_json().encode())

@@ -158,7 +158,7 @@ def test_forms_refuse_a_uri_without_run_id(place: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_flow_uses_the_checked_types() -> None:
+def test_every_flow_uses_checked_parameter_types() -> None:
     """The form of every flow rejects any bad run name or URI."""
     from rollflow.flows.deployments import FLOWS
 

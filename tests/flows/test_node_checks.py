@@ -133,7 +133,7 @@ def test_unreachable_cluster_is_refused(
 
 
 @pytest.mark.slow
-def test_every_node_of_a_real_cluster_is_asked(tmp_path: Path) -> None:
+def test_every_node_of_a_real_cluster_is_checked(tmp_path: Path) -> None:
     head = RayHead(tmp_path / "ray", cpus=1)
 
     def doctor(store: str) -> Any:

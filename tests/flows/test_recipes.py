@@ -377,7 +377,7 @@ class Tree(Section):
     train: Annotated[TorchTrain | Other, Field(discriminator="kind")] = TorchTrain()
 
 
-def test_kind_key_selects_the_learner() -> None:
+def test_key_kind_selects_the_learner() -> None:
     assert Tree.model_validate({"train": {"threads": 2}}).train == TorchTrain(threads=2)
     assert Tree.model_validate({"train": {"kind": "other", "rank": 3}}).train == Other(rank=3)
     for wrong, words in (

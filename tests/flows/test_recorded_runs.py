@@ -160,7 +160,7 @@ def test_other_format_is_refused_with_its_release(
     assert sentence in capsys.readouterr().out
 
 
-def test_damaged_first_entry_is_no_other_format(tmp_path: Path) -> None:
+def test_damaged_first_entry_is_not_taken_for_another_format(tmp_path: Path) -> None:
     run = unpack("bucket", tmp_path)
     first = run / entry_path(0)
     first.write_bytes(first.read_bytes().replace(b'"format":%d' % FORMAT, b'"format":%d' % (FORMAT + 1)))

@@ -270,7 +270,7 @@ def test_unnamed_run_is_found_by_its_flow_run(deployment: str, run: RunContext) 
     assert of(unnamed) == [successor.flow_run, flow_run]
 
 
-def test_serve_picks_up_a_crash_once(deployment: str, run: RunContext) -> None:
+def test_serve_resumes_a_crashed_run_once(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, given(run))
     told: list[str] = []
     pick_up = SupervisorRestarter(deployment)
@@ -380,7 +380,7 @@ def test_session_survives_supervisor_server_and_runner(
     assert len(of(run)) == 3
 
 
-def test_failing_supervisor_ends_the_run(server: PrefectServer, runner: Runner, run: RunContext) -> None:
+def test_run_ends_if_its_supervisor_keeps_failing(server: PrefectServer, runner: Runner, run: RunContext) -> None:
     session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
     run.store.put("fail", b"")
     *_, last = session.follow(run, session.submit(run, time.time()))

@@ -110,7 +110,7 @@ class World:
 @settings(deadline=None, max_examples=150)
 @given(EVENTS)
 @example([("end", 0.0)] * 3 + [("end", 101.0), ("end", 0.0), ("recover", 0.0), ("takeover", 0.0), ("end", 0.0)])
-def test_every_course_keeps_the_budget_and_its_records(
+def test_every_course_of_restarts_keeps_the_budget_and_records(
     events: list[tuple[str, float]],
 ) -> None:
     world, episodes = World(), 0
@@ -162,7 +162,7 @@ def test_spent_restarts_are_counted_by_role() -> None:
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
-def test_stepping_clock_spends_no_budget(step: float) -> None:
+def test_clock_step_spends_no_restart_budget(step: float) -> None:
     now = [5000.0]
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
@@ -242,7 +242,7 @@ class Hanging(MemoryStore):
         return super().exists(path)
 
 
-def test_unreachable_storage_delays_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_delays_no_restart_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spent_module, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(spent_module, "AGAIN_SECONDS", 0.01)
     run = Hanging(uuid.uuid4().hex)

@@ -441,7 +441,7 @@ def test_links_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(path.name for path in tmp_path.glob("rollflow-*")) == ["rollflow-file", "rollflow-living"]
 
 
-def test_links_of_other_users_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbolic_links_of_other_users_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(path: Path) -> bool:
         raise PermissionError(f"{path} is in a folder of another user")
 

@@ -134,7 +134,7 @@ def test_shipped_hardware_is_found_by_name(name: str) -> None:
 
 
 @pytest.mark.long
-def test_baseline_time_shares_equal_the_published_ones() -> None:
+def test_baseline_shares_of_time_equal_the_published_shares() -> None:
     """RollPacker's shares of a synchronous step in maths: 72 % rollout, 5 % reward, 23 % training."""
     from rollflow.tasks.simulation.world import simulate
 

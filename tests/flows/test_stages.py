@@ -177,7 +177,7 @@ def test_waiting_stage_does_not_delay_other_stages(world: World, waiting: str, o
 
 
 @pytest.mark.parametrize("role", [*ACTORS, CHANNEL])
-def test_pause_is_kept_exactly(world: World, role: str) -> None:
+def test_restart_begins_after_its_whole_pause(world: World, role: str) -> None:
     world.dead = {role}
     world.look_for(5.0)
     second = world.starts_of(role)[1]
@@ -202,7 +202,7 @@ def test_paused_stage_is_restarted(world: World, role: str) -> None:
 
 
 @pytest.mark.parametrize("attended", [True, False])
-def test_unattended_actor_does_not_prove_its_flow_alive(
+def test_actor_without_calls_does_not_prove_its_flow_alive(
     world: World, attended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage whose flow hangs before it reaches its actor is restarted."""

@@ -77,7 +77,7 @@ def test_second_resume_is_refused_by_name(
     assert driven == [run.uri]
 
 
-def test_run_is_held_by_one_command_of_a_home(run: RunContext) -> None:
+def test_only_one_command_of_a_run_home_drives_a_run(run: RunContext) -> None:
     with hold_run(run_home(), run), pytest.raises(ConfigError, match="is already running"), hold_run(run_home(), run):
         pass
     with hold_run(run_home(), run):

@@ -133,7 +133,7 @@ def test_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.Mo
     ]
 
 
-def test_stop_after_the_last_version_changes_nothing(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_after_the_last_version_lets_the_run_finish(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         if stages.progress.version == 9:
             request_stop(run.store, "stop")

@@ -149,7 +149,7 @@ def test_users_pause_or_cancel_is_no_failure(
         assert (status.phase, status.ended, status.version) == (phase, ended, 3)
 
 
-def test_unreachable_storage_delays_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_of_one_run_delays_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """`rollflow serve` checks all crashed runs in turn."""
     here, told, away = uuid4(), list[str](), ["s3://bucket/runs/first"]
     crashed = [

@@ -199,7 +199,7 @@ def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_no_metric_repeats_its_own_step(place: TrackingPlace) -> None:
+def test_no_metric_equals_its_own_step_number(place: TrackingPlace) -> None:
     """A metric that repeats its step is a straight line on MLflow's page, and the steps of other metrics say what was
     logged.
     """

@@ -60,7 +60,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("PREFECT_API_URL", f"{DEAD}/api", ["does not answer", "unset PREFECT_API_URL"]),
     ],
 )
-def test_breaking_setting_is_refused(
+def test_setting_that_breaks_a_service_is_refused(
     name: str, value: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)

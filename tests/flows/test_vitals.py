@@ -65,7 +65,7 @@ def test_idle_actor_is_stuck(world: World, vitals: Vitals) -> None:
     assert 30.0 <= world.now <= 35.0
 
 
-def test_answer_resets_the_silent_time(world: World, vitals: Vitals) -> None:
+def test_answer_of_an_actor_resets_its_silent_time(world: World, vitals: Vitals) -> None:
     for _ in range(10):
         assert world.starting(vitals, 25.0) == {False}
         vitals.note_answer()

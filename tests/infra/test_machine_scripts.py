@@ -253,7 +253,7 @@ def test_used_and_requested_gpus_are_counted() -> None:
 
 @pytest.mark.soak
 @pytest.mark.xdist_group("terraform")
-def test_gpu_demand_reaches_the_alarms(tmp_path: Path) -> None:
+def test_alarms_use_the_metric_of_gpu_demand(tmp_path: Path) -> None:
     """The program runs as under systemd, on its own Ray node; the alarms use these metric names."""
     code = """
         import datetime, runpy, sys, time, boto3, ray

@@ -114,7 +114,7 @@ def deployment(machines: Machines, plan: dict[str, Any], tmp_path: Path, secrets
     return Deployment(machines, plan, tmp_path)
 
 
-def test_ray_lets_in_who_has_the_credentials(
+def test_ray_accepts_a_client_with_the_credentials(
     deployment: Deployment, plan: dict[str, Any], tmp_path: Path, certificates: Path
 ) -> None:
     head, rollout = deployment.head, deployment.rollout

@@ -80,7 +80,7 @@ VARYING = [one for one in PROGRAMS if one.varies]
 @pytest.mark.parametrize(
     ("box", "hostile"), [*list_cases(KINDS[:1], PROGRAMS), *list_cases(KINDS[1:], VARYING)], indirect=["box"]
 )
-def test_hostile_warm_program_does_no_harm(box: Box, hostile: Hostile) -> None:
+def test_hostile_program_in_a_reused_sandbox_does_no_harm(box: Box, hostile: Hostile) -> None:
     box.do(attack(box, hostile, cold=False))
 
 

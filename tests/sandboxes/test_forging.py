@@ -57,5 +57,7 @@ def test_forged_result_is_wrong(loop: asyncio.Runner, scorer: CodeScorer, forger
 
 @pytest.mark.many
 @pytest.mark.parametrize("hostile", PROGRAMS[:: len(PROGRAMS) // examples(len(PROGRAMS))], ids=lambda one: one.name)
-def test_hostile_program_passes_no_form(loop: asyncio.Runner, scorer: CodeScorer, hostile: Hostile) -> None:
+def test_hostile_program_is_not_scored_right_in_any_form(
+    loop: asyncio.Runner, scorer: CodeScorer, hostile: Hostile
+) -> None:
     loop.run(judge_wrong(scorer, hostile.source, PRINT, CHECK, CALL, ASSERT))

@@ -73,7 +73,7 @@ def test_links_inside_the_folder_work(box: Box) -> None:
     box.do(work())
 
 
-def test_channel_shows_no_network_and_takes_no_name(box: Box) -> None:
+def test_sandbox_channel_gives_no_network_and_creates_no_name(box: Box) -> None:
     async def work() -> None:
         ours, theirs = socket.socketpair()
         code = (
@@ -107,7 +107,7 @@ def test_two_sandboxes_see_nothing_of_each_other(box: Box) -> None:
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.01, 0.1])
-def test_cancelled_owner_leaves_nothing(box: Box, moment: float) -> None:
+def test_cancelled_program_leaves_no_process(box: Box, moment: float) -> None:
     async def work() -> None:
         before = len(psutil.Process().children(recursive=True))
         sandbox = await box.sandboxes.create()
@@ -161,7 +161,7 @@ def test_orphans_that_have_ended_do_not_count(box: Box) -> None:
     assert (found.end, found.stdout) == (ProgramEnd.EXITED, b"end\n")
 
 
-def test_honest_programs_may_use_sockets_threads_and_commands(box: Box) -> None:
+def test_sandboxed_program_may_use_sockets_threads_and_commands(box: Box) -> None:
     code = (
         "import asyncio, subprocess, multiprocessing, concurrent.futures as futures\n"
         "async def work():\n    process = await asyncio.create_subprocess_exec('echo', 'a', stdout=-1)\n"
@@ -213,7 +213,7 @@ async def _answer(header: dict[str, str]) -> tuple[dict[str, str], bytes]:
     return header, b""
 
 
-def test_children_that_fill_the_sandbox_stop_no_program(box: Box) -> None:
+def test_children_that_fill_the_sandbox_stop_no_later_program(box: Box) -> None:
     """Otherwise a program could make its sandbox fail, and so avoid what is run after it."""
 
     async def work() -> None:

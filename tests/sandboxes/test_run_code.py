@@ -206,7 +206,7 @@ async def test_client_retries_only_lost_requests(statuses: tuple[int, ...], requ
     assert len(answers.seen) == requests
 
 
-def test_answer_without_a_run_says_nothing_of_the_program() -> None:
+def test_answer_without_a_run_gives_no_verdict_on_the_program() -> None:
     run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": None, "stderr": None, "execution_time": None}
     found = read_answer({"status": "Failed", "run_result": run})
     assert found == ExecResult(ProgramEnd.TIMEOUT, -9, b"", b"", 0.0)

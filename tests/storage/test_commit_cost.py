@@ -22,7 +22,7 @@ from rollflow.storage.objects.local import LocalStore
 from tests.support.batches import group, ready, staged
 
 
-def test_commit_state_equals_its_readers_fold(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_after_a_commit_equals_that_of_a_reader(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, writer = ready(run)
     decided = list[Any]()
     decide = log_module.decide

@@ -93,7 +93,7 @@ def test_run_is_created_only_once(store: MemoryStore) -> None:
         create_run(store)
 
 
-def test_lost_race_is_decided_again_and_writes_data_once(store: MemoryStore) -> None:
+def test_retry_after_a_lost_race_writes_data_once(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     scheduler = Scheduler(store, supervisor.writer.claim)
@@ -269,7 +269,7 @@ def replayed(store: MemoryStore) -> object:
 
 
 @pytest.mark.many
-def test_many_writers_and_readers_agree_and_none_starves(tmp_path: Path) -> None:
+def test_concurrent_writers_and_readers_agree_and_all_progress(tmp_path: Path) -> None:
     """Two writers of each role and ten readers use a folder; the two writers of a role keep deposing each other."""
     store = LocalStore(tmp_path)
     create_run(store)

@@ -55,7 +55,7 @@ def test_append_gives_up_if_the_store_answers_no_writes(store: Counting, pauses:
     assert log.claim("supervisor").claim == 2
 
 
-def test_unanswered_append_backs_off_and_ends(
+def test_unanswered_append_pauses_longer_and_ends(
     store: Counting, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "TRIES", 11)
@@ -193,7 +193,7 @@ def test_start_reads_a_missing_entry_from_its_segment(store: Counting, tmp_path:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_entry_after_a_gap_is_found_and_named(store: Counting, tmp_path: Path, local: bool) -> None:
+def test_error_names_an_entry_after_a_gap_in_the_log(store: Counting, tmp_path: Path, local: bool) -> None:
     run = LocalStore(tmp_path) if local else store
     claims(run, 10)
     for path in [*run.list("log_snapshots"), entry_path(8)]:

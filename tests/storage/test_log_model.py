@@ -206,7 +206,7 @@ def test_prompt_trained_on_in_two_attempts_is_found(run: Path) -> None:
     assert violation(run) == f"{second}: GroupKey(prompt={prompt}, attempt={attempt + 1}) is not open"
 
 
-def test_own_reader_finds_a_dispatch_with_two_fates(run: Path) -> None:
+def test_own_reader_finds_a_dispatch_with_two_outcomes(run: Path) -> None:
     n = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body["discards"].append([body["groups"][0][:2], "stale", 0, 3]))
     assert violation(run) == f"{n}: GroupKey(prompt=0, attempt=0) is not open"

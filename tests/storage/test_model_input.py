@@ -46,7 +46,7 @@ def test_more_tokens_are_joined_to_the_end(parts: list[Int32s | ForeignPart], mo
     assert ModelInput.from_parts(parts).followed_by(more) == ModelInput.from_parts([*parts, more])
 
 
-def test_tokens_alone_are_not_copied() -> None:
+def test_input_of_tokens_only_is_not_copied() -> None:
     """An input of tokens costs one small object: its flat form is the array that it was created from."""
     array = Int32s.of((1, 2))
     whole = ModelInput.of(array)

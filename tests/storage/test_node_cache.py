@@ -128,7 +128,7 @@ def test_half_fetched_folder_is_removed_by_the_next_fetch(
     assert (left[0] / HALVES[0]).exists()
 
 
-def test_held_folders_stay_and_others_are_limited(
+def test_folders_in_use_stay_and_unused_ones_are_limited(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     assert answered(start(processes, holder, cache, "old"))
@@ -167,7 +167,7 @@ def test_failed_fetch_leaves_no_file(cache: Path) -> None:
     assert whole(hold(cache).folder)
 
 
-def test_full_disk_drops_kept_folders_for_a_new_one(cache: Path) -> None:
+def test_full_disk_removes_cached_folders_for_a_new_one(cache: Path) -> None:
     """Folders that are not held are removed before a fetch fails on a full disk; held folders stay."""
     held = hold(cache, "held")
     hold(cache, "unused")
@@ -186,7 +186,7 @@ def test_full_disk_drops_kept_folders_for_a_new_one(cache: Path) -> None:
     assert whole(second.folder)
 
 
-def test_incomplete_folder_is_filled_again_even_if_held(cache: Path) -> None:
+def test_incomplete_folder_is_filled_again_even_if_in_use(cache: Path) -> None:
     held = hold(cache)
     (held.folder / "second").unlink()
     assert whole(hold(cache).folder)

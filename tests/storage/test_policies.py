@@ -24,7 +24,7 @@ from tests.support.log_runs import of_kind
 from tests.support.together import together
 
 
-def test_one_of_two_learners_publishes(run: ObjectStore) -> None:
+def test_only_one_of_two_learners_publishes_a_version(run: ObjectStore) -> None:
     """Two learners race for every version: exactly one publishes it, and the entry names that learner's objects."""
     batches, scheduler = ready(run)
     for version in range(1, 21):
@@ -66,7 +66,7 @@ def test_published_version_is_found(run: ObjectStore) -> None:
             other.find(version)
 
 
-def test_since_yields_versions_in_order(run: ObjectStore) -> None:
+def test_policies_since_a_version_come_in_order(run: ObjectStore) -> None:
     begin(run)
     policies, _ = train(run, 4)
     for first in range(6):
@@ -195,7 +195,7 @@ def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
     assert list_orphans(run, now=store_clock(run) + 1e9) == []
 
 
-def test_in_use_callback_is_called_once_per_version(memory: MemoryStore) -> None:
+def test_first_use_of_a_version_is_reported_once(memory: MemoryStore) -> None:
     """Each call makes requests to the store, and the learner waits for them."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)
@@ -252,7 +252,7 @@ def test_weights_folder_has_local_files(run: ObjectStore, tmp_path: Path) -> Non
         policies.check_kept(version)
 
 
-def test_cache_of_fetched_weights_stays_small(memory: MemoryStore, tmp_path: Path) -> None:
+def test_cache_of_fetched_weights_keeps_few_versions(memory: MemoryStore, tmp_path: Path) -> None:
     begin(memory)
     policies, _ = train(memory, 8)
     for version in range(8):

@@ -68,7 +68,7 @@ def decided(state: RunState, entry: tuple[Role, int, Json]) -> RunState:
     return decide(state, state.n + 1, role, claim, BODY.validate_python(body))
 
 
-def test_rich_run_has_gaps_waits_and_pruned_versions(rich: Rich) -> None:
+def test_example_run_has_gaps_waits_and_pruned_versions(rich: Rich) -> None:
     compare(rich.model, rich.state)
     assert (rich.state.version, rich.state.holes, list(rich.state.waiting)) == (6, [7], [6, 8])
     assert rich.state.behind
@@ -78,7 +78,7 @@ def test_rich_run_has_gaps_waits_and_pruned_versions(rich: Rich) -> None:
         decided(rich.state, entry)
 
 
-def test_supervisor_may_prune(rich: Rich) -> None:
+def test_supervisor_may_append_a_prune_entry(rich: Rich) -> None:
     _, _, body = rich.entry("pruned")
     assert not rich.model.why_not("supervisor", rich.newest, body)
     assert decided(rich.state, ("supervisor", rich.newest, body)).releasable == []
@@ -264,7 +264,7 @@ def test_refused_entry_leaves_the_state_unchanged(rich: Rich, name: str) -> None
     assert rich.model.why_not(role, claim, body)
 
 
-def test_refusal_has_the_type_for_its_catcher(rich: Rich) -> None:
+def test_refused_entry_raises_the_error_type_of_its_cause(rich: Rich) -> None:
     """A deposed role must stop, a group that is too old is issued again, and any other refusal is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
     assert {name for name, kind in kinds.items() if kind is GroupTooOld} == {"a group that is too old"}
@@ -314,7 +314,7 @@ def created(config: dict[str, Any], sources: int = 1) -> RunState:
     return decide(RunState(), 0, "creator", 0, RunCreated("test", config, "", sources))
 
 
-def test_log_begins_with_a_creation_with_sources() -> None:
+def test_log_begins_with_the_runs_creation_and_its_sources() -> None:
     with pytest.raises(EntryRefused, match="the first entry of a log must create the run"):
         decided(RunState(), ("supervisor", 0, {"kind": "claimed"}))
     with pytest.raises(EntryRefused, match="a run needs at least one prompt source"):
@@ -393,7 +393,7 @@ def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool
             decided(state, entry)
 
 
-def test_group_from_before_version_0_is_refused() -> None:
+def test_group_that_started_before_version_0_is_refused() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store, 9)
     supervisor = Supervisor(store)

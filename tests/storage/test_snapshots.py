@@ -58,7 +58,7 @@ def test_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch: py
     assert [state.n for _, _, state in seen] == [3, 7]
 
 
-def test_settle_waits_for_all_pending_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publisher_waits_for_all_pending_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two snapshots is the slower one."""
     done: list[int] = []
     gate = threading.Event()
@@ -107,7 +107,7 @@ def test_full_disk_for_a_snapshot_does_not_stop_the_run(store: Counting, monkeyp
     assert Log(store).state == log.state
 
 
-def test_snapshot_of_another_fold_is_ignored(store: Counting) -> None:
+def test_snapshot_of_another_rules_version_is_ignored(store: Counting) -> None:
     claims(store, 6)
     (newest,) = store.list("log_snapshots")
     tree = open_sealed(store.get(newest))

@@ -60,7 +60,7 @@ def test_array_has_the_bytes_of_arrow() -> None:
     assert Bools.of([True, False]).data == b"\x01\x00"
 
 
-def test_numbers_are_rounded_to_the_type() -> None:
+def test_stored_numbers_are_rounded_to_their_type() -> None:
     assert Float32s.of([0.1]) == (0.1,)
     assert Float32s.of([0.1])[0] == float(np.float32(0.1)) != 0.1
     for wrong in ([2**31], ["a"], [1.5]):
@@ -68,7 +68,7 @@ def test_numbers_are_rounded_to_the_type() -> None:
             Int32s.of(wrong)  # type: ignore[arg-type]
 
 
-def test_int32s_same_repeats_a_number() -> None:
+def test_int32s_same_returns_one_number_repeated() -> None:
     assert Int32s.same(-1, 3) == (-1, -1, -1)
     assert Int32s.same(5, 0) == Int32s.same(5, -2) == Int32s() == ()
     assert repr(Int32s.same(7, 2)) == "Int32s.of([7, 7])"

@@ -157,7 +157,7 @@ def test_foreign_file_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
     st.integers(0, 4000),
     st.integers(0, 4000),
 )
-def test_any_damage_is_detected_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
+def test_random_damage_is_detected_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
     """Any bytes give a readable batch or `Corrupt`, and never another error."""
     data = bytearray(arrow_file(GOOD).to_pybytes())
     for place, value in flips:
@@ -327,7 +327,7 @@ def test_verify_compares_bytes_with_the_commit(run: ObjectStore) -> None:
             verify(file, other)
 
 
-def test_unseen_void_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
+def test_unseen_void_gives_no_dispatch_two_outcomes(run: ObjectStore) -> None:
     """The scheduler's own groups stay open and count; those of the voided batch are open again."""
     batches, writer = ready(run, async_ratio=2)
     _, learner = learning(run)
@@ -347,7 +347,7 @@ def test_unseen_void_gives_no_dispatch_two_fates(run: ObjectStore) -> None:
     assert (batches.log.state.holes, sorted(batches.log.state.waiting)) == ([], [0, 1, 2])
 
 
-def test_void_keeps_the_cursor(run: ObjectStore) -> None:
+def test_void_of_a_batch_keeps_the_prompt_cursor(run: ObjectStore) -> None:
     """With two sources, batch 1 of three is lost: its group and those in flight are open, but not the filtered ones."""
     batches, writer = ready(run, async_ratio=2, sources=2)
     groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # prompts of each batch

@@ -83,7 +83,7 @@ def committed(run: ObjectStore) -> tuple[TrajectoryStore, Writer, PolicyVersion]
     return batches, writer, version
 
 
-def test_process_out_of_descriptors_quarantines_nothing(tmp_path: Path) -> None:
+def test_process_out_of_descriptors_quarantines_no_batch(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     batches, writer, _ = committed(run)
     command = [sys.executable, "-c", OUT_OF_DESCRIPTORS, str(tmp_path), str(writer.claim)]
@@ -153,7 +153,7 @@ def test_missing_batch_file_is_quarantined(damage: str, tmp_path: Path) -> None:
     assert batches.log.state.voids == 1
 
 
-def test_full_disk_and_bad_source_give_different_errors(tmp_path: Path) -> None:
+def test_full_disk_and_unreadable_source_give_different_errors(tmp_path: Path) -> None:
     """`fetch` reads one file and writes another; the error depends on which one fails."""
     run = open_store(str(tmp_path / "run"))
     run.put("a", b"x" * 10)

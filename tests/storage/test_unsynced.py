@@ -231,7 +231,7 @@ def test_named_put_is_not_reported_as_unwritten(local: LocalStore, monkeypatch: 
     assert local.get("a/object") == b"new"
 
 
-def test_put_with_an_unsyncable_folder_changes_nothing(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_into_an_unsyncable_folder_leaves_no_object(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("object", b"old")
     failing_folder(monkeypatch, local.root)
     with pytest.raises(StoreFailed, match="nothing was committed"):

@@ -71,7 +71,7 @@ def test_scheduler_counts_tokens_and_trajectories(seen: Seen) -> None:
     assert seen.kept > 12 * 4
 
 
-def test_scheduler_keeps_nothing_of_ended_groups(seen: Seen) -> None:
+def test_scheduler_frees_the_memory_of_ended_groups(seen: Seen) -> None:
     assert seen._aborts == set()
     assert seen._left_behind <= set(seen._running.values())
     assert seen.running == len(seen._running)

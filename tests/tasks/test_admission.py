@@ -75,7 +75,7 @@ def test_alpha_of_one_allows_one_more_batch() -> None:
     assert rooms(limits={"async_ratio": 2.0, "max_batches_ahead": 1.0}).fresh == 3
 
 
-def test_fraction_of_alpha_starts_only_replacements() -> None:
+def test_fractional_alpha_starts_only_replacement_groups() -> None:
     half = {"async_ratio": 1.5, "on_stale": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"on_stale": "wait"}).fresh == 3

@@ -74,7 +74,7 @@ def test_batch_advantages_match_a_hand_calculation() -> None:
     assert found_by(baseline="batch", scale="batch") == pytest.approx(expected, abs=1e-12)
 
 
-def test_each_sign_has_its_weight() -> None:
+def test_each_sign_of_an_advantage_has_its_weight() -> None:
     found = found_by(scale="none", positive_weight=3.0, negative_weight=0.3)
     assert found == pytest.approx([2.0, -0.1, -0.1, 0, 0, 0], abs=1e-12)
 
@@ -236,7 +236,7 @@ def test_rows_without_tokens_do_not_count_in_the_baseline(baseline: str, scale: 
     assert found_R[tokens_R > 0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_longest_unpenalized_response_loses_nothing() -> None:
+def test_longest_unpenalized_response_gets_the_whole_reward() -> None:
     tokens_R = torch.tensor([44, 45, 46])
     assert penalize_overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
     assert penalize_overlong(tokens_R, 100, 0.55)[1] == 0.0
@@ -254,7 +254,7 @@ def test_single_token_has_weight_one() -> None:
         assert row_weights(torch.tensor([1, 0]), aggregation, longest=10)[0] == 1.0
 
 
-def test_response_joins_a_line_only_if_that_saves_work() -> None:
+def test_response_joins_a_packed_row_only_if_that_saves_work() -> None:
     """Behind a prompt of one token, long responses would waste attention on each other."""
     short, long = [trajectory([1] * 50, [2] * 3, i) for i in range(4)], [trajectory([1], [2] * 50, i) for i in range(4)]
     data = BatchRows.of(batch_of(short, long))

@@ -25,7 +25,7 @@ def preset(kind: str) -> PartsObjective:
 
 @pytest.mark.parametrize("staleness", STALENESS)
 @pytest.mark.parametrize("seed", range(3))
-def test_exact_weights_have_no_bias(staleness: float, seed: int) -> None:
+def test_exact_importance_weights_have_no_bias(staleness: float, seed: int) -> None:
     assert Bandit(staleness, seed).found(EXACT).bias < 1e-9
 
 

@@ -75,7 +75,7 @@ def test_random_parts_do_not_depend_on_the_model(folder: Path, part: Mapping[str
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_blank_model_is_tested_once_after_its_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_model_is_tested_once_after_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test asks if the model can share prompts and if its head can be run alone; it runs only once."""
     seen: list[bool] = []
 

@@ -76,7 +76,7 @@ def verdict(context: RunContext, override: str) -> tuple[RunConfig | None, str]:
 @pytest.mark.many
 @settings(max_examples=examples(600), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(KEYS), value=st.sampled_from(VALUES))
-def test_drawn_key_is_allowed_or_refused(run: RunContext, key: str, value: str) -> None:
+def test_random_key_change_is_accepted_or_refused(run: RunContext, key: str, value: str) -> None:
     override = f"{key.replace('prompts.', 'prompts.0.')}={value}"
     after, why = verdict(run, override)
     if after is None or why:
@@ -88,7 +88,7 @@ def test_drawn_key_is_allowed_or_refused(run: RunContext, key: str, value: str) 
 
 
 @pytest.mark.long
-def test_every_key_changes_or_is_refused(run: RunContext, tmp_path: Path) -> None:
+def test_every_key_takes_effect_or_is_refused(run: RunContext, tmp_path: Path) -> None:
     """Each allowed change is made on a copy of the run: it is recorded and read back, and the audit is clean."""
     changed, said = set[str](), dict[str, str]()
     copied = copy_of(run, tmp_path / "runs" / "small")

@@ -93,7 +93,7 @@ def test_lost_channel_is_refilled_from_the_store() -> None:
     run_virtual(main())
 
 
-def test_batch_of_a_lost_put_is_found_in_the_store() -> None:
+def test_batch_whose_channel_put_was_lost_is_read_from_the_store() -> None:
     """The scheduler died between its commit and its put, while the learner waited."""
 
     async def main() -> None:

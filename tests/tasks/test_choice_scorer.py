@@ -82,7 +82,7 @@ def test_chosen_letter_is_correct(response: str) -> None:
 
 
 @pytest.mark.parametrize("response", WRONG)
-def test_other_letter_is_wrong(response: str) -> None:
+def test_different_letter_is_wrong(response: str) -> None:
     found = choose(response, ROW)
     assert (found.value, found.outcome) == (0.0, Outcome.WRONG), found
 
@@ -94,7 +94,7 @@ def test_no_or_several_letters_are_unparsable(response: str) -> None:
 
 
 @pytest.mark.parametrize("response", ["B", "(B)", "B. some city", r"\boxed{B}", "The answer is B"])
-def test_letters_suffice_without_options(response: str) -> None:
+def test_choice_rows_without_options_need_only_a_letter(response: str) -> None:
     assert choose(response, BARE).value == 1.0
 
 

@@ -104,7 +104,7 @@ def test_slow_prompts_get_their_own_batch() -> None:
     assert len(pipeline.state.open) <= 1
 
 
-def test_long_round_takes_only_the_tail_and_no_extras() -> None:
+def test_long_round_issues_only_slow_prompts_and_no_extra_groups() -> None:
     limits = RolloutLimits(
         0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, redundant_groups=1, redundant_responses=1, tail_batching=True, **DROP
     )
@@ -143,7 +143,7 @@ def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
     return {(group.key.prompt, one.sample): one.tokens for group in groups for one in group.trajectories}
 
 
-def test_preempted_group_keeps_its_draws() -> None:
+def test_preempted_group_keeps_its_random_lengths() -> None:
     """With other draws a preempted group would usually get shorter responses, a bias of extra groups."""
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     plain, _ = ran(**common)
@@ -217,7 +217,7 @@ def limits_for(**choices: Any) -> RolloutLimits:
         ({"on_stale": "drop"}, "drop"),
     ],
 )
-def test_nothing_is_dropped_by_default(choices: dict[str, Any], bound: str) -> None:
+def test_no_group_is_dropped_by_default(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
     assert build_limits(config).on_stale == bound
 
@@ -280,7 +280,7 @@ def test_time_held_back_by_alpha_is_measured() -> None:
     assert free.scheduler.counts.held.seconds == 0.0
 
 
-def test_learners_wait_at_the_bound_is_measured() -> None:
+def test_learners_wait_at_the_staleness_bound_is_measured() -> None:
     """A full batch waits for a group that would be too old for the next batch."""
     common = {"versions": 30, "slots": 64, "train_seconds": 0.01, "sigma": 1.5}
     (waiting, seconds), (free, _) = (ran(**common, async_ratio=alpha) for alpha in (1.0, 100.0))

@@ -73,7 +73,7 @@ def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: floa
 
 
 @pytest.mark.long
-def test_cold_start_goes_back_to_the_target(tmp_path: Path) -> None:
+def test_cold_start_goes_back_if_it_passes_its_target(tmp_path: Path) -> None:
     """The only evaluation comes long after the target, so bisection starts from the first weights."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]
@@ -103,7 +103,7 @@ def test_target_out_of_reach_is_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
-def test_recipes_start_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
+def test_cold_starts_of_recipes_end_near_their_targets(tmp_path: Path, recipe: str, seed: int) -> None:
     config = load_recipe(Path(f"flows/recipes/{recipe}.toml"), [f"seed={seed}"])
     assert config.policy.cold_start is not None
     started = Started(tmp_path, config)

@@ -59,7 +59,7 @@ def test_steps_and_answer_are_correct() -> None:
             carried = totals[-1] // 10
 
 
-def test_held_out_sum_is_never_asked_in_any_order() -> None:
+def test_held_out_sum_is_not_trained_on_in_any_order() -> None:
     source = ColumnSumsSource(SMALL, 0, 60, HeldOut())
     held = [tuple(sorted(numbers(asked))) for asked in source.held_out(60)]
     assert len(set(held)) == 60
@@ -69,7 +69,7 @@ def test_held_out_sum_is_never_asked_in_any_order() -> None:
         assert any(terms != tuple(sorted(terms)) for terms in asked)
 
 
-def test_drawn_sums_stay_within_and_reach_their_bounds() -> None:
+def test_random_sums_stay_within_and_reach_their_bounds() -> None:
     source = ColumnSumsSource(ColumnSumsPrompts(min_terms=2, max_terms=4, min_digits=2, max_digits=3), 0, 0, HeldOut())
     drawn = [numbers(source.training(position)) for position in range(ASKED)]
     assert {len(terms) for terms in drawn} == {2, 3, 4}

@@ -116,7 +116,7 @@ def test_repeated_config_change_adds_no_entry(tmp_path: Path) -> None:
     assert (entry.body.version, entry.body.changes) == (3, (("versions", 2, 4),))
 
 
-def test_old_learner_publishes_nothing_under_a_new_config(tmp_path: Path) -> None:
+def test_old_learner_publishes_no_version_under_a_new_config(tmp_path: Path) -> None:
     """The old learner has already trained the next version; its successor trains it under the new config."""
     context = prepare_small(tmp_path, versions=4)
     feed = StoreFeed(context, until=2)
@@ -204,7 +204,7 @@ def test_run_that_is_older_than_a_key_is_changed(tmp_path: Path) -> None:
     assert (context.config.train.fused_adamw, context.config.train.objective) == (False, before.train.objective)
 
 
-def test_change_leaves_a_recorded_policy_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_change_does_not_alter_a_recorded_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older run has end tokens that a new run must not have, and keeps them after a change of its config."""
     make_policy(tmp_path / "policy")
     change_json(tmp_path / "policy" / "tokenizer_config.json", eos_token="<|pad|>")
@@ -220,7 +220,7 @@ def test_change_leaves_a_recorded_policy_as_it_is(tmp_path: Path, monkeypatch: p
         record_change(again(context), ["engine.kind=vllm", "engine.temperature=0.001"])
 
 
-def test_formed_keys_change_when_no_batch_waits(tmp_path: Path) -> None:
+def test_batch_keys_change_only_when_no_batch_waits(tmp_path: Path) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     record_change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])

@@ -71,15 +71,15 @@ def test_probe_covers_windows_and_scaled_positions(config: dict[str, Any], lengt
 
 
 @pytest.mark.parametrize("value", [0, -4, 0.5, 1e30, "8", True, [8]])
-def test_window_that_is_not_a_length_is_refused(value: object) -> None:
+def test_attention_window_that_is_not_a_length_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"sliding_window = .*; write a whole number above 0, or null"):
         check_window(LONG | {"text_config": {"sliding_window": value}})
 
 
 @pytest.mark.parametrize("more", [{}, {"sliding_window": None}, {"sliding_window": 4096}])
-def test_valid_window_is_accepted(more: dict[str, Any]) -> None:
+def test_valid_attention_window_is_accepted(more: dict[str, Any]) -> None:
     check_window(LONG | more)
 
 
-def test_unused_window_is_not_checked() -> None:
+def test_unused_attention_window_is_not_checked() -> None:
     check_window(LONG | {"sliding_window": 0, "use_sliding_window": False})

@@ -121,7 +121,7 @@ def test_critic_learns_the_rewards(folder: Path, model: str) -> None:
     assert last["value_loss"] < first["value_loss"] / 2
 
 
-def test_critic_starts_as_the_current_policy(folder: Path) -> None:
+def test_new_critic_starts_from_the_current_policy(folder: Path) -> None:
     """A cold start changes the policy's weights after the learner was built and before its first step."""
     made = learner(folder, objective=PPO, critic={"learning_rate": 1e-12})
     with torch.no_grad():

@@ -57,7 +57,7 @@ def made(start: LearnerStart, **keys: Any) -> TorchLearner:
         {"share_prompts": False, "lora": {"rank": 2}},
     ],
 )
-def test_deterministic_changes_no_bit_on_a_cpu(start: LearnerStart, keys: dict[str, Any]) -> None:
+def test_key_deterministic_changes_no_bit_on_a_cpu(start: LearnerStart, keys: dict[str, Any]) -> None:
     plain = saved(trained(made(start, **keys), 2))
     assert not torch.are_deterministic_algorithms_enabled()
     learner = trained(made(start, **keys, deterministic=True), 2)

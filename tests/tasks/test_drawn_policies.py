@@ -248,7 +248,7 @@ def try_folder(kind: str, folders: Mapping[str, Path], data: st.DataObject, faul
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("faults", [tensor_faults, config_faults, tokenizer_faults], ids=lambda one: one.__name__)
-def test_drawn_fault_is_refused_or_changes_nothing(
+def test_random_fault_is_refused_or_does_not_change_the_rows(
     kind: str, faults: Any, folders: Mapping[str, Path], tmp_path: Path
 ) -> None:
     @settings(max_examples=examples(120), **DRAWN)
@@ -301,7 +301,7 @@ def recipe_in(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_check_and_run_refuse_with_the_same_sentence(
+def test_check_and_run_refuse_a_recipe_with_equal_errors(
     fault: str, folders: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "policy"
@@ -313,7 +313,7 @@ def test_check_and_run_refuse_with_the_same_sentence(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("command", ["check", "run"])
-def test_processes_end_with_exit_code_2(command: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_actor_processes_end_with_exit_code_2(command: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
     for fault, change in FAULTS.items():
         folder = tmp_path / fault
         shutil.copytree(folders["llama"], folder)

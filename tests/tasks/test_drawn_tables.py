@@ -95,7 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
-def test_drawn_bad_value_is_refused_by_its_row(form: str, data: st.DataObject, place: Path) -> None:
+def test_random_bad_value_is_refused_with_its_row_number(form: str, data: st.DataObject, place: Path) -> None:
     """The rest of the column has the same type, so that a table of one type a column can be written."""
     count = data.draw(st.integers(1, 12))
     bad = data.draw(st.integers(0, count - 1))
@@ -120,7 +120,7 @@ def test_drawn_bad_value_is_refused_by_its_row(form: str, data: st.DataObject, p
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
-def test_drawn_damage_is_refused_or_read(form: str, data: st.DataObject, place: Path) -> None:
+def test_randomly_damaged_file_is_refused_or_read(form: str, data: st.DataObject, place: Path) -> None:
     """A cut or overwritten file never ends in another error than a sentence."""
     content = FORMATS[form]([{"problem": f"{n} + 1?", "solution": str(n + 1)} for n in range(8)])
     at = data.draw(st.integers(0, len(content) - 1))
@@ -193,7 +193,7 @@ def test_invalid_text_of_a_table_is_refused(tmp_path: Path) -> None:
     assert "row 1: column 'problem' has invalid values (In chunk 0: Invalid: Invalid UTF8" in sentence
 
 
-def test_check_and_run_refuse_a_table_alike(
+def test_check_and_run_refuse_a_table_with_equal_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))

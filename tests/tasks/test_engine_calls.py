@@ -263,7 +263,7 @@ def test_every_caller_gets_its_own_response(steps: list[Any], delays: list[float
 
 @DRAWN
 @given(*SCRIPTS)
-def test_death_ends_every_wait_and_keeps_received_tokens(steps: list[Any], delays: list[float]) -> None:
+def test_engine_death_ends_every_wait_and_keeps_received_tokens(steps: list[Any], delays: list[float]) -> None:
     async def main() -> None:
         caller = await acted(steps, delays)
         before = caller.called.engine.progress(dict.fromkeys("abc", 0))

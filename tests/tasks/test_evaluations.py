@@ -172,7 +172,7 @@ def test_every_evaluation_is_done_despite_engine_deaths(
     assert audit(pipeline.store).clean
 
 
-def test_single_engine_is_never_lent() -> None:
+def test_single_engine_is_never_lent_to_evaluation() -> None:
     async def main() -> None:
         engine = TimedEngine(SLOW)
         await engine.start()
@@ -361,7 +361,7 @@ def test_weights_are_kept_until_their_evaluation_is_stored() -> None:
         assert there == sorted({*kept, *([3] if 3 <= version < 8 else [])})
 
 
-def test_config_chooses_the_evaluation_engine() -> None:
+def test_config_decides_whether_evaluation_has_its_own_engine() -> None:
     vllm, timed = VllmEngineConfig(max_concurrent_requests=7), TimedEngineConfig()
     small = RunConfig(engine=vllm).evaluation_engine(on_cpu=True)
     assert isinstance(small, TransformersEngineConfig)

@@ -41,7 +41,7 @@ def run_all(sampler: FixedShapeSampler, requests: list[GenerationRequest]) -> di
     return {generation.id: generation for generation in ended}
 
 
-def test_gpu_shape_gives_each_request_its_bits(sampler: FixedShapeSampler) -> None:
+def test_gpu_batch_shape_gives_each_request_reproducible_bits(sampler: FixedShapeSampler) -> None:
     together = run_all(sampler, REQUESTS)
     assert {generation.ending for generation in together.values()} == {StopReason.LENGTH}
     for request in REQUESTS:

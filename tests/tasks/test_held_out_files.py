@@ -42,7 +42,7 @@ def source_of(folder: Path, **keys: Any) -> dict[str, Any]:
     return {"kind": "file", "path": path, "held_out_path": other, **keys}
 
 
-def test_held_out_file_is_asked_in_its_order(tmp_path: Path) -> None:
+def test_held_out_questions_of_a_file_keep_their_order(tmp_path: Path) -> None:
     """No question of the file is trained on, in whatever spelling, and not even those that are not evaluated."""
     prompts = prepare_small(tmp_path, versions=1, prompts=[source_of(tmp_path)]).prompts()
     assert [prompt.text for prompt in prompts.held_out()] == TESTED[:4]
@@ -61,7 +61,7 @@ def test_check_counts_rows_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_held_out_split_of_a_saved_data_set(tmp_path: Path) -> None:
+def test_held_out_split_of_a_saved_data_set_is_used(tmp_path: Path) -> None:
     source = {"kind": "file", "path": str(SAVED), "columns": NAMES, "held_out_split": "test"}
     prompts = prepare_small(tmp_path, versions=1, prompts=[source]).prompts()
     assert {prompts.prompt(index).text for index in range(100)} == {f"What is {n} + 1?" for n in range(5, 20)}
@@ -85,7 +85,7 @@ def test_run_keeps_its_held_out_file(tmp_path: Path) -> None:
     assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("altered", pin.held_out.kept)]
 
 
-def test_fault_names_the_held_out_file(tmp_path: Path) -> None:
+def test_error_names_the_faulty_held_out_file(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     Path(source["held_out_path"]).write_text('{"question": "1", "answer": "1"}\n{"question": "1", "answer": null}\n')
     with pytest.raises(ConfigError) as refused:

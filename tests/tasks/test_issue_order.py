@@ -116,7 +116,7 @@ FIVE = [(number, 1) for number in range(5)]
 SLOW = [(number, 1) for number in range(5)]
 
 
-def test_long_rounds_follow_while_the_tail_is_full() -> None:
+def test_long_rounds_follow_while_enough_slow_prompts_wait() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
     assert order.count_extra_groups(0) == 0
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
@@ -135,7 +135,7 @@ def test_no_round_begins_before_the_first_version() -> None:
     assert order_of(FIVE, SLOW, **TAIL, **EXTRA).count_extra_groups(-1) == 3
 
 
-def test_round_keeps_its_kind_once_begun() -> None:
+def test_round_of_tail_batching_keeps_its_kind() -> None:
     order = order_of(FIVE[:1], SLOW, **TAIL, **EXTRA)
     assert order.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
     left(order, 3)

@@ -177,7 +177,7 @@ def test_only_a_failure_with_another_cause_is_unjudged(error: Exception, outcome
     assert (score.value, score.outcome) == (0.0, outcome)
 
 
-def test_recorded_run_scores_unjudged_responses_as_before() -> None:
+def test_recorded_run_scores_unjudged_responses_by_its_old_rule() -> None:
     recorded = {"policy": {"path": "p"}, "prompts": [{"kind": "sorting"}], "reward": {"kind": "exact"}}
     assert parse_recorded(recorded).reward.judge_tries == 0
 

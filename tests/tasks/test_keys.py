@@ -93,7 +93,7 @@ def _letters() -> Iterable[None]:
 @pytest.mark.many
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.sampled_from(SOURCES), min_size=1, max_size=4), st.integers(0, 2**20), st.integers(1, 80))
-def test_no_key_is_both_held_out_and_trained_on(configs: list[PromptConfig], seed: int, held_out: int) -> None:
+def test_no_question_key_is_both_held_out_and_trained_on(configs: list[PromptConfig], seed: int, held_out: int) -> None:
     made = RunPrompts(configs, seed, held_out, encode, 10_000, read)
     share = -(-held_out // len(configs))
     held = [question for source in made.sources for question in source.held_out(share)]
@@ -107,7 +107,7 @@ def test_no_key_is_both_held_out_and_trained_on(configs: list[PromptConfig], see
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_two_files_share_what_they_hold_out(number: int) -> None:
+def test_no_file_trains_on_questions_held_out_by_another(number: int) -> None:
     """Each file holds out questions that the other one asks."""
     configs = [JsonlPrompts(path="0", held_out=0.3), JsonlPrompts(path="1", held_out=0.3)]
     made = RunPrompts(configs, 0, 40, encode, 200, read)

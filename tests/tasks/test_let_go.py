@@ -70,7 +70,7 @@ def pipeline(environment: Environment, **changes: object) -> Pipeline:
 
 @pytest.mark.parametrize("kind", [Thinking, Stubborn])
 @pytest.mark.parametrize("place", PLACES)
-def test_complete_group_waits_for_no_thinking_environment(place: Place, kind: type[Thinking]) -> None:
+def test_complete_group_does_not_wait_for_a_slow_environment(place: Place, kind: type[Thinking]) -> None:
     """The tokens of the interrupted episode are counted as surplus."""
     spread = 1.0 if place == PLACES[2] else 0.0  # else both end at once, and nobody thinks behind its last turn
     run = pipeline(environment := kind(place), sigma=spread)

@@ -16,7 +16,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 
 
-def test_limits_have_every_choice_of_the_config() -> None:
+def test_limits_table_has_every_choice_of_the_config() -> None:
     """All values differ, so that none can be mistaken for another."""
     rollout = RolloutConfig(
         max_inflight_groups=11,
@@ -88,7 +88,7 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
         ({"async_ratio": 0.75, "on_stale": "drop"}, 0.75),
     ],
 )
-def test_lead_is_limited_by_alpha_and_max_batches_ahead(choices: dict[str, Any], lead: float) -> None:
+def test_batches_ahead_are_limited_by_alpha_and_their_own_key(choices: dict[str, Any], lead: float) -> None:
     assert replace(LIMITS, **choices).lead == lead
 
 
@@ -101,7 +101,7 @@ def test_lead_is_limited_by_alpha_and_max_batches_ahead(choices: dict[str, Any],
         ({"tail_batching": True, "max_preemptions": 5}, 5),
     ],
 )
-def test_awaited_after_has_its_defaults(choices: dict[str, Any], times: int) -> None:
+def test_key_awaited_after_has_its_documented_default(choices: dict[str, Any], times: int) -> None:
     assert replace(LIMITS, **choices).awaited_after == times
 
 

@@ -18,7 +18,7 @@ def loads(lengths: list[int], dealt: list[list[int]]) -> list[int]:
 
 
 @given(lengths=st.lists(st.integers(0, 4000), max_size=60), ranks=RANKS)
-def test_pieces_are_dealt_once_and_evenly(lengths: list[int], ranks: int) -> None:
+def test_pieces_are_assigned_once_and_evenly(lengths: list[int], ranks: int) -> None:
     dealt = deal_pieces(lengths, ranks)
     assert len(dealt) == ranks
     assert sorted(piece for own in dealt for piece in own) == list(range(len(lengths)))
@@ -28,7 +28,7 @@ def test_pieces_are_dealt_once_and_evenly(lengths: list[int], ranks: int) -> Non
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=7), ranks=st.integers(1, 3))
-def test_fullest_rank_is_within_a_third_of_the_optimum(lengths: list[int], ranks: int) -> None:
+def test_rank_with_most_work_is_within_a_third_of_the_optimum(lengths: list[int], ranks: int) -> None:
     def fullest(where: tuple[int, ...]) -> int:
         return max(sum(n for n, rank in zip(lengths, where, strict=True) if rank == one) for one in range(ranks))
 
@@ -36,7 +36,7 @@ def test_fullest_rank_is_within_a_third_of_the_optimum(lengths: list[int], ranks
     assert max(loads(lengths, deal_pieces(lengths, ranks))) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
 
 
-def test_pieces_are_dealt_as_in_a_hand_calculation() -> None:
+def test_assignment_of_pieces_matches_a_hand_calculation() -> None:
     """7 goes first, then 5, then 4 to the rank that has 5; among equal ranks, the first gets the next piece."""
     assert deal_pieces([4, 5, 7], 2) == [[2], [0, 1]]
     assert deal_pieces([3, 3, 3], 2) == [[0, 2], [1]]

@@ -49,7 +49,7 @@ def share_moved(made: TorchLearner) -> float:
     return float((all_of(made.policy.trained.parameters) != before).float().mean())
 
 
-def test_masters_move_as_many_weights_as_float32(folder: Path) -> None:
+def test_masters_change_as_many_weights_as_a_float32_policy(folder: Path) -> None:
     found = {kind: share_moved(begun(folder, kind)) for kind in ("float32", "masters", "policy")}
     assert found["float32"] > 0.99
     assert found["masters"] > 0.99 * found["float32"]

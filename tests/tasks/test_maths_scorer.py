@@ -241,7 +241,7 @@ def score(gold: str, response: str, **keys: Any) -> Score:
     return maths(response, {"answer": gold}, **keys)
 
 
-def test_there_are_enough_pairs() -> None:
+def test_maths_data_has_at_least_150_answer_pairs() -> None:
     assert len(RIGHT) + len(WRONG) + len(UNPARSABLE) >= 150
 
 
@@ -253,7 +253,7 @@ def test_equal_answer_is_correct(gold: str, response: str) -> None:
 
 
 @pytest.mark.parametrize(("gold", "response"), WRONG)
-def test_other_answer_is_wrong(gold: str, response: str) -> None:
+def test_different_answer_is_wrong(gold: str, response: str) -> None:
     found = score(gold, response)
     assert (found.value, found.outcome) == (0.0, Outcome.WRONG), found.reason
     assert "differs from" in found.reason
@@ -265,7 +265,7 @@ def test_missing_or_huge_answer_is_unparsable(gold: str, response: str) -> None:
     assert (found.value, found.outcome) == (0.0, Outcome.UNPARSABLE), found.reason
 
 
-def test_only_a_marked_answer_counts_if_asked() -> None:
+def test_only_a_marked_answer_counts_if_marks_are_required() -> None:
     assert score("42", "The answer is 42.", marked=True).outcome is Outcome.UNPARSABLE
     assert score("42", r"The answer is \boxed{42}.", marked=True).outcome is Outcome.CORRECT
 
@@ -275,7 +275,7 @@ def test_decimals_decide_when_numbers_are_equal() -> None:
     assert score("1/3", "0.33", decimals=3).value == 0.0
 
 
-def test_config_keys_reach_the_verifier() -> None:
+def test_verifier_gets_the_keys_of_the_config() -> None:
     verify = build_verifier(MathsReward(marked=True, decimals=2))
     assert verify(r"\boxed{0.33}", {"answer": "1/3"}).value == 1.0
     assert verify("0.33", {"answer": "1/3"}).value == 0.0

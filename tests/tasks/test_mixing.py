@@ -57,7 +57,7 @@ def test_single_source_is_issued_in_order(share: float, filtered: int) -> None:
     assert drawn(mixture, 20) == list(range(20))
 
 
-def test_shares_of_three_to_one_match_a_hand_example() -> None:
+def test_mixture_of_three_to_one_matches_a_hand_example() -> None:
     mixture = Mixture((3, 1))
     assert drawn(mixture, 8) == [0, 2, 1, 4, 6, 8, 3, 10]  # a a b a: source 0 has the even indices, source 1 the odd
     mixture.note_filtered(2)
@@ -93,7 +93,7 @@ def test_every_prefix_has_the_shares_to_within_one(shares: list[float], count: i
             assert abs(filled[source] - number * share / total) < 1
 
 
-def test_tiny_share_costs_nothing_until_its_turn() -> None:
+def test_source_with_a_tiny_share_is_not_drawn_early() -> None:
     made = drawn(Mixture((1e9, 1.0)), 100)
     assert made == list(range(0, 200, 2))
 

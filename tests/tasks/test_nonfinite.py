@@ -61,7 +61,7 @@ def test_nonfinite_batch_changes_no_weight(column: str, name: str, value: float,
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_nonfinite_log_prob_changes_nothing_for_any_preset(kind: str) -> None:
+def test_nonfinite_log_prob_changes_no_weight_under_any_preset(kind: str) -> None:
     made = learner_of(model_of("llama"), objective={"kind": kind})
     assert_nothing_changes(made, with_last(two_groups(), "logprobs", -math.inf), "a log-prob of batch 5 is -inf")
 
@@ -96,7 +96,7 @@ def test_nonfinite_loss_or_gradient_is_not_applied(loss: Callable[[Tensor], Tens
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt2", "opt"])
-def test_every_weight_is_checked(name: str, value: float) -> None:
+def test_nonfinite_value_in_any_weight_is_found(name: str, value: float) -> None:
     """Separate heads, tied heads and biases: one element of each tensor in turn."""
     made = learner_of(model_of(name))
     assert made.first_nonfinite() is None

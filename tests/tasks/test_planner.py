@@ -59,7 +59,7 @@ def test_best_split_matches_a_hand_example() -> None:
     assert one.bias == pytest.approx(0.0, abs=1e-9)
 
 
-def test_free_turns_make_synchronous_mode_recommended() -> None:
+def test_synchronous_mode_is_recommended_if_switching_is_free() -> None:
     """All six GPUs generate for 20 s, then train for 10 s: no GPU waits, so alpha = 0 is enough."""
     planned = plan(recipe(), hardware(learner={"colocated": True}), 6, budget=SMALL)
     assert planned.recommended is planned.sync

@@ -352,7 +352,7 @@ def test_system_message_without_chat_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_clock_of_a_template_shows_the_runs_start(tmp_path: Path) -> None:
+def test_chat_template_gets_the_time_of_the_runs_start(tmp_path: Path) -> None:
     clock = "It is {{ strftime_now('%Y-%m-%d %H:%M:%S') }}.\n"
     folder = make_folder(tmp_path / "policy", tokenizer={"template": clock + CHAT})
     context = prepare(recipe_of(folder, chat=True), "clock")

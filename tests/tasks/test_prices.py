@@ -43,7 +43,7 @@ def test_divided_gpus_cost_what_their_machines_cost() -> None:
     assert cost.storage_month is None
 
 
-def test_gpus_in_turns_are_paid_once() -> None:
+def test_gpus_shared_by_both_stages_are_paid_once() -> None:
     """8 GPUs on one machine, 36 an hour with the rest; 50% of them roll out and 20% train, so 30% of 32 is idle."""
     cost = cost_of(outcome(TURNS, 360.0, 0.5, 0.8), PRICES, CONFIG, Hardware())
     assert (cost.rollout_machines, cost.train_machines, cost.hour) == (0, 1, 36.0)

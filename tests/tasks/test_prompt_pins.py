@@ -184,7 +184,7 @@ def test_damaged_copy_is_detected(tmp_path: Path) -> None:
     assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("missing", path)]
 
 
-def test_first_entry_pins_the_policy(tmp_path: Path) -> None:
+def test_first_entry_records_the_hashes_of_the_policy(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     kept = {path: hashlib.sha256(context.store.get(path)).hexdigest() for path in context.store.list("policy")}
     assert "policy/config.json" in kept
@@ -282,7 +282,7 @@ def test_repeated_questions_are_held_out_once(tmp_path: Path) -> None:
     assert not set(held) & {prompts.prompt(index).text for index in range(200)}
 
 
-def test_dropped_lines_are_pinned(tmp_path: Path) -> None:
+def test_lines_of_dropped_prompts_are_recorded(tmp_path: Path) -> None:
     """The remaining lines are copied whatever their size, so no process has to find the long lines again."""
     long = b'{"question": "' + b"x" * 500 + b'", "answer": 1}\n'
     (file := tmp_path / "mine.jsonl").write_bytes(long + content(30) + long)

@@ -60,7 +60,7 @@ def lines(tmp_path: Path, count: int = 20) -> JsonlPrompts:
     return JsonlPrompts(path=str(path), held_out=0.25)
 
 
-def test_file_is_visited_line_by_line_in_each_pass(tmp_path: Path) -> None:
+def test_prompts_of_a_file_are_issued_line_by_line_in_each_pass(tmp_path: Path) -> None:
     made = order(lines(tmp_path))
     held = {p.text for p in made.held_out()}
     first = [made.prompt(i).text for i in range(15)]

@@ -109,7 +109,7 @@ EVENT = st.tuples(st.floats(0, 12), st.integers(0, 2), st.sampled_from(["kill", 
 @example([(1.0, 0, "kill"), (1.0, 1, "kill"), (1.0, 2, "kill"), (2.0, 0, "update"), (3.0, 1, "join")], "continue")
 @example([(1.0, 0, "join"), (1.0, 1, "join"), (1.0, 2, "join"), (1.5, 0, "update")], "continue")
 @example([(1.0, 0, "join"), (1.0, 0, "update"), (1.02, 0, "kill")], "restart")
-def test_every_request_ends_once_and_keeps_its_tokens(
+def test_every_engine_request_ends_once_with_all_its_tokens(
     events: list[tuple[float, int, str]], in_flight: InFlight
 ) -> None:
     world = World(in_flight)
@@ -246,7 +246,7 @@ EVENTS = st.tuples(
     st.sampled_from(["least-work", "prefix"]),
     st.sampled_from(["continue", "restart"]),
 )
-def test_every_request_to_the_proxy_ends(
+def test_every_proxy_request_ends_despite_failures(
     events: list[tuple[float, str, int, int]], routing: Routing, in_flight: InFlight
 ) -> None:
     run_virtual(Crowd(routing, in_flight).run([(0.0, "ask", 1, 3), (0.0, "ask", 0, 2), *events]))

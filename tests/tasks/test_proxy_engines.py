@@ -219,7 +219,7 @@ def test_replaced_borrowed_engine_does_not_return() -> None:
     virtual(main)
 
 
-def test_death_while_borrowed_is_raised_after_replacement() -> None:
+def test_death_of_a_borrowed_engine_is_raised_after_replacement() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Noting(), Noting()], 2)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")

@@ -169,7 +169,7 @@ def test_tokens_move_only_under_the_same_version(newer: bool) -> None:
     virtual(main)
 
 
-def test_pace_counts_only_the_engines_own_tokens() -> None:
+def test_engine_speed_counts_only_its_own_tokens() -> None:
     async def main() -> None:
         first, second = Noting(), Noting()
         proxy = InferenceProxy([first], 4)
@@ -192,7 +192,7 @@ class Refusing(Noting):
         raise EngineFailed("refused")
 
 
-def test_death_before_a_handover_loses_no_tokens() -> None:
+def test_engine_death_before_a_handover_loses_no_tokens() -> None:
     async def main() -> None:
         first, last = Noting(), Noting()
         proxy = InferenceProxy([first], 4, replacement_seconds=100.0)

@@ -40,7 +40,7 @@ def settle_of(ranks: Ranks, settle: Any) -> Any:
     return partial(wait_published, ranks, settle) if ranks.rank == 0 else partial(follow_first_rank, ranks)
 
 
-def test_no_rank_changes_anything_before_the_first_settles(folder: Path) -> None:
+def test_no_rank_changes_tensors_before_the_commit(folder: Path) -> None:
     stored = Event()
 
     def work(ranks: Ranks) -> tuple[bool, bool]:
@@ -53,7 +53,7 @@ def test_no_rank_changes_anything_before_the_first_settles(folder: Path) -> None
     assert on_ranks(3, work) == [(True, True)] * 3
 
 
-def test_failed_settle_ends_the_step_on_all_ranks(folder: Path) -> None:
+def test_failed_version_write_ends_the_step_on_all_ranks(folder: Path) -> None:
     error = StoreFailed("the store is full")
 
     def full() -> None:

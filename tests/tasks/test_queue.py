@@ -133,7 +133,7 @@ def test_withdrawn_ticket_gets_no_error() -> None:
     virtual(main)
 
 
-def test_wait_counts_from_the_request() -> None:
+def test_response_wait_counts_from_the_request() -> None:
     """The engines died while there was no request."""
 
     async def main() -> None:
@@ -170,7 +170,7 @@ def test_joining_engine_ends_the_wait() -> None:
     virtual(main)
 
 
-def test_wait_restarts_when_the_last_engine_dies_again() -> None:
+def test_wait_for_an_engine_restarts_when_the_last_one_dies() -> None:
     async def main() -> None:
         queue, clock = queue_of(), asyncio.get_running_loop().time
         began = clock()
@@ -205,7 +205,7 @@ def test_removed_engine_is_no_reason_for_failure() -> None:
 # --- the choice of an engine ----------------------------------------------------------------------------------
 
 
-def test_unmeasured_engines_share_evenly() -> None:
+def test_unmeasured_engines_get_equally_many_requests() -> None:
     async def main() -> None:
         first, second = lane(4), lane(4)
         await taken(queue_of(first, second), 4)
@@ -214,7 +214,7 @@ def test_unmeasured_engines_share_evenly() -> None:
     virtual(main)
 
 
-def test_triple_pace_gets_triple_requests() -> None:
+def test_engine_of_triple_speed_gets_triple_requests() -> None:
     """One more request costs 1 x 3 s on the slow engine, and 1 x 1, 2 x 1, 3 x 1 s on the fast one. In a tie the engine
     that was offered first gets it."""
 
@@ -231,7 +231,7 @@ def test_triple_pace_gets_triple_requests() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_request_goes_to_the_engine_done_first(count: int) -> None:
+def test_request_goes_to_the_engine_that_would_end_it_first(count: int) -> None:
     """The choice holds however often other engines are offered meanwhile. In a tie any of them may be chosen."""
     draw = random.Random(count)
 
@@ -257,7 +257,7 @@ def test_request_goes_to_the_engine_done_first(count: int) -> None:
     virtual(main)
 
 
-def test_unmeasured_engine_has_the_first_measured_pace() -> None:
+def test_unmeasured_engine_has_the_first_measured_speed() -> None:
     async def main() -> None:
         measured, quicker, fresh = lane(9), lane(1), lane(9)
         queue = queue_of(measured, quicker, fresh)
@@ -286,7 +286,7 @@ def test_load_of_an_unmeasured_engine_counts() -> None:
     virtual(main)
 
 
-def test_pace_is_a_moving_average() -> None:
+def test_engine_speed_is_a_moving_average() -> None:
     one = lane(1)
     one.observe(10, 2.0)
     assert (one.tokens, one.seconds) == (10, 2.0)
@@ -296,7 +296,7 @@ def test_pace_is_a_moving_average() -> None:
     assert (one.tokens, one.seconds) == pytest.approx((9.9, 1.71))
 
 
-def test_response_without_tokens_sets_no_pace() -> None:
+def test_response_without_tokens_does_not_change_engine_speed() -> None:
     empty, full = lane(1), lane(1)
     queue = queue_of(empty, full)
     queue.observe(empty, 0, 5.0)
@@ -333,7 +333,7 @@ def test_prompt_keeps_its_engine_with_a_free_slot() -> None:
     virtual(main)
 
 
-def test_prompt_keeps_its_home_until_its_last_request_ends() -> None:
+def test_prompt_keeps_its_engine_until_its_last_request_ends() -> None:
     async def main() -> None:
         first, second = lane(4), lane(4)
         queue = queue_of(first, second, routing="prefix")
@@ -348,7 +348,7 @@ def test_prompt_keeps_its_home_until_its_last_request_ends() -> None:
     virtual(main)
 
 
-def test_overflow_requests_do_not_move_the_home() -> None:
+def test_requests_beyond_a_full_engine_keep_the_prompts_engine() -> None:
     async def main() -> None:
         first, second = lane(1), lane(3)
         queue = queue_of(first, second, routing="prefix")

@@ -20,7 +20,7 @@ def test_rank_sees_its_own_gpu(given: str | None, rank: int, seen: str, monkeypa
     assert os.environ[VISIBLE] == seen
 
 
-def test_without_gpus_the_environment_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_unchanged_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv(VISIBLE, raising=False)
     check_gpus(2)

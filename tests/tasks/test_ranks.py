@@ -76,7 +76,7 @@ def alone(folder: Path, name: str) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_number_of_ranks_trains_as_one(folder: Path, name: str, count: int) -> None:
+def test_ranks_of_any_number_train_as_one_rank(folder: Path, name: str, count: int) -> None:
     """Metrics of ten steps and the weights are near those of one rank; all ranks agree to the bit."""
     expected, weights = alone(folder, name)
     first, *others = trained(folder, CONFIGS[name], count, batch)

@@ -70,7 +70,7 @@ def test_bfloat16_may_differ_by_half_the_change() -> None:
     assert not apart(of(1.0), of(1.0 + 2**-6), of(1.0)).near
 
 
-def test_unchanged_weight_may_differ_by_its_rounding() -> None:
+def test_replay_accepts_rounding_of_an_unchanged_weight() -> None:
     one = {"a": torch.ones(1)}
     assert apart({"a": torch.tensor([1.0 + 2**-23])}, one, one).near
     assert not apart({"a": torch.tensor([1.0 + 2**-21])}, one, one).near
@@ -103,7 +103,7 @@ def test_replay_accepts_only_equal_integers() -> None:
         DeepSpeedTrain(ranks=3, zero=3, options={"zero_optimization": {"reduce_bucket_size": 7}}),
     ],
 )
-def test_with_ranks_changes_only_ranks(train: Any) -> None:
+def test_replay_config_with_ranks_changes_only_ranks(train: Any) -> None:
     three, one = with_ranks(train, 3), with_ranks(train, 1)
     assert three == train.model_copy(update={"ranks": 3, "multi_node": False})
     assert (one.kind, one.ranks, getattr(one, "sharded", None)) == ("torch", 1, False)

@@ -158,7 +158,7 @@ def test_unrestorable_version_is_named(small: Prepare) -> None:
 
 
 @WITH_AND_WITHOUT_ROLES
-def test_differing_replay_uses_the_published_weights(small: Prepare) -> None:
+def test_differing_replay_continues_from_the_published_weights(small: Prepare) -> None:
     """Version 3 was published with other weights than its batch gives, as if by another kind of machine."""
     context = small(state_every=2)
     train_small(context, 2)
@@ -243,7 +243,7 @@ def test_damaged_batch_is_voided_and_formed_again(small: Prepare) -> None:
     assert report.clean, report.violations
 
 
-def test_deposed_learner_stops_at_a_timed_out_lease(small: Prepare) -> None:
+def test_deposed_learner_stops_when_its_lease_times_out(small: Prepare) -> None:
     """The second learner trains on the batch that the first one waits for."""
     context, waited = small(), []
     train_small(context, 2)

@@ -99,7 +99,7 @@ def check(pipeline: Pipeline) -> None:
     in_flight=st.sampled_from(["continue", "restart"]),
     seed=st.integers(0, 1000),
 )
-def test_drawn_schedule_audits_clean(
+def test_random_schedule_audits_clean(
     alpha: float,
     groups: int,
     group_size: int,
@@ -387,7 +387,7 @@ def test_run_without_engines_fails_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(("attempts", "fails"), [(3, False), (2, True)])
-def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool) -> None:
+def test_group_of_a_failed_request_is_kept_and_resent(attempts: int, fails: bool) -> None:
     """For 2.5 s there is no engine and each request waits for one second, so it fails twice."""
 
     class Noting(TimedEngine):

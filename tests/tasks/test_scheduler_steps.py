@@ -150,7 +150,7 @@ def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int
     scheduler._add_scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
 
 
-def test_kept_group_ends_a_row_of_filtered_ones() -> None:
+def test_group_with_signal_resets_the_count_of_filtered_groups() -> None:
     async def main() -> None:
         limits = replace(LIMITS, filter=FilterConfig(min_mean=0.0, max_consecutive=3))
         scheduler = await scheduler_of(limits)
@@ -223,7 +223,7 @@ def test_scheduler_ends_after_its_last_batch() -> None:
 
 
 @pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
-def test_admission_reads_the_schedulers_state(slots: int | None, most: float) -> None:
+def test_simulator_admits_groups_by_the_schedulers_state(slots: int | None, most: float) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
         rollouts = [started(scheduler, 1) for _ in range(3)]
@@ -238,7 +238,7 @@ def test_admission_reads_the_schedulers_state(slots: int | None, most: float) ->
     inside(main)
 
 
-def test_ended_response_makes_room() -> None:
+def test_ended_response_frees_its_place_for_a_waiting_request() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=3))
         started(scheduler)
@@ -271,7 +271,7 @@ def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: 
 
 
 @pytest.mark.parametrize(("published", "formed"), [(0, False), (1, True), (2, True)])
-def test_early_batch_preempts_no_group(published: int, formed: bool) -> None:
+def test_early_batch_interrupts_no_running_group(published: int, formed: bool) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, on_stale="drop"), ResumePoint(number=1))
         scheduler.note_published(published)

@@ -122,14 +122,14 @@ STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3
 @given(cases(**CHOICES, **TIMES))
 @example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
 @example(Case(redundant_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
-def test_drawn_schedule_audits_clean(case: Case) -> None:
+def test_random_schedule_audits_clean(case: Case) -> None:
     ran(case)
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2500))
 @given(cases(**CHOICES, **TIMES, **TROUBLE))
-def test_drawn_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
+def test_random_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
     ran(case)
 
 
@@ -139,14 +139,14 @@ def test_drawn_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
 @example(
     Case(async_ratio=2.0, max_batches_ahead=0.0, redundant_groups=2, slots=5, stops=(Stop(2.0, 1),))
 )  # 0 is lost, 1 is not
-def test_drawn_schedule_with_restarts_audits_clean(case: Case) -> None:
+def test_random_schedule_with_restarts_audits_clean(case: Case) -> None:
     ran(case)
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **TROUBLE, **STOPS))
-def test_drawn_schedule_with_all_faults_audits_clean(case: Case) -> None:
+def test_random_schedule_with_all_faults_audits_clean(case: Case) -> None:
     ran(case)
 
 
@@ -182,7 +182,7 @@ def test_random_runs_cover_every_user_choice() -> None:
 
 
 @pytest.mark.parametrize("seconds", [4.0, 400.0])
-def test_fraction_ahead_starts_once_during_a_slow_step(seconds: float) -> None:
+def test_fractional_batch_ahead_waits_for_the_next_version(seconds: float) -> None:
     """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.issued == [16]
@@ -190,13 +190,13 @@ def test_fraction_ahead_starts_once_during_a_slow_step(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_very_large_alpha_costs_no_time(on_stale: Literal["wait", "drop"]) -> None:
+def test_very_large_alpha_does_not_slow_the_scheduler(on_stale: Literal["wait", "drop"]) -> None:
     case = Case(async_ratio=20.0, groups=3, group_size=2, slots=4, on_stale=on_stale, batches=8)
     assert said(ran(replace(case, async_ratio=1e9))) == said(ran(case))  # or it is not over today
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
-def test_fraction_of_alpha_starts_no_unusable_group(alpha: float) -> None:
+def test_fractional_alpha_starts_no_unusable_group(alpha: float) -> None:
     ledger = ran(Case(async_ratio=alpha, on_stale="wait", groups=4, slots=4, batches=8))
     assert not ledger.discards
     assert ledger.issued[0] <= 4 * 8 + 4 * int(alpha)

@@ -10,7 +10,7 @@ import pytest
 from rollflow.tasks.learners.checkpoint.sharded_files import GatheredFiles
 
 
-def test_one_file_is_gathered_at_a_time() -> None:
+def test_sharded_tensors_are_gathered_one_file_at_a_time() -> None:
     made: list[str] = []
     together = Barrier(2)
 

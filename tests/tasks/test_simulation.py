@@ -85,7 +85,7 @@ def test_synchronous_step_is_the_sum_of_its_parts() -> None:
     assert figures.tokens_per_second == pytest.approx(6 * 50 / step, rel=1e-5)
 
 
-def test_asynchronous_step_is_the_longer_of_its_parts() -> None:
+def test_asynchronous_step_takes_as_long_as_its_longer_part() -> None:
     """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s in parallel."""
     for seconds, step in ((12.0, 30.0), (40.0, 40.0)):
         one = hardware(
@@ -453,7 +453,7 @@ def test_update_delays_the_engine_by_recomputed_tokens() -> None:
     run_virtual(main())
 
 
-def test_grain_shortens_arrays_but_not_time() -> None:
+def test_coarse_grain_shortens_arrays_and_not_simulated_time() -> None:
     async def took(grain: int) -> tuple[float, int]:
         engine = TimedEngine(
             TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, tokens_per_tick=grain)

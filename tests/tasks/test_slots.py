@@ -239,7 +239,7 @@ async def waiting(queue: SlotQueue, ticket: Ticket) -> asyncio.Task[EngineSlots 
 
 
 @pytest.mark.parametrize("how", ["cancelled", "withdrawn"])
-def test_leaving_wide_ticket_frees_those_behind_it(how: str) -> None:
+def test_withdrawn_large_request_lets_smaller_ones_start(how: str) -> None:
     async def main() -> None:
         queue, lane = WholeGroupQueue(SLOTS, PATIENCE), EngineSlots(TimedEngine(TIMED), SLOTS)
         lane.serves.set()

@@ -28,14 +28,14 @@ def another(status: ActorStatus, name: str) -> Any:
 
 
 @OF_EACH
-def test_every_field_is_progress_or_ticking(status: ActorStatus) -> None:
+def test_every_status_field_is_either_progress_or_a_clock(status: ActorStatus) -> None:
     names = {one.name for one in fields(status)}
     assert status.progress.keys() | status.TICKING == names, "a field is neither progress nor in TICKING"
     assert not status.progress.keys() & status.TICKING
 
 
 @OF_EACH
-def test_only_fields_that_do_not_tick_show_progress(status: ActorStatus) -> None:
+def test_only_status_fields_that_are_no_clock_show_progress(status: ActorStatus) -> None:
     for one in fields(status):
         moved = replace(status, **{one.name: another(status, one.name)})
         assert moved != status, one.name

@@ -39,7 +39,7 @@ def test_ratio_of_an_unfinished_seed_is_a_bound() -> None:
     assert ratios(ran("alpha-0", 0, 0.6)) == {}
 
 
-def test_bounds_have_no_median() -> None:
+def test_ratios_with_bounds_have_no_median() -> None:
     """A measured ratio and a bound of a ratio have no median."""
     runs = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.6), ran("alpha-0", 0, 0.2, 0.3), ran("alpha-0", 1, 0.2, 0.6)]
     assert [case for case, _ in ratios(*runs)] == ["alpha-0, seed 0", "alpha-0, seed 1"]

@@ -94,7 +94,7 @@ def test_token_advantages_equal_the_papers_sum(
 
 @given(value=NUMBER, old=NUMBER, target=NUMBER, clip=st.floats(1e-3, 8))
 @settings(max_examples=60, deadline=None)
-def test_value_clip_equals_its_cases(value: float, old: float, target: float, clip: float) -> None:
+def test_value_clip_matches_its_hand_calculated_cases(value: float, old: float, target: float, clip: float) -> None:
     """Within the clip it is the plain square, and never less; outside the clip and beyond the target it is constant."""
     given = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     wide = [torch.tensor(x, dtype=torch.float64) for x in (old, target)]

@@ -171,7 +171,7 @@ def test_verifier_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
-def test_run_uses_each_of_its_parts(tmp_path: Path) -> None:
+def test_run_uses_each_of_its_user_defined_parts(tmp_path: Path) -> None:
     context = prepare(parse_config(small(tmp_path)), "letters")
     actor = LearnerActor(context, channel=RolledFeed(context))
     assert actor.run() == VERSIONS

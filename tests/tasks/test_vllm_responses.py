@@ -411,7 +411,7 @@ def test_every_caller_gets_its_own_tokens(folder: Path, steps: list[Any]) -> Non
 
 @settings(deadline=None)
 @given(st.lists(STEPS, max_size=30), st.booleans())
-def test_death_of_the_core_fails_callers_and_keeps_tokens(folder: Path, steps: list[Any], foreign: bool) -> None:
+def test_death_of_vllms_core_fails_callers_and_keeps_tokens(folder: Path, steps: list[Any], foreign: bool) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def main() -> None:

@@ -150,7 +150,9 @@ class EnvironmentContract:
         assert "generate" in episode.asked, "an episode must have at least one generation"
 
     @pytest.mark.parametrize("turns", range(3))
-    def test_ended_episode_is_left_at_once(self, environment: Environment, ports: EnvironmentPorts, turns: int) -> None:
+    def test_ended_episode_is_closed_at_once(
+        self, environment: Environment, ports: EnvironmentPorts, turns: int
+    ) -> None:
         episode = self.begin(ports, turns=turns)
         [score] = self.play(environment, episode)
         if episode.asked.count("generate") > turns:
@@ -160,7 +162,7 @@ class EnvironmentContract:
             assert score is None, "an episode that is not wanted any more must end with None"
 
     @pytest.mark.parametrize("longest", range(1, 12))
-    def test_environment_plays_with_any_room(
+    def test_environment_works_with_any_remaining_context(
         self, environment: Environment, ports: EnvironmentPorts, longest: int
     ) -> None:
         episode = self.begin(ports, longest=longest)
@@ -183,7 +185,7 @@ class EnvironmentContract:
             "an episode must be the same alone and beside others, so keep no state in `self`"
         )
 
-    def test_environment_never_blocks(self, environment: Environment, ports: EnvironmentPorts) -> None:
+    def test_environment_never_blocks_the_event_loop(self, environment: Environment, ports: EnvironmentPorts) -> None:
         async def play() -> None:
             await environment.play(self.begin(ports))
 

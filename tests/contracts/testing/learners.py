@@ -196,7 +196,7 @@ class LearnerContract:
             assert once[1] != before[1]
 
     @pytest.mark.parametrize("versions", [0, 2])
-    def test_blank_learner_takes_the_same_next_step(
+    def test_learner_with_blank_weights_takes_the_same_next_step(
         self, learner: Learner, builder: Builder, start: LearnerStart, versions: int
     ) -> None:
         """A learner starts blank after a restart, and `load` is called first."""
@@ -290,7 +290,7 @@ class LearnerContract:
             next(iter(learner.model.parameters())).add_(1.0)
         assert saved(learner)[0] != before
 
-    def test_step_returns_finite_metrics(self, learner: Learner) -> None:
+    def test_train_step_returns_finite_metrics(self, learner: Learner) -> None:
         metrics = learner.step(self.batch(0), 0)
         assert metrics
         assert all(math.isfinite(value) for value in metrics.values()), f"metrics must be finite: {metrics}"

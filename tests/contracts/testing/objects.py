@@ -79,12 +79,12 @@ class ObjectStoreContract:
             store.create("a", data)
         assert store.get("a") == data, "`create` must not change an object that exists"
 
-    def test_one_of_racing_threads_creates(self, store: ObjectStore) -> None:
+    def test_only_one_of_racing_threads_creates_an_object(self, store: ObjectStore) -> None:
         for turn in range(5):
             winners = race_to_create(store, f"turn/{turn}", [b"%d" % writer for writer in range(12)])
             assert winners == [store.get(f"turn/{turn}")], "exactly one of several racing writers must create an object"
 
-    def test_one_of_racing_threads_creates_the_same_bytes(self, store: ObjectStore) -> None:
+    def test_one_of_racing_threads_creates_an_object_of_equal_bytes(self, store: ObjectStore) -> None:
         winners = race_to_create(store, "a", [b"same"] * 8)
         assert len(winners) == 1, "exactly one of several racing writers must create an object"
 
@@ -130,7 +130,7 @@ class ObjectStoreContract:
         assert list(store.list("a", after="a/c/d")) == []
         assert list(store.list("a", after="a/a")) == ["a/b", "a/c/d"]
 
-    def test_folders_lists_direct_subfolders(self, store: ObjectStore) -> None:
+    def test_store_lists_direct_subfolders(self, store: ObjectStore) -> None:
         for path in ("runs/b/log/0", "runs/b/log/1", "runs/a/x", "runs/file", "runs2/c/x", "é/f"):
             store.put(path, b"x")
         assert list(store.folders("runs")) == ["a", "b"]
@@ -169,7 +169,7 @@ class ObjectStoreContract:
             store.create_naming("a/record", lambda _: b"another", "b/second", b"data")
         assert store.get("a/record") == sha256.encode()
 
-    def test_one_of_racing_threads_creates_with_a_file(self, store: ObjectStore) -> None:
+    def test_one_of_racing_threads_creates_an_object_from_a_file(self, store: ObjectStore) -> None:
         start = threading.Barrier(8)
 
         def write(number: int) -> list[int]:
@@ -215,6 +215,6 @@ class ObjectStoreContract:
         with assert_raises(Conflict, "a child must write into the store's own folder"):
             store.create("a/b/c/d", b"x")
 
-    def test_check_passes_and_leaves_nothing(self, store: ObjectStore) -> None:
+    def test_check_passes_and_leaves_no_files(self, store: ObjectStore) -> None:
         store.check()
         assert list(store.list()) == []

@@ -80,7 +80,7 @@ class ScorerContract:
             )
             assert math.isfinite(score.value)
 
-    def test_score_does_not_depend_on_earlier_responses(self, case: ScorerCase, verify: Verifier) -> None:
+    def test_score_of_a_response_does_not_depend_on_earlier_ones(self, case: ScorerCase, verify: Verifier) -> None:
         responses = (case.right, *ODD)
         first = self.score(verify, case, *responses)
         sentence = "a score must depend on the response and its reference only, because responses are scored again"
@@ -108,7 +108,7 @@ class ScorerContract:
         scores = [validate_score("verifier", score) for score in together]
         assert [score.value for score in scores] == [score.value for score in alone], sentence
 
-    def test_asynchronous_scorer_never_blocks(self, case: ScorerCase, verify: Verifier) -> None:
+    def test_asynchronous_scorer_never_blocks_the_event_loop(self, case: ScorerCase, verify: Verifier) -> None:
         if not verify.is_async:
             return  # a worker gives the function one call at a time
 

@@ -79,7 +79,7 @@ def test_unaltered_run_audits_clean(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize("one", ALTERATIONS, ids=[f"{one.part}: {one.what}" for one in ALTERATIONS])
-def test_alteration_is_found_as_documented(one: Alteration, forger: Forger, finished: Finished) -> None:
+def test_documented_alteration_is_found(one: Alteration, forger: Forger, finished: Finished) -> None:
     before = {path: forger.store.get(path) for path in forger.store.list()}
     one.forge(forger)
     assert {path: forger.store.get(path) for path in forger.store.list()} != before, "nothing was altered"

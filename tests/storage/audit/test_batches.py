@@ -15,7 +15,7 @@ from tests.support.audited import VERSIONS, file_of, found, of_first
 from tests.support.log_runs import Actors, G, changed, committed, rebatched
 
 
-def test_group_with_one_of_four_samples_is_missing(run: MemoryStore) -> None:
+def test_group_with_one_of_four_samples_is_reported_missing(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [replace(groups[0], trajectories=groups[0].trajectories[:1]), groups[1]])
     assert found(run) == {("missing", path)}
     report = audit(run)

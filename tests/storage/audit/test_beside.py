@@ -130,7 +130,7 @@ def appended(store: MemoryStore, entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("of", ["batch", "weights"])
-def test_refused_entry_during_an_audit_excuses_nothing(store: MemoryStore, watched: Watched, of: str) -> None:
+def test_refused_entry_during_an_audit_hides_no_violation(store: MemoryStore, watched: Watched, of: str) -> None:
     """The refused entry voids a trained batch, or prunes a needed object."""
     Actors.begin(store).train(2)
     last, batch = published(store, 2), committed(store, 1).n

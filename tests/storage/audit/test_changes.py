@@ -119,7 +119,7 @@ def test_audit_finds_a_removed_config_change() -> None:
     assert found(store)
 
 
-def test_earlier_learner_appends_nothing() -> None:
+def test_earlier_learner_appends_no_log_entry() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 1.0, versions=9)
     actors.ahead()
@@ -131,7 +131,7 @@ def test_earlier_learner_appends_nothing() -> None:
     assert len(of_kind(store, VersionPublished)) == 1
 
 
-def test_damaged_log_still_has_its_configs() -> None:
+def test_configs_are_read_from_a_damaged_log() -> None:
     store, _ = changed_run(2.0, 2, async_ratio=1)
     kept: list[RecordedConfig] = recorded_configs(Log(store))
     store.put(entry_path(4), b"{}")

@@ -94,7 +94,7 @@ def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("end", [9, 10])
-def test_long_hole_in_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+def test_long_gap_in_a_log_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
     """A plain audit also lists the log, so it finds stray entries after a gap that readers take for the log's end."""
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     store = LocalStore(tmp_path)
@@ -223,7 +223,7 @@ def test_audit_finds_a_damaged_index_object(store: MemoryStore, how: str, kind: 
     assert found(store) == {(kind, path)}
 
 
-def test_entries_after_a_lost_one_are_not_folded(store: MemoryStore) -> None:
+def test_entries_after_a_missing_one_do_not_change_the_state(store: MemoryStore) -> None:
     """If the lost entry was a pruning, all later entries could be folded, but may be wrong."""
     Actors.begin(store).train(9)
     forget(store)

@@ -170,6 +170,6 @@ def test_audit_finds_a_wrong_branch(run: MemoryStore, branch: Branch, change: di
     assert [violation.what for violation in audit(run).violations] == [what]
 
 
-def test_branch_with_a_taken_sample_is_a_duplicate(run: MemoryStore) -> None:
+def test_branch_with_an_existing_sample_number_is_a_duplicate(run: MemoryStore) -> None:
     path = branched(run, Branch(1, 1), sample=1)
     assert found(run) == {("duplicate", path)}

@@ -70,7 +70,7 @@ def test_newest_entries_are_checked_again(audited: MemoryStore, back: int, how: 
     assert (kind, entry_path(n)) in {(v.kind, v.where) for v in audit(audited).violations}
 
 
-def test_recheck_of_a_sound_log_finds_nothing(audited: MemoryStore) -> None:
+def test_second_audit_of_a_sound_log_finds_no_violation(audited: MemoryStore) -> None:
     before = list(audited.list("audits"))
     assert audit(audited).clean
     assert list(audited.list("audits")) == before
@@ -95,7 +95,7 @@ def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
 # --- anchors -------------------------------------------------------------------------------------------------------
 
 
-def test_anchors_hold_as_the_run_goes_on(store: MemoryStore) -> None:
+def test_anchors_match_the_log_after_later_entries(store: MemoryStore) -> None:
     """The anchors of a run that was killed between two anchors stay valid, too."""
     actors = Actors.begin(store).train(1)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]

@@ -51,7 +51,7 @@ def test_inserted_commit_of_finished_groups_is_found(run: MemoryStore) -> None:
     ],
     ids=["a group twice", "a prompt issued twice", "trained on and discarded"],
 )
-def test_commit_with_a_second_fate_is_a_duplicate(
+def test_commit_with_a_second_outcome_is_a_duplicate(
     run: MemoryStore, change: Callable[[BatchCommitted], dict[str, object]]
 ) -> None:
     entry = committed(run, VERSIONS)
@@ -70,7 +70,9 @@ def test_commit_with_a_second_fate_is_a_duplicate(
         (3, {"started": 4, "newest": 4}),
     ],
 )
-def test_commit_of_future_versions_is_folded_as_fresh(run: MemoryStore, number: int, said: dict[str, int]) -> None:
+def test_audit_continues_after_a_commit_with_future_versions(
+    run: MemoryStore, number: int, said: dict[str, int]
+) -> None:
     """The commit's entry and its file (with other versions) are reported, but no later entry."""
     n, whole = committed(run, number).n, audit(run)
     changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
@@ -270,7 +272,7 @@ def test_entry_of_a_deposed_role_is_found(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(at))}
 
 
-def test_second_creation_is_ignored(run: MemoryStore) -> None:
+def test_second_creation_of_a_run_is_ignored(run: MemoryStore) -> None:
     """A second creation would allow an unrequested sample."""
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
     first = read(run)[0]

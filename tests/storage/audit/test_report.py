@@ -63,7 +63,7 @@ def test_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path
     assert report.objects == kept
 
 
-def test_a_dispatch_without_a_fate_is_in_flight(store: MemoryStore) -> None:
+def test_dispatch_without_an_outcome_is_in_flight(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     for _ in range(3):
         actors.scheduler.dispatch(0)
@@ -71,7 +71,7 @@ def test_a_dispatch_without_a_fate_is_in_flight(store: MemoryStore) -> None:
     assert audit(store).fates == {"committed, waiting": 2, "in flight": 1}
 
 
-def test_printed_table_shows_the_report(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_gpu_table_has_every_row_of_the_report(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     run.delete(file_of(run, 3))
     print_report(audit(run), dict.fromkeys(DOMAINS, 0.5))
     shown = capsys.readouterr().out
