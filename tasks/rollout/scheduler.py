@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -131,6 +132,7 @@ class RolloutScheduler:
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
         self._unjudged_in_a_row = 0
+        self._unjudged_of: Counter[int] = Counter()  # prompt -> its dispatches that were unjudged since it was scored
         self._issued_at_unjudged = 0  # number of dispatches when the last group was counted as unjudged
         self._published = proxy.version  # newest published version, and number of the learner's next batch
         self._aborts: set[asyncio.Task[None]] = set()
@@ -223,6 +225,7 @@ class RolloutScheduler:
         self._free_requests(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
             self._unjudged_in_a_row = 0
+            self._unjudged_of.pop(rollout.key.prompt, None)
             self._add_scored(ended, rollout)
         else:
             self._discard(ended)
@@ -234,7 +237,17 @@ class RolloutScheduler:
 
         Groups that run at the same time count once, because a short outage of a judge's server meets all of them.
         """
-        if discard.reason is not DiscardReason.UNJUDGED or rollout.number <= self._issued_at_unjudged:
+        if discard.reason is not DiscardReason.UNJUDGED:
+            return
+        prompt = discard.key.prompt
+        self._unjudged_of[prompt] += 1
+        if self._unjudged_of[prompt] == self.limits.max_unjudged:
+            raise ConfigError(
+                f"reward.max_unjudged = {self.limits.max_unjudged}: prompt {prompt} was issued so many times, and each "
+                f"time nobody could judge a response (the last reason: {rollout.unjudged}); fix the scorer, or remove "
+                "the prompt, then resume the run"
+            )
+        if rollout.number <= self._issued_at_unjudged:
             return
         self._issued_at_unjudged = self._issued
         self._unjudged_in_a_row += 1

@@ -164,11 +164,15 @@ def failure_score(who: str, error: BaseException) -> Score:
     """Return the score of a response on which user code failed, and log a warning.
 
     A failure that the response may have caused scores 0, because otherwise the policy could learn to cause it. Only
-    `Unjudged` and a lost connection have other causes; then the response is unjudged. HTTP libraries wrap the error of
+    `Unjudged` and a lost connection have other causes; then the response is unjudged. A broken pipe may be the pipe to
+    a program of the policy, so it is no lost connection. HTTP libraries wrap the error of
     a lost connection in an error of their own, so the causes of `error` are searched too.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
-    is_unjudged = any(isinstance(one, Unjudged | ConnectionError) for one in list_causes(error))
+    causes = list_causes(error)
+    is_unjudged = any(
+        isinstance(one, Unjudged | ConnectionError) for one in causes if not isinstance(one, BrokenPipeError)
+    )
     effect = "nobody could judge a response" if is_unjudged else "a response gets a reward of 0"
     logging.getLogger(__name__).warning("%s, as its %s", effect, reason)
     return Score(0.0, reason, Outcome.UNJUDGED if is_unjudged else Outcome.UNPARSABLE)

@@ -26,6 +26,7 @@ from rollflow.storage.records import (
     DiscardReason,
     GroupKey,
     Outcome,
+    Prompt,
     StopReason,
     Trajectory,
     TrajectoryGroup,
@@ -51,16 +52,19 @@ class FlakyJudge(Pipeline):
     """A pipeline whose judge is away for a share of its calls, or for all calls about one prompt."""
 
     share = 0.0
-    lost_token: int | None = None  # a prompt whose last token is this one is never judged
+    lost_prompt: int | None = None  # index of a prompt whose responses are never judged
     calls = 0
 
     async def _score(self, request: ScoreRequest) -> Score:
         self.calls += 1
         if random.Random(f"{self.seed}:{self.calls}").random() < self.share:
             return AWAY
-        if request.reference.get("answer") == self.lost_token:
+        if request.reference["index"] == self.lost_prompt:
             return AWAY
         return await super()._score(request)
+
+    def _prompt(self, index: int) -> Prompt:
+        return replace(super()._prompt(index), reference={"index": index})
 
 
 def outcomes(pipeline: Pipeline) -> Counter[str]:
@@ -149,6 +153,19 @@ def test_run_ends_if_nobody_judges_any_group() -> None:
     assert "the judge is away" in str(error)
 
 
+def test_run_ends_if_one_prompt_is_never_judged() -> None:
+    choices = {"judge_tries": 1, "max_unjudged": 5}
+    pipeline = FlakyJudge(MemoryStore(uuid.uuid4().hex), versions=4, async_ratio=1.0, choices=choices)
+    pipeline.lost_prompt = 2
+    with pytest.raises(ExceptionGroup) as failed:
+        run_virtual(pipeline.run())
+    error = failed.value.exceptions[0]
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, ConfigError)
+    assert "prompt 2 was issued so many times" in str(error)
+
+
 def test_audit_reports_an_unjudged_trajectory() -> None:
     pipeline = FlakyJudge(MemoryStore("old"), versions=2, choices={"judge_tries": 0})
     pipeline.share = 0.3
@@ -169,6 +186,7 @@ def test_audit_reports_an_unjudged_trajectory() -> None:
         (ValueError("no number in the answer"), Outcome.UNPARSABLE),
         (Unjudged("no verdict"), Outcome.UNJUDGED),
         (ConnectionRefusedError("judge"), Outcome.UNJUDGED),
+        (BrokenPipeError("the program has ended"), Outcome.UNPARSABLE),
         (FileNotFoundError("answer"), Outcome.UNPARSABLE),
     ],
 )
