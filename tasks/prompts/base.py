@@ -19,7 +19,8 @@ class Question:
     """A question before it is tokenized, with the right answer and the JSON reference for the verifier.
 
     Two questions with the same `key` count as the same question, even if their texts differ. A question without a `key`
-    has its normalised text as its key. A question with `messages` asks those, and `text` is what a person reads.
+    has its normalised text as its key. If a question has `messages`, the policy gets these messages, and `text` is only
+    shown to people.
     """
 
     text: str
@@ -30,7 +31,7 @@ class Question:
 
     @property
     def asked(self) -> Asked:
-        """What the policy is asked: `messages`, or if there are none `text`."""
+        """The input of the policy: `messages`, or `text` if the question has no messages."""
         return self.messages or self.text
 
     @property

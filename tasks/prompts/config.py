@@ -78,7 +78,7 @@ class FileBase(PromptBase):
 
     @property
     def held_out_file(self) -> HeldOutFile | None:
-        """The file of the held-out questions, if they do not come from the same rows."""
+        """The file that contains the held-out questions, or None if they are a share of the rows of `path`."""
         return None
 
     def label(self, name: str) -> str:

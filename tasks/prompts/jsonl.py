@@ -53,7 +53,7 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines to train on, without questions that any source of the run holds out."""
+        """The lines of the training questions; no source of the run holds out one of these questions."""
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"

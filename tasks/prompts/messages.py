@@ -1,4 +1,4 @@
-"""Chat messages as a prompt: their shape, and the text by which people and keys know them.
+"""Checks prompts that are lists of chat messages, and describes such a prompt as text.
 
 A prompt of messages needs `prompts.chat = true`, because the chat template writes the messages. Each message is an
 object with a `role` and a `content`; only the first may be the system's, and the last is the user's.
@@ -70,7 +70,7 @@ def find_question_fault(config: FilePrompts, row: Mapping[str, Any]) -> str | No
 
 
 def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
-    """Return what a row asks: its text, or messages if it is a list or has a system message."""
+    """Return the question of a row: its text, or a list of messages if the row has messages or a system message."""
     asked, system = row["question"], _get_system(config, row)
     if isinstance(asked, str) and not system:
         return asked
@@ -80,9 +80,10 @@ def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
 
 
 def describe_asked(asked: Asked) -> str:
-    """Return the text by which people and keys know a question; a single message of the user is its own text.
+    """Return the text from which a question's key is made and which people see. For a single user message it is the
+    content of the message.
 
-    The system message is not part of it: the same question under another system message is the same question.
+    The text has no system message, so two questions that differ only in the system message count as the same question.
     """
     if isinstance(asked, str):
         return asked

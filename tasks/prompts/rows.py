@@ -100,7 +100,7 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
     if wrong := _find_question_fault(config, row) or _find_answer_fault(config, row):
         return wrong
     asked = read_asked(config, row) if isinstance(config, FilePrompts) else row["question"]
-    if "answer" not in row:  # a table may lack it, if the scorer does without
+    if "answer" not in row:  # the column may be missing if the scorer needs no reference answer
         return PromptRow(number, asked, {"family": None, **row})
     try:
         answer = judged_part(config, str(row["answer"]))

@@ -28,7 +28,7 @@ Numbered = Iterable[tuple[int, Row]]
 
 
 def read_file(config: FileBase) -> bytes:
-    """Return the lines of JSON in a source's file as it is now; a table is converted to them.
+    """Return the current content of a source's file as JSON lines; a table is converted to JSON lines.
 
     Raises:
         ConfigError: the file cannot be read, or it lacks a column.
@@ -88,7 +88,9 @@ def _rename_line(config: FilePrompts, number: int, line: str) -> str:
 
 
 def _rename(config: FilePrompts, number: int, row: Mapping[str, Any]) -> Row:
-    """Return a row with the names of `prompts.columns`; a column whose name another column takes is left out."""
+    """Return a row with its columns renamed as `prompts.columns` says; a column is left out if another column is
+    renamed to its name.
+    """
     row = {**row, **{name: _parse(config, number, name, row[name]) for name in config.json_columns if name in row}}
     mapped = {name: row[column] for name, column in config.columns.items() if column in row}
     left = {*config.columns, *config.columns.values()}

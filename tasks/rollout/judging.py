@@ -1,4 +1,4 @@
-"""Judges a response again while nobody can judge it."""
+"""Scores a response again while its outcome is "unjudged", which means that its judge could not be reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Judge = Callable[[ScoreRequest], Awaitable[Score]]
 def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None) -> Judge:
     """Return a function that judges a response up to `tries` times while its outcome is "unjudged"; 0 means once.
 
-    Once `over` is set, nobody needs the score, so the response is not judged again.
+    Once the event `over` is set, the response is not judged again, because nobody needs its score any more.
     """
     over = over or asyncio.Event()
 

@@ -1,4 +1,5 @@
-"""Sandboxes: one contract (`base`), and one file for each kind. `build_sandboxes` alone decides which kind a run has.
+"""Sandboxes, in which programs of the model run: `base` has the contract, and each kind has one file. `build_sandboxes`
+alone decides which kind a run has.
 
 bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are in `box`
 sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`

@@ -1,4 +1,4 @@
-"""The contract of sandboxes: a sandbox runs code of the model where the code can do no harm.
+"""The contract of sandboxes. A sandbox runs a program that the model wrote, and limits what the program can do.
 
 For every kind of sandbox:
 
@@ -27,19 +27,20 @@ NO_VARIABLES: Mapping[str, str] = {}
 
 
 class SandboxFailed(RollflowError):
-    """The sandbox itself failed, so nothing is known about the program: run the program again in a new sandbox."""
+    """Raised if a sandbox failed. Nothing is known about the program then, which should run again in a new sandbox."""
 
 
 class Capability(StrEnum):
-    """What only some kinds of sandbox can do."""
+    """An ability that only some kinds of sandbox have."""
 
     ISOLATION = "isolation"  # a program reaches no network, no content of a host file and no process outside
     HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
-    EXACT_FOLDER_LIMIT = "exact folder limit"  # the kernel holds the folder's limits; otherwise they are measured
+    # the kernel enforces the folder's limits; without this capability the folder is measured at intervals
+    EXACT_FOLDER_LIMIT = "exact folder limit"
     NAMED_LIMITS = "named limits"  # `ExecResult.end` says which limit a program exceeded; otherwise it was killed
     STATE = "state"  # files of a program stay for the next program and for download
     CHANNEL = "channel"  # a program gets `Program.channel`
-    CHILDREN = "children"  # `Program.keep_children` holds
+    CHILDREN = "children"  # children of a program may live on after it (`Program.keep_children`)
 
 
 class ProgramEnd(StrEnum):
@@ -133,7 +134,7 @@ class Sandboxes(Protocol):
         """The capabilities of this kind."""
 
     async def start(self) -> None:
-        """Start what all sandboxes share, and try one program.
+        """Start the processes that all sandboxes share, and run one program as a test.
 
         Raises:
             ConfigError: this machine cannot run this kind of sandbox; the message says why and what to change.
@@ -155,4 +156,4 @@ class Sandboxes(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all sandboxes and end what they share."""
+        """Close all sandboxes and end the processes that they share."""

@@ -1,10 +1,11 @@
-"""Sandboxes by Linux namespaces: a box that `bwrap` builds, and in it one set of namespaces for each sandbox.
+"""Sandboxes by Linux namespaces. The program `bwrap` builds a box, and each sandbox is a set of namespaces inside the
+box.
 
-The box is one process tree for all sandboxes of this process. It has no network and sees only the system's libraries
-and a Python interpreter, read-only. The processes in the box (see `box.start`) create the sandboxes.
+The box is one process tree for all sandboxes of this process. The box has no network, and its processes see only the
+system's libraries and a Python interpreter, read-only. The processes in the box (see `box.start`) create the sandboxes.
 
-As root, the box is built as root and then runs as user `NOBODY`. Otherwise, the box is built in a user namespace, which
-some machines do not allow.
+If rollflow runs as root, the box is built as root and then runs as user `NOBODY`. If rollflow runs as another user, the
+box is built in a user namespace, which some machines do not allow.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ MIB = 2**20
 
 
 class SandboxBase(Section):
-    """The limits of one sandbox, and what all sandboxes of a run share."""
+    """The config keys that most kinds of sandbox have: the limits of one sandbox, and settings of all sandboxes of a
+    run.
+    """
 
     kind: str
     memory_bytes: int = Field(

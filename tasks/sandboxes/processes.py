@@ -1,11 +1,11 @@
-"""Sandboxes by processes of the host: confined by sandlock, or plain processes that protect from nothing.
+"""Sandboxes that are processes of the host. Sandlock confines them, or they are plain processes without protection.
 
-The processes that create and watch the sandboxes are in `host`. Each sandbox has a folder below the folder for
-temporary files. Memory, processes and folder are measured about twenty times a second, so a program may exceed their
-limits until the next measurement.
+The package `host` has the code of the processes that create and watch the sandboxes. Each sandbox has a folder below
+the folder for temporary files. The memory, processes and folder of a sandbox are measured about ten to thirty times a
+second, so a program may exceed their limits until the next measurement.
 
 `sandlock` confines each program by Landlock and seccomp: no network, no content of a host file, no signal to another
-process. A program can still ask whether a file exists, and how large it is.
+process. A program under sandlock can still ask whether a file of the host exists, and how large it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class ProcessSandboxes(BoxSandboxes):
         return [str(python), "-I", "-S", "-X", "utf8", str(HOST / "start.py"), json.dumps(settings)]
 
     async def _end_box(self) -> None:
-        """End the processes. They first end their programs, because no kernel does this for them."""
+        """End the processes that create and watch the sandboxes.
+
+        They end their programs first, because the kernel does not end a program with its keeper.
+        """
         if self._box and self._process:
             self._box.close()
             with contextlib.suppress(TimeoutError):

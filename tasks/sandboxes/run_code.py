@@ -1,8 +1,8 @@
 """Sandboxes on a server of SandboxFusion's protocol: each program is one `POST /run_code`.
 
-Each program gets a sandbox of its own on the server, with the files that were uploaded; what it writes there is gone
-with the answer. The server alone isolates programs and holds their limits. The protocol carries text, so stdin, stdout
-and stderr are UTF-8.
+Each program gets a sandbox of its own on the server, with the uploaded files. Files that the program writes are deleted
+when the server answers. The server alone isolates programs and enforces their limits. The protocol carries text, so
+stdin, stdout and stderr are UTF-8.
 
 A request that the server did not answer, or answered with a status of 5xx, is sent again with growing pauses. A program
 has no effect outside its sandbox, so it may run twice.
@@ -119,7 +119,7 @@ class RemoteSandbox:
         self._files[path] = data
 
     async def download(self, path: str) -> bytes:
-        """Refuse; see `Sandbox.download`."""
+        """Raise an error, because the server keeps no files of a program."""
         raise SandboxFailed(f"{path!r} cannot be downloaded: the server keeps no files of a program")
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Tries whether this machine can run a kind of sandbox, before a run needs it."""
+"""Checks whether this machine can run a kind of sandbox, before a run needs it."""
 
 from __future__ import annotations
 

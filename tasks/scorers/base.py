@@ -157,16 +157,18 @@ def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Unjudged(RollflowError):
-    """Nobody can judge this response now, for a reason that the policy cannot have caused: judge it again later."""
+    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. The
+    response is judged again later.
+    """
 
 
 def failure_score(who: str, error: BaseException) -> Score:
     """Return the score of a response on which user code failed, and log a warning.
 
-    A failure that the response may have caused scores 0, because otherwise the policy could learn to cause it. Only
-    `Unjudged` and a lost connection have other causes; then the response is unjudged. A broken pipe may be the pipe to
-    a program of the policy, so it is no lost connection. HTTP libraries wrap the error of
-    a lost connection in an error of their own, so the causes of `error` are searched too.
+    A failure that the response may have caused scores 0, because otherwise the policy could learn to cause it. The
+    policy cannot have caused the error `Unjudged` or a lost connection; after these errors the outcome is "unjudged".
+    A broken pipe does not count as a lost connection, because it may be the pipe to a program of the policy. HTTP
+    libraries wrap the error of a lost connection in an error of their own, so the causes of `error` are searched too.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
     causes = list_causes(error)

@@ -27,7 +27,7 @@ class CompositeScorer:
         self._verifiers = verifiers
 
     def build(self) -> Verifier:
-        """Return the whole as a verifier, which is asynchronous if a part is."""
+        """Return a verifier that adds up all parts; it is asynchronous if one of the parts is."""
         if any(verifier.scores_several for verifier in self._verifiers.values()):
             return Verifier(self.score_later, is_async=True)
         return Verifier(self.score)

@@ -138,7 +138,7 @@ class _Exchange:
         self._worker.kill()
 
     def _land(self, number: int) -> ScoringJob | None:
-        """Remove and return the running job of this number; return None if there is none."""
+        """Remove the running job with this number and return it, or return None if no such job runs."""
         job = self._flying.pop(number, None)
         if job is not None and job.timer is not None:
             job.timer.cancel()

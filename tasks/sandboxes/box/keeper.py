@@ -1,4 +1,6 @@
-"""The keeper of one sandbox: process 1 of the sandbox's namespaces, which runs the owner's programs in turn."""
+"""The keeper of one sandbox, which is process 1 of the sandbox's namespaces. It runs the owner's programs one after
+another.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ class ForkedProgram:
         self.forget()
 
     def forget(self) -> None:
-        """Close what is not needed after the start."""
+        """Close the descriptors that are not needed after the program's start."""
         self.gate.close()
         os.close(self.stdin)
 
@@ -123,14 +125,14 @@ class Keeper:
         self._owner.sendall(pack(dict(header), body))
 
     def _watch_children(self) -> None:
-        """Hold the limits of children that outlived their program until the owner's next request."""
+        """Enforce the limits of processes that outlived their program, until the owner's next request."""
         while self._has_children() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
             collect_ended()
             if find_excess(self._limits):
                 kill_all()
 
     def _has_children(self) -> bool:
-        """Return whether processes live on from an earlier program; the first program has no earlier one."""
+        """Return whether processes of an earlier program still live."""
         return self._program is None and bool(list_processes())
 
     def _fork_program(self) -> Request | None:

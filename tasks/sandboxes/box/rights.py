@@ -1,4 +1,4 @@
-"""Takes rights away from a program: capabilities, and system calls that a program does not need.
+"""Takes capabilities and system calls that a program does not need away from it.
 
 Refused are system calls that could reach beyond the sandbox (namespaces, mounts, sockets other than a pair of
 connected sockets, tracing, kernel keys, BPF), that change another process of the same user, which the keeper is
@@ -167,7 +167,7 @@ def check(result: int, what: str) -> None:
 def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
     """Build the filter of system calls for a machine, "x86_64" or "aarch64", as a program of classic BPF.
 
-    `more` are further rules of what is refused.
+    `more` has further rules, each of which refuses a system call.
     """
     column = 0 if machine == "x86_64" else 1
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]

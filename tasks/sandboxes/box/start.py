@@ -1,4 +1,4 @@
-"""Creates the sandboxes of a box, and runs no code of the model itself.
+"""Creates the sandboxes of a box, in a process that runs no code of the model.
 
     owner --"new", a socket--> this process --clone into new namespaces--> keeper <--requests by the socket-- owner
                                                                              | fork, limits, filter of system calls

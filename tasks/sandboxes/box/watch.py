@@ -1,4 +1,4 @@
-"""Watches a program for the keeper of its sandbox: its deadline, its memory, its processes, its output."""
+"""Enforces a program's deadline and its limits of memory, processes and output, for the keeper of its sandbox."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _measure(pid: int) -> Usage:
 
 
 def _measure_exactly(found: dict[int, Usage]) -> int:
-    """Return the memory of these processes in KiB; what several of them share counts once."""
+    """Return the memory of these processes in KiB; memory that several of them share counts once."""
     memory, seen = 0, list[int]()
     for pid, usage in found.items():
         if not any(
@@ -189,7 +189,7 @@ def _measure_exactly(found: dict[int, Usage]) -> int:
 
 
 def _read_links(threads: list[str]) -> Iterator[str]:
-    """Read what the open files of these threads are."""
+    """Return the files that these threads have open."""
     for thread in threads:
         for name in _list(f"{thread}/fd") or ():
             with contextlib.suppress(OSError):

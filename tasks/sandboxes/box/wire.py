@@ -1,4 +1,6 @@
-"""Messages between an owner of sandboxes and the processes in a box: a JSON header, a body, descriptors."""
+"""Sends and receives the messages between an owner of sandboxes and the processes in a box. A message has a JSON
+header, a body and descriptors.
+"""
 
 from __future__ import annotations
 

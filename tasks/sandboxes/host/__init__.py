@@ -1,4 +1,4 @@
 """The programs that create sandboxes of host processes and watch them; see `start`.
 
-These modules import only the standard library and, for one kind, sandlock. They run no code of the model themselves.
+These modules import only the standard library and, for one kind, sandlock.
 """

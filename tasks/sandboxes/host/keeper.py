@@ -1,4 +1,6 @@
-"""The keeper of one sandbox of host processes: runs the owner's programs in turn, and holds their limits."""
+"""The keeper of one sandbox of host processes. It runs the owner's programs one after another, and enforces their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class HostKeeper:
         self._owner.sendall(pack(header, body))
 
     def _watch_children(self) -> None:
-        """Hold the limits of children that outlived their program until the owner's next request."""
+        """Enforce the limits of processes that outlived their program, until the owner's next request."""
         while not select.select([self._owner], [], [], POLL_SECONDS if self._list() else None)[0]:
             if find_excess(self.settings, self._list()) or self._find_folder_excess():
                 self._kill_all()
@@ -90,7 +92,7 @@ class HostKeeper:
         self._answer(result | {"stdout": len(output[0])}, output[0] + output[1])
 
     def _write_order(self, request: Request, stdin: bytes, *, has_channel: bool) -> str:
-        """Write what the program is given; return the path of the order."""
+        """Write the files that the program is given, and return the path of its order (see `host.program`)."""
         paths = [os.path.join(self.program, name) for name in ("order.json", "stdin")]
         order = request | {name: self.settings[name] for name in GIVEN}
         order |= {"stdin": paths[1], "channel": has_channel, "cwd": os.path.join(self.work, request["cwd"])}

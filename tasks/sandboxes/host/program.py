@@ -1,7 +1,7 @@
 """The first steps of a program in its own process: sets its limits and descriptors, then becomes the program.
 
-The file runs as `python -S program.py ORDER`; `ORDER` is a JSON file that the keeper of the sandbox wrote. It imports
-only the standard library, because a confined program can read nothing else.
+The file runs as `python -S program.py ORDER`; `ORDER` is a JSON file that the keeper of the sandbox wrote. The file
+imports only the standard library, because a confined program can read no other modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANNEL = 3  # descriptor of a program's channel
 
 
 def main() -> None:
-    """Become the program of the order."""
+    """Replace this process by the program that the order describes."""
     with open(sys.argv[1], "rb") as file:
         order = json.load(file)
     if order["channel"]:  # the keeper gave the channel as stdin, because sandlock gives a program three descriptors
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def set_limits(order: dict[str, Any]) -> None:
-    """Set the limits that a process has by itself."""
+    """Set the kernel's limits of a single process (setrlimit)."""
     for which, most in (
         (resource.RLIMIT_AS, 2 * order["memory_bytes"] + 2**29),  # the keeper measures and holds the real limit
         (resource.RLIMIT_NOFILE, order["open_files"]),
@@ -76,7 +76,7 @@ def run_source(order: dict[str, Any]) -> None:
     sys.modules["__main__"] = main_module
     import random
 
-    random.seed(0)  # so that a program that is run again does the same
+    random.seed(0)  # so that a program draws the same random numbers if it is run again
     try:
         exec(compile(order["code"], order["name"], "exec", dont_inherit=True), main_module.__dict__)
     except SystemExit:

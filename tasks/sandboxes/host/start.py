@@ -1,4 +1,4 @@
-"""Creates sandboxes that are processes of the host, and runs no code of the model itself.
+"""Creates sandboxes that are processes of the host, in a process that runs no code of the model.
 
     owner --"new", a socket--> this process --fork--> keeper <--requests by the socket-- owner
                                                         | sandlock or a plain process

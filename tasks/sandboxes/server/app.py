@@ -71,11 +71,11 @@ class Gate:
 
 
 class Full(Exception):
-    """The server has no place for a request now."""
+    """Raised if as many requests run and wait as the server allows."""
 
 
 class TooLarge(Exception):
-    """The body of a request is too large."""
+    """Raised if the body of a request is too large."""
 
 
 def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> FastAPI:

@@ -1,7 +1,7 @@
 """Runs the requests of SandboxFusion's protocol in sandboxes: `POST /run_code`.
 
-The bodies are those of SandboxFusion, so its callers need no change. Keys that this server does not know are ignored.
-Each request gets a sandbox of its own, which is closed with the answer.
+Requests and answers have SandboxFusion's format, so a client of SandboxFusion works without changes. Keys that this
+server does not know are ignored. Each request gets a sandbox of its own, which is closed with the answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandRunResult(BaseModel):
-    """What one command did: the compiler, or the program."""
+    """The result of one command, which is either the compiler or the program."""
 
     status: Literal["Finished", "Error", "TimeLimitExceeded"]
     execution_time: float | None = None

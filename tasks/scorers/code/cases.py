@@ -24,7 +24,7 @@ from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, Progr
 from rollflow.tasks.scorers.code.guest import ASKS, DIFFERS
 
 LONGEST_REASON = 300  # most characters of what a failed program printed
-TESTS_SECONDS = 5.0  # time that tests may take beside the program's own time
+TESTS_SECONDS = 5.0  # seconds that tests may take in addition to the program's own time limit
 END_SECONDS = 1.0  # time in which a program that made its tests fail reports its own end
 MOST_CALLS = 200  # most calls of tests in sandboxes without a channel
 FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", or "assert"'
@@ -42,7 +42,9 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A case that compares what the program prints, or lets a checker read it."""
+    """A test case that compares the program's output with the expected output, or gives the output to a checker
+    program.
+    """
 
     stdin: str
     stdout: str | None
@@ -72,7 +74,7 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """A case that calls the program's functions: test code in a sandbox of its own."""
+    """A test case whose test code calls the program's functions from a separate sandbox."""
 
     tests: str
     entry: str = ""
@@ -114,11 +116,11 @@ Case = Printed | Tested
 
 
 async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
-    """Judge a case in sandboxes without a channel, by running program and tests in turns.
+    """Judge a case in sandboxes without a channel, by running the tests and the program alternately.
 
-    The tests run until a call without an answer. Then the program runs from its start with all calls so far, and prints
-    the answer to the last one. An answer is never replaced, so a program answers a call before it can see a later one.
-    Tests with `n` calls need `2 n + 2` programs.
+    The tests run until they call the program and the result of the call is not known yet. Then the program runs from
+    its start, makes all calls so far, and prints the result of the last call. The result of a call is never replaced,
+    so a program cannot let it depend on later calls. Tests with `n` calls need `2 n + 2` programs.
     """
     guest = read_guest()
     calls, answers = list[str](), list[str]()

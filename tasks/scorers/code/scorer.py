@@ -1,9 +1,9 @@
 """Scores programs that a model wrote, by running them on test cases in sandboxes.
 
 The reference of a response has a column `cases` (see `cases`). The value is the share of cases that the program passes,
-or with `reward.all_or_nothing` 1 if it passes all cases, otherwise 0. What a program may have caused is scored on what
-it reached: a timeout is a case that fails. Only a sandbox that fails is no fault of the program; its case runs again,
-`TRIES` times, and then the response is unjudged.
+or with `reward.all_or_nothing` 1 if it passes all cases, otherwise 0. A fault that the program may have caused, such as
+a timeout, makes its case fail. If a sandbox fails, its case runs again, up to `TRIES` times in all; then the outcome of
+the response is "unjudged".
 """
 
 from __future__ import annotations
