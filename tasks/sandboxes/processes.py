@@ -59,7 +59,7 @@ class ProcessSandboxes(BoxSandboxes):
     async def _end_box(self) -> None:
         """End the processes that create and watch the sandboxes.
 
-        They end their programs first, because the kernel does not end a program with its keeper.
+        The ended processes first end their programs, because the kernel does not end a program with its keeper.
         """
         if self._box and self._process:
             self._box.close()
