@@ -93,7 +93,7 @@ def test_row_with_a_value_above_its_limit_fails(value: float) -> None:
 
 
 @pytest.mark.long
-def test_kit_imports_no_server_and_needs_no_install() -> None:
+def test_gpu_kit_imports_no_server_and_needs_no_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, timeout=RUN_SECONDS
     )

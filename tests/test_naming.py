@@ -26,7 +26,7 @@ def test_lone_participles_are_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["create", "borrow_engine", "first_nonfinite", "feed", "ping", "is_trained"])
-def test_verbs_are_no_participles(name: str) -> None:
+def test_verbs_are_not_taken_for_participles(name: str) -> None:
     assert not is_participle(name)
 
 

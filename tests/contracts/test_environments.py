@@ -255,7 +255,7 @@ def prompt(hours: float) -> ToolResult:
     return ToolResult("")
 
 
-def test_slow_tool_ends_at_its_deadline() -> None:
+def test_slow_tool_call_ends_at_its_deadline() -> None:
     tools = build_toolbox({"sleepy": ImportTool(path=f"{__name__}:sleepy", seconds=5)})
     result = run_virtual(tools.call("sleepy", {}))
     assert result == ToolResult("sleepy failed: it took more than 5 s", is_error=True)

@@ -314,7 +314,7 @@ def test_kl_penalty_matches_a_hand_calculation(part: dict[str, object], losses: 
         ({"outside": "mask", "low": 0.5, "judge": "sequence", "weigh": False}, [0.0, 0.0]),
     ],
 )
-def test_correction_matches_a_hand_calculation(part: dict[str, object], weights: list[float]) -> None:
+def test_staleness_correction_matches_a_hand_calculation(part: dict[str, object], weights: list[float]) -> None:
     objective = build_objective(PartsObjective.model_validate({"kind": "reinforce", "correction": part}))
     found = objective.loss(tokens_of([0.36, 0.2], [0.3, 0.5], 1.0)).loss_M
     assert found.tolist() == pytest.approx([-weights[0] * LOGS[0], -weights[1] * LOGS[1]], abs=1e-12)
@@ -394,7 +394,7 @@ class Mean(Objective):
         return TokenLoss(-(tokens.logp_M * tokens.advantage_M).mean(), torch.zeros_like(tokens.logp_M).bool())
 
 
-def test_loss_without_one_number_a_token_is_refused() -> None:
+def test_loss_without_one_number_per_token_is_refused() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Mean"))
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*shapes \(\) and \(200,\) for 200 tokens"):
         objective.loss(draw_tokens())
@@ -464,7 +464,7 @@ class Unsure(Mean):
         return proximal_B - behaviour_B
 
 
-def test_keep_must_return_one_bool_a_token() -> None:
+def test_keep_of_an_objective_must_return_one_bool_per_token() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Unsure"))
     assert objective.uses_batch
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*keep did not return one bool for each of 3"):

@@ -322,7 +322,7 @@ def test_stalled_body_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.ALTERED])
-def test_altered_bytes_are_corrupt(s3: S3Store, proxy: FaultyProxy, fault: Fault, tmp_path: Path) -> None:
+def test_object_with_altered_bytes_is_corrupt(s3: S3Store, proxy: FaultyProxy, fault: Fault, tmp_path: Path) -> None:
     """A checksum is stored with each object, and every read compares the object's bytes with the checksum."""
     s3.put("a", b"content")
     proxy.do("GET", fault, 100)

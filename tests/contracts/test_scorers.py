@@ -256,7 +256,7 @@ def test_verifier_error_is_reported_beside_the_form() -> None:
     assert score.reason.startswith("not in its form; verifier failed: ")
 
 
-def test_form_costs_the_same_with_every_verifier(case: ScorerCase, verify: Verifier) -> None:
+def test_format_penalty_is_the_same_with_every_verifier(case: ScorerCase, verify: Verifier) -> None:
     """The oracle searches the tags as text, and subtracts the penalty from the score of the answer without a form."""
     for answer in (case.right, *ODD):
         for response in (answer, f"<answer>{answer}</answer>", f"</answer>{answer}<answer>"):

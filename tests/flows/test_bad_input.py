@@ -165,7 +165,7 @@ def test_bfloat16_critic_with_deepspeed_is_refused(capsys: pytest.CaptureFixture
     assert sentence.startswith("policy.dtype = 'bfloat16': with a critic")
 
 
-def test_all_errors_are_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_errors_of_a_recipe_are_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (recipe := tmp_path / "recipe.toml").write_text(
         'group_size = "many"\n[train]\nlr = 1e-3\nlora_r = 8\nlora = {rank = 0}\n[engin]\nslots = 3\n'
     )

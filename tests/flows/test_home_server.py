@@ -189,7 +189,7 @@ def test_running_stack_of_a_home_is_found(tmp_path: Path) -> None:
     assert not stack.BorrowedStack(tmp_path).running
 
 
-def test_active_profile_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_active_prefect_profile_names_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))

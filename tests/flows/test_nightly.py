@@ -160,7 +160,7 @@ def test_failing_registry_promotes_no_version(plan: Nightly, monkeypatch: pytest
     assert "alias = 'best': version 2 of MLflow's model 'math' has this alias, but no night made that" in report.result
 
 
-def test_z_score_matches_a_hand_calculation() -> None:
+def test_z_score_of_two_evaluations_matches_a_hand_calculation() -> None:
     """The share of correct answers over both evaluations is p = 0.5, so the standard error is sqrt(0.25 * 2 / 100) =
     0.0707.
     """

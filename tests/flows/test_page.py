@@ -124,7 +124,7 @@ def test_hanging_server_does_not_block_other_requests(monkeypatch: pytest.Monkey
     go.set()
 
 
-def test_rows_cover_complete_blocks_only(tmp_path: Path) -> None:
+def test_block_table_has_complete_blocks_only(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     begin(store)
     _, writer = train(store, 5)

@@ -229,7 +229,7 @@ def test_cancelling_stage_is_not_adopted(
     assert after.all["train"].run is not None
 
 
-def test_pause_doubles_with_recent_crashes() -> None:
+def test_restart_pause_doubles_with_recent_crashes() -> None:
     limits = RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1)
     now = 1000.0
     assert [pause_before([now] * n, now, limits) for n in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]

@@ -220,7 +220,7 @@ def test_record_of_a_later_release_is_read() -> None:
     assert [one.noticed_at for one in RecoveryLog(run).read()] == [995.0]
 
 
-def test_pause_is_bounded_after_many_restarts() -> None:
+def test_restart_pause_is_bounded_after_many_restarts() -> None:
     limits = RecoveryConfig(restarts=10**6, backoff_seconds=1e-300)
     assert [pause_after(restarts, limits) for restarts in (0, 1, 10**6)] == [0.0, 1e-300, 1e-300 * 2.0**1000]
     assert pause_after(10**6, RecoveryConfig()) == LONGEST_PAUSE

@@ -370,7 +370,7 @@ def test_invalid_ray_address_is_refused(address: str) -> None:
         check_ray(address)
 
 
-def test_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_to_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.services.reachability.CHECK_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]

@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_table_equals_the_json(
+def test_printed_plan_has_the_figures_of_its_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -78,7 +78,7 @@ def test_timeline_files_are_self_contained(file: Path, tmp_path: Path) -> None:
     assert [len(curve["values_B"]) for curve in data["curves"]] == [data["bins"]] * 2
 
 
-def test_rows_average_neighbouring_engines() -> None:
+def test_timeline_rows_average_neighbouring_engines() -> None:
     """Worked by hand: three engines in two rows, two bins of 5 s."""
     engines = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]], np.float32)
     span = Span(1, 2.0, 9.0)

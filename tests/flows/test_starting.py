@@ -219,7 +219,7 @@ def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.Monk
         pass
 
 
-def test_seen_status_keeps_its_age(run: RunContext) -> None:
+def test_unchanged_status_keeps_its_age(run: RunContext) -> None:
     """The age is counted from the writing of the status, not from the last look, so that a silent run does not look
     fresh.
     """

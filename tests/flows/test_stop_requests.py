@@ -141,12 +141,12 @@ def test_stop_after_the_last_version_lets_the_run_finish(run: RunContext, monkey
     assert followed(run, monkeypatch, looks) == ["the run ends at its next version, because of `rollflow stop`"]
 
 
-def test_cancel_is_immediate(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_request_ends_the_run_immediately(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     request_stop(run.store, "cancel")
     assert followed(run, monkeypatch, lambda stages: None) == ["the run was cancelled by `rollflow stop --now`"]
 
 
-def test_pause_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pausing_a_run_is_immediate_and_no_failure(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         stages.paused = stages.progress.version == 4
 

@@ -89,7 +89,7 @@ class TestPlan:
         for address, template in templates.items():
             assert [one["ebs"][0]["encrypted"] for one in template["block_device_mappings"]] == ["true"], address
 
-    def test_traffic_is_encrypted(self, plan: dict[str, Any]) -> None:
+    def test_database_and_bucket_traffic_is_encrypted(self, plan: dict[str, Any]) -> None:
         (database,) = resources(plan, "aws_db_parameter_group").values()
         assert {one["name"]: one["value"] for one in database["parameter"]} == {"rds.force_ssl": "1"}
         (policy,) = resources(plan, "aws_s3_bucket_policy").values()

@@ -117,7 +117,7 @@ def check_gone(endpoint: str) -> None:
     assert client("secretsmanager").list_secrets()["SecretList"] == []
 
 
-def test_runs_survive_a_destroy_by_default(tmp_path: Path) -> None:
+def test_terraform_destroy_keeps_the_stored_runs_by_default(tmp_path: Path) -> None:
     key = "arn:aws:kms:eu-central-1:123456789012:key/11111111-2222-3333-4444-555555555555"
     with aws_server() as endpoint:
         terraform = prepare("cluster", tmp_path, endpoint, delete_runs_on_destroy=False, kms_key_arn=key)

@@ -108,7 +108,7 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
     return seal_tree(tree)
 
 
-def test_old_void_without_a_cause_means_damaged() -> None:
+def test_old_void_without_a_cause_is_read_as_damage() -> None:
     """A void without a cause is read as damage; unknown fields are ignored, so an older reader reads newer entries."""
     older, newer = (resealed(lambda tree, at=at: at(tree["body"])) for at in (lambda b: b.pop("cause"), knows_more))
     for data in (older, newer):

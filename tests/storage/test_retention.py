@@ -34,7 +34,7 @@ def test_needed_objects_are_kept_versions_and_their_bases(rules: Retention) -> N
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_every_kth_version_stores_its_state(rules: Retention) -> None:
+def test_learner_state_is_stored_with_every_kth_version(rules: Retention) -> None:
     assert [v for v in range(LONG) if rules.stores_state(v)] == list(range(0, LONG, rules.state_every))
 
 

@@ -96,7 +96,7 @@ def test_packer_cache_is_bounded() -> None:
     assert _packer.cache_info().currsize <= LENGTHS
 
 
-def test_array_property_is_a_view() -> None:
+def test_int32s_array_property_is_a_view() -> None:
     found = Int32s.of([1, 2, 3]).array
     assert found.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):

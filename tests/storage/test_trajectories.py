@@ -257,7 +257,7 @@ def test_discards_include_those_of_voided_commits(run: ObjectStore, monkeypatch:
         assert other.discards(other.log.state.waiting[number].entry) == staged(number).discards
 
 
-def test_discards_need_one_read_without_a_void(memory: MemoryStore) -> None:
+def test_discards_are_listed_with_one_read_if_no_batch_is_voided(memory: MemoryStore) -> None:
     batches, writer = ready(memory, async_ratio=5)
     for number in range(5):
         batches.commit(writer, staged(number))
@@ -365,7 +365,7 @@ def test_void_of_a_batch_keeps_the_prompt_cursor(run: ObjectStore) -> None:
     assert state.totals.groups == {"filtered": 4, "corrupt": 1}
 
 
-def test_cursor_matches_a_hand_calculation() -> None:
+def test_prompt_cursor_matches_a_hand_calculation() -> None:
     cursor = Cursor((3, 1), (0, 1))
     assert cursor.upcoming == (6, 3)
     assert [index for index in range(9) if cursor.covers(index)] == [0, 1, 2, 4]

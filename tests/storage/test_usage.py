@@ -77,7 +77,7 @@ def test_command_counts_its_services_and_their_children(tmp_path: Path) -> None:
     assert len(seen.seen["command"]) == len(seen.seen[SERVER]) == 1
 
 
-def test_vanished_service_adds_no_usage(tmp_path: Path) -> None:
+def test_service_that_has_ended_adds_no_cpu_usage(tmp_path: Path) -> None:
     service = Runner(tmp_path / "log", {}, module="burn")
     assert service.pid == -1
     assert {cost.role for cost in session_costs({SERVER: service, RAY: service}, "none")} == {"command"}

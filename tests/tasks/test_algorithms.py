@@ -105,7 +105,7 @@ def test_overlong_penalty_matches_a_hand_calculation() -> None:
     assert found == pytest.approx([1, 0, -0.25, 0.5, 0, 0], abs=1e-12)
 
 
-def test_rows_of_a_group_may_be_apart() -> None:
+def test_group_advantages_are_right_if_its_rows_are_apart() -> None:
     rewards = torch.tensor([1.0, 5.0, 0.0, 7.0], dtype=F64)
     found = found_by(rewards, torch.tensor([0, 1, 0, 1]), torch.ones(4), scale="none")
     assert found == [0.5, -1.0, -0.5, 1.0]
@@ -120,7 +120,7 @@ def test_rows_of_a_group_may_be_apart() -> None:
         ("constant", [0.05, 0.05, 0.05]),
     ],
 )
-def test_aggregation_matches_a_hand_calculation(aggregation: str, weights: list[float]) -> None:
+def test_loss_aggregation_matches_a_hand_calculation(aggregation: str, weights: list[float]) -> None:
     """Rows of 1, 0 and 3 tokens, at most 10: the row without tokens does not count in averages."""
     assert row_weights(torch.tensor([1, 0, 3]), aggregation, 10).tolist() == pytest.approx(weights, abs=1e-15)
 

@@ -88,7 +88,7 @@ def test_different_letter_is_wrong(response: str) -> None:
 
 
 @pytest.mark.parametrize("response", UNPARSABLE)
-def test_no_or_several_letters_are_unparsable(response: str) -> None:
+def test_response_with_no_or_several_letters_is_unparsable(response: str) -> None:
     found = choose(response, ROW)
     assert (found.value, found.outcome) == (0.0, Outcome.UNPARSABLE), found
 

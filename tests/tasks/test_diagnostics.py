@@ -29,7 +29,7 @@ def added(seen: Diagnostics, ratios: list[float], versions: list[int], clipped: 
     seen.add(tokens, loss, torch.tensor(versions, dtype=torch.int32))
 
 
-def test_diagnostics_match_a_hand_calculation() -> None:
+def test_training_diagnostics_match_a_hand_calculation() -> None:
     """Version 7 is trained: tokens of versions 7, 7 and 5, in two micro-batches."""
     seen = Diagnostics(7)
     added(seen, [1.0, 2.0], [7, 5], [False, True], [1.0, 1.0])

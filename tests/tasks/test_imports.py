@@ -166,7 +166,7 @@ def test_scorer_without_its_function_is_not_built(modules: Path) -> None:
         ("some", ConcurrentPool, 1.0),
     ],
 )
-def test_form_of_the_function_decides_the_scorer(modules: Path, name: str, kind: type, found: object) -> None:
+def test_form_of_the_verifier_function_decides_the_scorer(modules: Path, name: str, kind: type, found: object) -> None:
     config = reward(f"own.parts:{name}")
     assert type(build_scorer(config, modules)) is kind
     assert build_verifier(config)("abc", {}) == found

@@ -92,7 +92,7 @@ def test_bfloat16_rounding_is_warned_of_once(
     assert all(share in text for text in said)
 
 
-def test_targets_choose_the_adapted_layers(folder: Path) -> None:
+def test_lora_targets_choose_the_adapted_layers(folder: Path) -> None:
     every, some = learner(folder), learner(folder, lora=Lora(targets=("q_proj", "mlp.down_proj")))
     assert len(layers(every)) == 14  # two blocks of q, k, v, o, gate, up, down
     assert sorted(layers(some)) == [

@@ -78,7 +78,7 @@ def test_mixture_of_three_to_one_matches_a_hand_example() -> None:
         ((1, 5), "110111110111"),  # the rare one as soon as it would not be ahead
     ],
 )
-def test_order_is_smooth_and_ties_go_to_the_lower_source(shares: tuple[float, ...], order: str) -> None:
+def test_sources_alternate_smoothly_and_ties_go_to_the_lower_one(shares: tuple[float, ...], order: str) -> None:
     made = drawn(Mixture(shares), len(order))
     assert "".join(map(str, sources(made, len(shares)))) == order
 

@@ -43,7 +43,7 @@ def hardware(**sections: dict[str, Any]) -> Hardware:
 # --- the search ---------------------------------------------------------------------------------------------
 
 
-def test_best_split_matches_a_hand_example() -> None:
+def test_best_gpu_split_matches_a_hand_example() -> None:
     """With e engines of 6 GPUs rollout takes 24 x 5 / e and training 24 x 2.5 / (6 - e): 30 s both at 4:2; 40 s at
     3:3, 60 s at 5:1. One after the other they take 60 s at best. Nothing can be below 180 / 6."""
     planned = plan(recipe(), hardware(), 6, budget=SMALL)
@@ -193,7 +193,7 @@ def test_candidates_over_a_limit_are_ignored(figures: Figures) -> None:
     assert choose(finals, PlanLimits(bias=0.1))[1] is finals[1]
 
 
-def test_gain_of_a_wider_bound_is_reported(figures: Figures) -> None:
+def test_plan_reports_the_gain_of_a_larger_staleness_bound(figures: Figures) -> None:
     narrow, deep = outcome(figures, 1, 100), outcome(figures, 4, 120)
     wide = replace(
         deep,

@@ -30,7 +30,7 @@ def outcome(candidate: Candidate, step: float, engines: float, learner: float) -
     return CandidateOutcome(candidate, 10, cast(Any, figures), 0.0, 0.0, 0.0)
 
 
-def test_divided_gpus_cost_what_their_machines_cost() -> None:
+def test_gpus_split_over_machines_cost_what_the_machines_cost() -> None:
     """6 engines are 2 machines of 4 GPUs, 16 an hour; 8 GPUs train on one of 32; with the rest 52 an hour.
 
     A step of 90 s is a fortieth of an hour: 1.30. Of 8 rollout GPUs 6 x 0.75 are busy, 3.5 x 2 an hour are idle; of the
@@ -69,7 +69,7 @@ def test_storage_costs_what_retention_keeps() -> None:
     assert cost.storage_month == pytest.approx(0.5 * (9 * 1.0 + 8 * 3.0))
 
 
-def test_machines_with_price_zero_cost_zero() -> None:
+def test_plan_with_machines_of_price_zero_costs_zero() -> None:
     free = MachinePrice(gpus=8, hour=0.0)
     prices = Prices(currency="EUR", rollout=free, train=free)
     cost = cost_of(replace(outcome(DIVIDED, 90.0, 0.5, 0.5)), prices, CONFIG, Hardware())

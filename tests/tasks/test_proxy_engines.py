@@ -266,7 +266,7 @@ def test_replaced_engine_hands_its_requests_over() -> None:
     virtual(main)
 
 
-def test_wrong_engine_is_closed_and_its_requests_move() -> None:
+def test_engine_with_wrong_weights_is_closed_and_requests_move() -> None:
     async def main() -> None:
         good, bad = Probed(99), Probed(1)
         for engine in (good, bad):

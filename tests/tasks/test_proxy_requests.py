@@ -54,7 +54,7 @@ def test_engine_that_cannot_abort_is_removed() -> None:
     virtual(main)
 
 
-def test_abort_between_two_engines_keeps_the_tokens() -> None:
+def test_abort_while_a_request_changes_engine_keeps_its_tokens() -> None:
     async def main() -> None:
         engine, clock = Noting(), asyncio.get_running_loop().time
         proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)

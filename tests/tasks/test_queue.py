@@ -39,7 +39,7 @@ def test_lowest_priority_then_earliest_goes_first() -> None:
     virtual(main)
 
 
-def test_withdrawn_ticket_takes_no_slot() -> None:
+def test_withdrawn_engine_request_takes_no_slot() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
@@ -119,7 +119,7 @@ def test_requests_without_engines_fail_with_the_reasons() -> None:
     virtual(main)
 
 
-def test_withdrawn_ticket_gets_no_error() -> None:
+def test_withdrawn_engine_request_gets_no_error() -> None:
     async def main() -> None:
         queue = queue_of()
         gone, stays = queue.create_ticket(0), queue.create_ticket(0)
@@ -273,7 +273,7 @@ def test_unmeasured_engine_has_the_first_measured_speed() -> None:
     virtual(main)
 
 
-def test_load_of_an_unmeasured_engine_counts() -> None:
+def test_load_of_an_engine_without_measured_speed_counts() -> None:
     async def main() -> None:
         measured, fresh = lane(4), lane(4)
         queue = queue_of(measured, fresh)

@@ -78,7 +78,7 @@ def test_written_tensors_are_read_bit_for_bit(
         assert [*files] == ["weights/model.safetensors"]
 
 
-def test_pieces_are_views_of_the_tensors() -> None:
+def test_pieces_of_stored_weights_are_views_of_the_tensors() -> None:
     tensor = torch.zeros(4, dtype=torch.bfloat16)
     [parts] = to_files("model", {"a": tensor}).values()
     before = b"".join(parts)

@@ -99,7 +99,7 @@ def test_asynchronous_step_takes_as_long_as_its_longer_part() -> None:
         assert max(figures.staleness) <= 1
 
 
-def test_slowing_and_speed_match_a_hand_example() -> None:
+def test_slowdown_and_speed_match_a_hand_example() -> None:
     """With four at a time at c = 0.5 each runs at 1 / 2.5, on an engine of twice the speed: 5 s x 2.5 / 2."""
     full = hardware(
         engines={"count": 1, "max_concurrent_requests": 4, "batch_slowdown": 0.5, "speeds": (2.0,)},

@@ -47,7 +47,7 @@ def test_status_can_be_pickled(status: ActorStatus) -> None:
     assert pickle.loads(pickle.dumps(status)) == status  # noqa: S301 - our own
 
 
-def test_work_done_shows_that_a_successor_resumed() -> None:
+def test_progress_shows_that_a_new_supervisor_has_resumed() -> None:
     assert RolloutStatus(trajectories=3).made == LearnerStatus(trained=3).made == RewardStatus(scored=3).made == 3.0
 
 

@@ -177,7 +177,7 @@ def test_invalid_stored_audit_is_ignored(store: MemoryStore, how: str, monkeypat
     assert (report.clean, report.since, report.run) == (True, 0, "test")
 
 
-def test_only_the_newest_audits_stay(store: MemoryStore) -> None:
+def test_only_the_newest_stored_audits_are_kept(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     for _ in range(checkpoints.KEPT + 2):
         assert audit(actors.train(1).learner.store).clean

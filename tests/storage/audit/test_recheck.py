@@ -104,7 +104,7 @@ def test_anchors_match_the_log_after_later_entries(store: MemoryStore) -> None:
     assert check_anchors(store, [*anchors, newest_anchor(Log(store).state)]) == []
 
 
-def test_rewritten_log_breaks_its_anchors(store: MemoryStore) -> None:
+def test_rewritten_log_does_not_match_its_anchors(store: MemoryStore) -> None:
     Actors.begin(store).train(2)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
     changed(store, 0, lambda body: whole(body, 1.0))
@@ -114,7 +114,7 @@ def test_rewritten_log_breaks_its_anchors(store: MemoryStore) -> None:
     ]
 
 
-def test_truncated_log_breaks_its_newest_anchor(store: MemoryStore) -> None:
+def test_truncated_log_does_not_match_its_newest_anchor(store: MemoryStore) -> None:
     Actors.begin(store).train(2)
     anchor = newest_anchor(Log(store).state)
     store.delete(entry_path(anchor.n))
