@@ -9,7 +9,8 @@ For every kind of sandbox:
 - `ExecResult` separates what the program did from what the infrastructure did: if the sandbox itself fails, the error
   is `SandboxFailed`, and nothing is known about the program.
 
-What only some kinds can do is a `Capability`, and `Sandboxes.capabilities` lists those of a kind.
+A `Capability` is an ability that only some kinds of sandbox have; `Sandboxes.capabilities` lists the capabilities of a
+kind.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ NO_VARIABLES: Mapping[str, str] = {}
 
 
 class SandboxFailed(RollflowError):
-    """Raised if a sandbox failed. Nothing is known about the program then, which should run again in a new sandbox."""
+    """Raised if a sandbox failed. After this error nothing is known about the program, so the caller should run the
+    program again in a new sandbox.
+    """
 
 
 class Capability(StrEnum):
@@ -38,7 +41,7 @@ class Capability(StrEnum):
     # the kernel enforces the folder's limits; without this capability the folder is measured at intervals
     EXACT_FOLDER_LIMIT = "exact folder limit"
     NAMED_LIMITS = "named limits"  # `ExecResult.end` says which limit a program exceeded; otherwise it was killed
-    STATE = "state"  # files of a program stay for the next program and for download
+    STATE = "state"  # files that a program wrote stay in the sandbox for the next program and for download
     CHANNEL = "channel"  # a program gets `Program.channel`
     CHILDREN = "children"  # children of a program may live on after it (`Program.keep_children`)
 
@@ -46,7 +49,7 @@ class Capability(StrEnum):
 class ProgramEnd(StrEnum):
     """Why a program ended."""
 
-    EXITED = "exited"  # by itself, or by a signal that it sent to itself
+    EXITED = "exited"  # the program ended by itself, or by a signal that it sent to itself
     TIMEOUT = "timeout"  # killed at its deadline
     MEMORY = "memory"  # killed because its processes used too much memory
     PROCESSES = "processes"  # killed because it started too many processes

@@ -1,4 +1,4 @@
-"""The verifier `composite`: several scorers in one.
+"""The verifier `composite`, whose score is computed from the scores of several verifiers.
 
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 

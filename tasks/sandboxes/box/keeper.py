@@ -1,5 +1,5 @@
-"""The keeper of one sandbox, which is process 1 of the sandbox's namespaces. It runs the owner's programs one after
-another.
+"""The keeper of one sandbox, which is process 1 of the sandbox's namespaces. The keeper runs the owner's programs one
+after another.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class ForkedProgram:
         os.lseek(self.stdin, 0, os.SEEK_SET)
         fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)  # a program could store bytes in there that nobody counts
         message = pack(request)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed by a child of an earlier program
+        # a child of an earlier program has killed this process
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if fds:
                 socket.send_fds(self.gate, [message[:1]], fds)
                 message = message[1:]
@@ -78,7 +79,7 @@ class ForkedProgram:
 
 
 class Keeper:
-    """Serves the owner of one sandbox. See the module's docstring.
+    """Answers the requests of the process that owns one sandbox. See the module's docstring.
 
     The process of the first program is forked before its request comes, because a fork takes most of the time of a
     short program.
@@ -141,7 +142,7 @@ class Keeper:
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         try:
             pid = os.fork()
-        except BlockingIOError:  # earlier programs left as many processes as there may be
+        except BlockingIOError:  # processes of earlier programs have reached the limit of processes
             kill_all()
             pid = os.fork()
         if pid == 0:
@@ -177,7 +178,7 @@ class Keeper:
             os.dup2(fd, place)
             os.set_inheritable(place, True)
         check(libc.syscall(CLOSE_RANGE, CHANNEL + 1, LAST_DESCRIPTOR, 0), "close_range")
-        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # so that the keeper can measure its memory
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # so that the keeper can measure this process's memory
         install_filter(self._filter)
         waiting = socket.socket(fileno=CHANNEL)
         request, _, fds = receive(waiting)
@@ -228,7 +229,7 @@ def make_folders(path: str) -> None:
         try:
             os.mkdir(name or ".", dir_fd=above)
         except FileExistsError:
-            pass  # whatever it is: the next step opens it as a folder
+            pass  # a file of that name may be no folder; opening it as a folder then fails in the next step
         finally:
             os.close(above)
 

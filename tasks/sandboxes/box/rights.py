@@ -4,7 +4,8 @@ Refused are system calls that could reach beyond the sandbox (namespaces, mounts
 connected sockets, tracing, kernel keys, BPF), that change another process of the same user, which the keeper is
 (scheduling, limits), that hold memory that nobody counts (io_uring, System V IPC, shared memory without a file, pages
 given to a pipe or a socket), that use up what all sandboxes share (descriptors on their way through a socket), and that
-wait for the disks of the host. A system call that is newer than this list does not exist for a program.
+wait for the disks of the host. A program that makes a system call newer than this list gets the error that the call
+does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CAPABILITY_VERSION = 0x20080522
 NEW_NAMESPACES = 0x7E020000  # the flags of clone that create a namespace
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 AF_UNIX, DATAGRAMS = 1, 2  # the bit that types of sockets without a connection have, and others not
-NETWORK_IOCTLS = (0x8900, 0x8A00)  # a socket of the owner belongs to the network of the host
+# refused because a socket from the sandbox's owner belongs to the network of the host
+NETWORK_IOCTLS = (0x8900, 0x8A00)
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # results of a filter
 LOAD, EQUAL, AT_LEAST, ANY_BIT, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

@@ -1,5 +1,5 @@
-"""The keeper of one sandbox of host processes. It runs the owner's programs one after another, and enforces their
-limits.
+"""The keeper of one sandbox of host processes. The keeper runs the owner's programs one after another, and enforces
+their limits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Request = dict[str, Any]
 
 
 class HostKeeper:
-    """Serves the owner of one sandbox. See the module's docstring."""
+    """Answers the requests of the process that owns one sandbox. See the module's docstring."""
 
     def __init__(self, owner: socket.socket, settings: dict[str, Any], folder: str, launch: Launch) -> None:
         """Create the sandbox's folders: `work` is the program's own, `program` holds what the program is given."""
@@ -195,7 +195,7 @@ class HostWatch:
         return bool(part)
 
     def _stop(self, end: str) -> None:
-        """Kill the program and its children; collect the program, then the keeper collects the children."""
+        """Kill the program and its children, and collect the program; the keeper collects the children later."""
         self.end = end
         for pid in list_descendants([self._launched.pid]):
             with contextlib.suppress(ProcessLookupError):

@@ -38,7 +38,7 @@ class Launched(Protocol):
 
 
 class Places(Protocol):
-    """The folders of the sandbox that a program is started in."""
+    """The folders of the sandbox in which a program is started."""
 
     work: str
     program: str

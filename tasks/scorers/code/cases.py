@@ -144,7 +144,7 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
 def read_case(row: Any) -> Case:
     """Read one case of a data row; raise `ValueError` with a sentence if it has none of the forms.
 
-    A key that is null is missing, because a table has the keys of all forms in every case.
+    A key with the value null counts as missing, because in a table every case has the keys of all forms.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a case is {row!r}, not an object with {FORMS}")
@@ -225,5 +225,5 @@ def _shorten(text: str) -> str:
 
 @cache
 def read_guest() -> str:
-    """Return the text of the program that runs in the sandboxes."""
+    """Return the source of `guest.py`, which runs in the sandboxes."""
     return (Path(__file__).parent / "guest.py").read_text()

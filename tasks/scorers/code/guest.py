@@ -1,4 +1,5 @@
-"""Runs in two sandboxes: with the model's program in one, and with the tests in the other.
+"""The program that runs in both sandboxes of a case. In one sandbox it runs the model's program, and in the other one
+the tests.
 
     tests  --call of a function, as JSON--> candidate, in a sandbox of its own
            <---value or error, as JSON-----
@@ -23,7 +24,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 CHANNEL = 3  # descriptor of the socket between the two sandboxes
-ASKS, DIFFERS = 75, 76  # return codes of tests without a channel: a call has no answer yet, or was another before
+# return codes of tests without a channel: a call has no answer yet; a call differs from the call of the previous run
+ASKS, DIFFERS = 75, 76
 DEEPEST = 100  # most levels of nested values
 LONGEST_TEXT = 500  # most characters of an error's text
 PLAIN = (type(None), bool, int, str)
@@ -60,7 +62,7 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
 
 
 def decode(value: Any, remote: Any) -> Any:
-    """Return the value that `encode` was given; `remote` returns the object of a number."""
+    """Return the value from the JSON that `encode` wrote; `remote` returns the object that has a given number."""
     if isinstance(value, list):
         return [decode(part, remote) for part in value]
     if not isinstance(value, dict):
@@ -80,12 +82,14 @@ def decode(value: Any, remote: Any) -> Any:
 
 
 def open_channel() -> Any:
-    """Return the channel between the two sandboxes."""
+    """Return the channel between the sandbox of the program and the sandbox of the tests."""
     return socket.socket(fileno=CHANNEL).makefile("rwb")
 
 
 class Script:
-    """Stands for the channel of a program that has none: the calls are known, and only the last answer is wanted."""
+    """Replaces the channel of a program in a sandbox without one. It gives the program known calls, and prints only the
+    last answer.
+    """
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
@@ -108,7 +112,8 @@ class Script:
 
 
 class Recording:
-    """Stands for the channel of tests that have none: gives recorded answers, and ends at the first call without one.
+    """Replaces the channel of tests in a sandbox without one. It gives recorded answers, and ends the process at the
+    first call without an answer.
 
     `calls` are the calls that were answered; the first answer is for no call, as it lists the program's names.
     """
@@ -185,7 +190,7 @@ class Remote:
 
 
 def forward(name: str) -> Any:
-    """Return a special method that is called on the candidate's object."""
+    """Return a special method that calls the method of the same name on the candidate's object."""
     return lambda self, *args, **named: ask(self._channel, self._number, name, args, named)
 
 

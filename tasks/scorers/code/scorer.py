@@ -26,7 +26,9 @@ FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.
 
 
 class CodeScorer:
-    """A user of sandboxes that scores one response after another or several at a time. See the module's docstring."""
+    """Scores responses by running their programs in sandboxes, one response after another or several at a time. See the
+    module's docstring.
+    """
 
     def __init__(self, config: CodeReward, sandboxes: Sandboxes | None = None) -> None:
         """Use `sandboxes`, which are started already; if None, start those of the config with the first response."""
@@ -57,7 +59,7 @@ class CodeScorer:
     async def start(self) -> Sandboxes:
         """Return the sandboxes, started; raise `ConfigError` if this machine cannot run them."""
         if self._loop not in (None, asyncio.get_running_loop()):
-            self._sandboxes, self._starting = None, asyncio.Lock()  # they ended with their event loop
+            self._sandboxes, self._starting = None, asyncio.Lock()  # the sandboxes ended with their event loop
         async with self._starting:
             if self._sandboxes is None:
                 sandboxes = build_sandboxes(self._config.sandbox)
@@ -81,7 +83,7 @@ class CodeScorer:
 
 
 def _outcome(passed: int, count: int, ends: Sequence[ProgramEnd]) -> Outcome:
-    """Return the outcome of a program; a program that passed no case is named by how it ended."""
+    """Return the outcome of a program; for a program that passed no case, the outcome says how the program ended."""
     if passed == count:
         return Outcome.CORRECT
     if passed:
