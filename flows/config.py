@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rollflow.flows.config_keys import list_keys, list_kinds, sections_of
+from rollflow.flows.config_keys import has_key, is_table, list_kinds, sections_of
 from rollflow.flows.registration.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
@@ -214,9 +214,14 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
 def _choices(path: Iterable[str]) -> list[type[Section]]:
     """Return the section types that a recipe may have at this path of keys."""
     found: list[type[Section]] = [RunConfig]
+    named = False  # whether the next name is that of a section in a table
     for name in path:
+        if named or name.isdecimal():
+            named = False
+            continue
         fields = [section.model_fields[name] for section in found if name in section.model_fields]
-        found = found if name.isdecimal() else [choice for info in fields for choice in sections_of(info.annotation)]
+        found = [choice for info in fields for choice in sections_of(info.annotation)]
+        named = any(map(is_table, fields))
     return found
 
 
@@ -280,7 +285,7 @@ def describe_error(
     if error["type"] == "union_tag_not_found":
         return f"{key} = {error['input']!r} has no kind; `rollflow keys` lists the kinds"
     if error["type"] == "extra_forbidden":
-        if ".".join(part for part in key.split(".") if not part.isdecimal()) in set(list_keys(section)):
+        if has_key(section, key):
             return f"{key} = {error['input']!r}: there is no such key here, but another kind has this key"
         suggestion = _suggest_key(key, error["input"], section, tree or {})
         return f"{key} = {error['input']!r}: there is no such key{suggestion}"
@@ -297,8 +302,12 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
     """Return the dotted key where pydantic found an error, without the section kinds that pydantic inserts into the
     path.
     """
-    parts, here, entered = list[str](), [section], False
+    parts, here, entered, named = list[str](), [section], False, False
     for part in place:
+        if named:  # the name of a section in a table, which may be the name of a kind
+            parts.append(str(part))
+            named = False
+            continue
         if entered and (chosen := [one for one in here if part in list_kinds(one)]):
             here, entered = chosen, False
             continue
@@ -308,6 +317,7 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
             if not fields:  # a name in a table of sections
                 continue
             here, entered = [one for info in fields for one in sections_of(info.annotation)], True
+            named = any(map(is_table, fields)) and bool(here)
     return ".".join(parts)
 
 
@@ -365,13 +375,16 @@ def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iter
     for name, info in section.model_fields.items():
         yield prefix + name, info
         given = tree.get(name) if isinstance(tree, Mapping) else None
-        if isinstance(given, list) and _is_list(info):
+        if is_table(info):
+            below = given if isinstance(given, Mapping) else {}
+            places = [(f"{prefix}{name}.{key}.", item) for key, item in below.items()]
+        elif isinstance(given, list) and _is_list(info):
             places = [(f"{prefix}{name}.{position}.", item) for position, item in enumerate(given)]
         else:
             places = [(f"{prefix}{name}.", given)]
-        for place, below in places:
-            for chosen in _sections_in_use(info, below):
-                yield from _usable_keys(chosen, below, place)
+        for place, item in places:
+            for chosen in _sections_in_use(info, item):
+                yield from _usable_keys(chosen, item, place)
 
 
 def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:

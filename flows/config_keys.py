@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -47,11 +47,23 @@ def list_keys(section: type[Section]) -> Iterable[str]:
     return (name for name, _ in list_fields(section))
 
 
+def has_key(section: type[Section], key: str) -> bool:
+    """Return whether some kind of a section has this dotted key, whose parts may be positions and names in tables."""
+    parts = [part for part in key.split(".") if not part.isdecimal()]
+    named = {".".join([*parts[:place], "NAME", *parts[place + 1 :]]) for place in range(len(parts))}
+    return not {".".join(parts), *named}.isdisjoint(list_keys(section))
+
+
 def list_fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
     for name, info in section.model_fields.items():
         yield prefix + name, info
         for kind in sections_of(info.annotation):
-            yield from list_fields(kind, f"{prefix}{name}.")
+            yield from list_fields(kind, f"{prefix}{name}." + ("NAME." if is_table(info) else ""))
+
+
+def is_table(info: FieldInfo) -> bool:
+    """Return whether a field is a table of values by name, such as `rewards`."""
+    return get_origin(info.annotation) is dict
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:

@@ -19,7 +19,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.episode_ports import build_ports
 from rollflow.tasks.runtime.names import RunPlace
-from rollflow.tasks.scorers import build_scorer
+from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 
 
@@ -50,7 +50,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
             "store.keep_every or store.keep_last kept"
         ) from None
     engine = build_engine(config.engine, context.policy_folder, dtype=config.policy.dtype)
-    scorer = build_scorer(config.reward, context.policy_folder)
+    scorer = build_scorers(config.scorers, context.policy_folder)
     await asyncio.gather(engine.start(), scorer.start())
     try:
         proxy = InferenceProxy([engine], config.engine.max_concurrent_requests)
@@ -72,4 +72,7 @@ def build_evaluator(context: RunContext, scorer: Scorer, note: Callable[[], None
     settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
     held, environment = context.prompts().held_out(), build_environment(context.config.environment)
     ports = build_ports(context.config, context.tokenizer)
-    return Evaluator(held, settings.samples, settings.temperature, longest, score, environment, ports=ports)
+    shares = context.config.accuracy_shares
+    return Evaluator(
+        held, settings.samples, settings.temperature, longest, score, environment, ports=ports, shares=shares
+    )

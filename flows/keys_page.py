@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollflow.flows.allowed_values import UNSET, default_of, describe_allowed
-from rollflow.flows.config_keys import sections_of
+from rollflow.flows.config_keys import is_table, sections_of
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
 from rollflow.tasks.simulation.hardware import Hardware
@@ -50,15 +50,22 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)
     yield ""
+    written: dict[tuple[type[Section], ...], str] = {}
     for name, info in nested:
-        for kind in sections_of(info.annotation):
+        kinds = tuple(sections_of(info.annotation))
+        if kinds in written:
+            yield from (f"### `[{name}.NAME]`" if is_table(info) else f"### `[{name}]`", "", info.description or "", "")
+            yield from (f"The keys are those of `[{written[kinds]}]`.", "")
+            continue
+        written[kinds] = name
+        for kind in kinds:
             given = default if isinstance(default, section) else section.model_construct()
             yield from _headed_lines(kind, info, f"{path}.{name}" if path else name, getattr(given, name, ...))
 
 
 def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
     """Yield the lines of a section with its heading, which names the section's kind if there are several kinds."""
-    if get_origin(info.annotation) is dict:
+    if is_table(info):
         path = f"{path}.NAME"
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
     kind = _fixed_kind(section)

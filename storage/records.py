@@ -117,7 +117,7 @@ class Cursor:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt. `index` is the prompt's number in the run's order of prompts; `reference` is what the verifier needs,
-    as JSON values.
+    as JSON values. `scorer` names the scorer of the responses; "" is the scorer of `[reward]`.
 
     `input` is what the policy reads, and `text` what a person reads.
     """
@@ -128,6 +128,7 @@ class Prompt:
     text: str
     input: ModelInput
     reference: Mapping[str, Any] = field(default_factory=dict)
+    scorer: str = ""
 
     @property
     def tokens(self) -> Int32s:

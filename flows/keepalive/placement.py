@@ -60,4 +60,4 @@ def needed_cpus(config: RunConfig) -> float:
     ranks = config.train.threads * (config.train.ranks - 1) if config.train.multi_node else 0
     own = config.evaluation_engine(on_cpu=True)
     engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)
-    return engines + learner_cpus(config) + ranks + 1.0 + config.reward.workers
+    return engines + learner_cpus(config) + ranks + 1.0 + config.scorer_workers

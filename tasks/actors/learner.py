@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version as package_version
 from typing import Any
@@ -36,8 +36,9 @@ from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Outcome, Prompt
 from rollflow.storage.trajectories import TrajectoryStore, verify
-from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, count_domain_groups
+from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, compute_domain_metrics
 from rollflow.tasks.actors.channel import BatchFeed, RayChannel
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
@@ -56,7 +57,7 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import score_response
+from rollflow.tasks.scorers.verifier import apply_threshold, score_response
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -174,7 +175,7 @@ class LearnerActor:
         waited = time.monotonic()
         batch, entry = self._next_batch(number)
         metrics = compute_batch_metrics(batch, self.batches.read_commit(entry), self.batches.discards(entry), number)
-        metrics |= count_domain_groups(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+        metrics |= compute_domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:
@@ -221,7 +222,8 @@ class LearnerActor:
         cold = self.config.policy.cold_start
         assert cold is not None
         prompts, tokenizer = self.context.prompts(), self.context.tokenizer
-        held, verify, where = prompts.held_out(), build_verifier(self.config.reward), self.config.reward.answer
+        held, rewards = prompts.held_out(), self.config.scorers
+        verifiers = {name: build_verifier(reward) for name, reward in rewards.items()}
         model = self.learner.model
 
         def accuracy(model: Any) -> float:
@@ -230,9 +232,13 @@ class LearnerActor:
             responses = generate_answers(
                 model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed
             )
-            texts = [tokenizer.decode_response(answer, self.config.reward.special_tokens) for answer in responses]
-            pairs = [(text, p.reference) for text, p in zip(texts, held, strict=True)]
-            return sum(score_response(verify, where, *pair).value == 1.0 for pair in pairs) / len(held)
+            return sum(map(is_correct, held, responses)) / len(held)
+
+        def is_correct(prompt: Prompt, tokens: Sequence[int]) -> bool:
+            reward, verify = rewards[prompt.scorer], verifiers[prompt.scorer]
+            text = tokenizer.decode_response(tokens, reward.special_tokens)
+            score = score_response(verify, reward.answer, text, prompt.reference)
+            return apply_threshold(score, reward.correct_from).outcome is Outcome.CORRECT
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, held-out accuracy {found:.2f} of {cold.target_accuracy:.2f}")

@@ -32,7 +32,7 @@ from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.coalesce import Coalescer
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
-from rollflow.tasks.scorers import build_scorer
+from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreRequest
 
 REWARD = "reward"
@@ -53,7 +53,7 @@ class Verdicts:
 
 
 class RewardActor:
-    """The actor that runs the scorer; a run has one such actor."""
+    """The actor that runs the scorers; a run has one such actor."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
         """Prepare without reading storage, so that `status` can report a wait for storage."""
@@ -93,17 +93,22 @@ class RewardActor:
         return scorer
 
     def _build_scorer(self) -> Scorer:
-        return build_scorer(self.context.config.reward, self.context.policy_folder)
+        return build_scorers(self.context.config.scorers, self.context.policy_folder)
 
     async def finish(self) -> None:
         """End `run`, because no more responses will be scored."""
         self._finished.set()
 
-    async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any]]]) -> Verdicts:
-        """Score requests, each given as the bytes of int32 tokens and a reference; return the first scores."""
+    async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any], str]]) -> Verdicts:
+        """Score requests, each given as the bytes of int32 tokens, a reference and the name of a scorer; return the
+        first scores.
+        """
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
-        ticket, to_come = next(self._tickets), scorer.submit([ScoreRequest(Int32s(t), r) for t, r in requests])
+        ticket, to_come = (
+            next(self._tickets),
+            scorer.submit([ScoreRequest(Int32s(t), r, name) for t, r, name in requests]),
+        )
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
         return await self.await_more(ticket)
 
@@ -124,7 +129,7 @@ class RewardActor:
         scorer = self._scorer.found
         if not self._began or scorer is None:
             return RewardStatus(waits, costs, warned=warned, attended=self._attended)
-        lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.reward.workers
+        lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.scorer_workers
         idle = max(0.0, 1.0 - scorer.usage.busy_seconds / lasted)
         done = scorer.usage.scored, scorer.usage.timeouts
         return self._gauges.show(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))
@@ -133,7 +138,7 @@ class RewardActor:
 def start_reward(context: RunContext) -> Any:
     """Start the run's reward actor, or find the running one after a restart of the stage's flow."""
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
-    options |= actor_options(context.config, "reward", float(context.config.reward.workers), imports="reward")
+    options |= actor_options(context.config, "reward", float(context.config.scorer_workers), imports="reward")
     return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
 
 
@@ -173,7 +178,7 @@ class RewardClient:
         """Yield the scores that the actor returns; end early if the actor has died."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
-            call = actor.score.remote([(Int32s.of(request.tokens).data, request.reference) for request in requests])
+            call = actor.score.remote([(Int32s.of(one.tokens).data, one.reference, one.scorer) for one in requests])
             while True:
                 async with asyncio.timeout(self._patience + POLL_SECONDS):
                     verdicts: Verdicts = await call

@@ -172,7 +172,15 @@ class RolloutActor:
             else self._borrow_own_engine,
             fetch=self.feed.fetch_kept,
             evaluator=Evaluator(
-                held, settings.samples, settings.temperature, longest, self._score, environment, vocabulary, ports
+                held,
+                settings.samples,
+                settings.temperature,
+                longest,
+                self._score,
+                environment,
+                vocabulary,
+                ports,
+                self.config.accuracy_shares,
             ),
             keep=lambda found: asyncio.to_thread(self._store_result, found),
             slots=self.config.engine.max_concurrent_requests,
@@ -326,7 +334,7 @@ class RolloutActor:
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        score = await judge_repeatedly(self.reward.score, self.config.reward.judge_tries)(request)
+        score = await judge_repeatedly(self.reward.score, build_limits(self.config).judge_tries)(request)
         self._judged += 1
         return score
 

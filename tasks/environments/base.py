@@ -61,13 +61,13 @@ class Episode(Protocol):
         """Append at most `room` tokens that the policy did not generate and is not trained on."""
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """End generation and score these tokens with the run's scorer; return None if the episode is not wanted.
+        """End generation and score these tokens with the prompt's scorer; return None if the episode is not wanted.
 
         After a call of `judge` the policy generates no more tokens for the episode.
         """
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score these tokens with the run's scorer, without ending the episode.
+        """Score these tokens with the prompt's scorer, without ending the episode.
 
         `reference` replaces the prompt's own reference answer, if given.
         """

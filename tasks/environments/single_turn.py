@@ -1,4 +1,4 @@
-"""The environment with one response per prompt, which the run's scorer scores."""
+"""The environment with one response per prompt, which the prompt's scorer scores."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -30,6 +31,13 @@ class PromptBase(Section):
         description="what happens to a prompt that leaves no room for engine.max_new_tokens in the context: the run "
         "is refused, or the prompt is dropped",
     )
+    reward: str | None = Field(
+        None, description="name of the scorer of this source, which is [rewards.NAME]; default: [reward]"
+    )
+
+    def scorer_of(self, reference: Mapping[str, Any]) -> str:
+        """Return the name of the scorer of a question with this reference; "" is the scorer of `[reward]`."""
+        return self.reward or ""
 
 
 class ReasoningGymPrompts(PromptBase):
@@ -60,6 +68,17 @@ class FileBase(PromptBase):
         description='text that stands before the answer in a worked solution, e.g. "####"; only what follows is the '
         "reference answer",
     )
+    reward_column: str | None = Field(
+        None,
+        min_length=1,
+        description="column in which a row may name its own scorer, which is [rewards.NAME]; a row without a name "
+        "has the scorer of the source",
+    )
+
+    def scorer_of(self, reference: Mapping[str, Any]) -> str:
+        """Return the name of the scorer of a row: the one in the row's `reward_column`, or the source's."""
+        named = reference.get(self.reward_column) if self.reward_column else None
+        return str(named or self.reward or "")
 
     @property
     def domain(self) -> str:

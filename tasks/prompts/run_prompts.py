@@ -151,7 +151,8 @@ class RunPrompts:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "the prompts were opened without an encoder"
         read = ModelInput.of(self._encode(question.asked, config.chat, config.system))
-        return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference)
+        scorer = config.scorer_of(question.reference)
+        return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference, scorer)
 
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int

@@ -112,7 +112,10 @@ class RolloutConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation on held-out prompts: before, during and after training."""
 
-    fixed: ClassVar[Mapping[str, str]] = {"prompts": "it decides which prompts are held out"}
+    fixed: ClassVar[Mapping[str, str]] = {
+        "prompts": "it decides which prompts are held out",
+        "mean": "earlier accuracies are such means",
+    }
 
     every: int = Field(
         25,
@@ -125,6 +128,11 @@ class EvaluationConfig(Section):
         gt=0,
         description="number of responses to each held-out prompt; with more than one, pass@2, pass@4, ... are also "
         "reported",
+    )
+    mean: Literal["share", "responses"] = Field(
+        "share",
+        description='accuracy of several domains: "share" is the mean of the domains, each weighted by its share; '
+        '"responses" is the mean of all responses',
     )
     temperature: float = Field(
         0.0,

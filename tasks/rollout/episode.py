@@ -108,7 +108,7 @@ class PlayedEpisode:
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """End generation and score tokens with the run's scorer; implements `Episode.judge`."""
+        """End generation and score tokens with the prompt's scorer; implements `Episode.judge`."""
         self._asked = True
         try:
             if not await self._close():
@@ -118,9 +118,9 @@ class PlayedEpisode:
             self._asked = False
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score tokens with the run's scorer; implements `Episode.score`."""
+        """Score tokens with the prompt's scorer; implements `Episode.score`."""
         wanted = self.prompt.reference if reference is None else reference
-        score = await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted))
+        score = await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted, self.prompt.scorer))
         if score.outcome is Outcome.UNJUDGED:
             self._unjudged = score
         return score

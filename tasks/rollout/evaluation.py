@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,12 +39,25 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, We
 from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged
 
 T = TypeVar("T")
+UNSAFE = re.compile(r"[^\w.-]")  # characters that a metric's name may not contain
 AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died
 
 
 @dataclass(frozen=True, slots=True)
+class DomainResult:
+    """The result of one evaluation on the held-out prompts of one domain."""
+
+    accuracy: float
+    reward: float
+    responses: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of one evaluation; `accuracy` is the share of responses with the full reward 1, which is pass@1.
+    """The result of one evaluation; `accuracy` is the share of correct responses, which is pass@1.
+
+    With several domains, accuracy, reward and pass@k are means of the domains, each weighted by its share of the
+    trained groups (`evaluation.mean`). `domains` has the result on each domain.
 
     `pass_at` maps k = 2, 4, 8, ..., up to the number of responses per prompt, to pass@k: the chance that at least one
     of k responses is right.
@@ -56,11 +70,15 @@ class Evaluation:
     mean_tokens: float
     pinned: bool  # True if every token came from `version`
     pass_at: Mapping[int, float] = field(default_factory=dict)  # k -> pass@k; empty with one response per prompt
+    domains: Mapping[str, DomainResult] = field(default_factory=dict)  # empty with one domain
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics for MLflow, which allows no @ in the name of a metric."""
-        return {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
+        found = {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
+        for domain, result in self.domains.items():
+            found |= {f"accuracy_{safe_name(domain)}": result.accuracy, f"reward_{safe_name(domain)}": result.reward}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,11 @@ class EvaluationSkipped:
 
 
 EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(EvaluationSkipped)
+
+
+def safe_name(domain: str) -> str:
+    """Return a domain's name without the characters that a metric's name may not contain."""
+    return UNSAFE.sub("_", domain)
 
 
 def evaluation_path(version: int) -> str:
@@ -145,6 +168,29 @@ def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
     return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
 
 
+class _Summary(NamedTuple):
+    """Accuracy, mean reward and pass@k of a set of responses."""
+
+    accuracy: float
+    reward: float
+    pass_at: Mapping[int, float]
+
+
+def combine(domains: Mapping[str, _Summary], shares: Mapping[str, float]) -> _Summary:
+    """Return the mean of the domains, each weighted by its share; domains without a held-out prompt have no weight."""
+    total = math.fsum(shares[domain] for domain in domains)
+
+    def mean(values: Mapping[str, float]) -> float:
+        return math.fsum(shares[domain] * value for domain, value in values.items()) / total
+
+    powers = next(iter(domains.values())).pass_at
+    return _Summary(
+        mean({domain: one.accuracy for domain, one in domains.items()}),
+        mean({domain: one.reward for domain, one in domains.items()}),
+        {k: mean({domain: one.pass_at[k] for domain, one in domains.items()}) for k in powers},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Generates and scores responses to the held-out prompts."""
@@ -157,6 +203,8 @@ class Evaluator:
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
+    # domain -> its weight in the accuracy; empty: every response has the same weight
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
         """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns.
@@ -168,16 +216,33 @@ class Evaluator:
         done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
         if missing := [score.reason for score, _ in done if score.outcome is Outcome.UNJUDGED]:
             raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
-        passed = [score.value == 1.0 for score, _ in done]
-        right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
+        judged = [(prompt.domain, score) for (prompt, _), (score, _) in zip(asked, done, strict=True)]
+        by_domain = {domain: [score for one, score in judged if one == domain] for domain, _ in judged}
+        domains = {domain: self._summarise(scores) for domain, scores in by_domain.items()}
+        total = combine(domains, self.shares) if self.shares else self._summarise([score for _, score in judged])
         return Evaluation(
             version=version,
-            accuracy=sum(passed) / len(done),
-            reward=sum(score.value for score, _ in done) / len(done),
+            accuracy=total.accuracy,
+            reward=total.reward,
             responses=len(done),
             mean_tokens=sum(len(versions) for _, versions in done) / len(done),
             pinned=all(v == version for _, versions in done for v in versions),
-            pass_at=mean_pass_at(right, self.samples),
+            pass_at=total.pass_at,
+            domains={
+                domain: DomainResult(one.accuracy, one.reward, len(by_domain[domain]))
+                for domain, one in domains.items()
+                if len(domains) > 1
+            },
+        )
+
+    def _summarise(self, scores: Sequence[Score]) -> _Summary:
+        """Summarise the scores of whole prompts, each with its samples one after another."""
+        passed = [score.outcome is Outcome.CORRECT for score in scores]
+        right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
+        return _Summary(
+            sum(passed) / len(scores),
+            sum(score.value for score in scores) / len(scores),
+            mean_pass_at(right, self.samples),
         )
 
     async def _answer_prompt(

@@ -138,7 +138,7 @@ class GroupRollout:
             ports.limits.max_new_tokens,
             ask,
             self._close_episode,
-            judge_repeatedly(ports.score, ports.limits.judge_tries, self._over),
+            judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over),
             ports.vocabulary,
             ports.environment_ports,
         )
@@ -152,7 +152,7 @@ class GroupRollout:
             self._playing.discard(episode)
         if score is None:
             return None
-        if ports.limits.judge_tries and (unjudged := episode.find_unjudged(score)):
+        if ports.limits.judge_tries(prompt.scorer) and (unjudged := episode.find_unjudged(score)):
             self.unjudged = unjudged.reason
             await self.give_up(DiscardReason.UNJUDGED)
             return None

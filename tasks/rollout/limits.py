@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rollflow.tasks.rollout.config import FilterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class JudgingLimits:
+    """The limits of one scorer while nobody can judge a response."""
+
+    tries: int = 0  # times that a response is judged while its outcome is "unjudged"; 0: it is trained on
+    max_unjudged: int = 20  # the run fails after this many unjudged groups of the scorer in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +44,16 @@ class RolloutLimits:
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
     filter: FilterConfig | None = None
-    # times that a response is judged while its outcome is "unjudged"; 0: an unjudged response is trained on
-    judge_tries: int = 0
-    max_unjudged: int = 20  # the run fails after this many unjudged groups in a row
+    judging: Mapping[str, JudgingLimits] = field(default_factory=dict)  # scorer -> its limits; default: JudgingLimits()
     shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the trained groups
+
+    def judging_of(self, scorer: str) -> JudgingLimits:
+        """Return the limits of the scorer with this name."""
+        return self.judging.get(scorer, JudgingLimits())
+
+    def judge_tries(self, scorer: str) -> int:
+        """Return how often the scorer with this name judges a response that nobody can judge."""
+        return self.judging_of(scorer).tries
 
     @property
     def lead(self) -> float:

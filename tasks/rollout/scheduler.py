@@ -52,6 +52,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy
 from rollflow.tasks.rollout.running_by_version import RunningByVersion
 from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.config import name_section
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,9 @@ class RolloutScheduler:
         self._generating = 0  # number of unfinished responses of all running groups
         self._discards: list[Discard] = []
         self._filtered_in_a_row = 0
-        self._unjudged_in_a_row = 0
+        self._unjudged_in_a_row = Counter[str]()  # scorer -> its unjudged groups since a judged one
         self._unjudged_of: Counter[int] = Counter()  # prompt -> its dispatches that were unjudged since it was scored
-        self._issued_at_unjudged = 0  # number of dispatches when the last group was counted as unjudged
+        self._issued_at_unjudged = Counter[str]()  # scorer -> dispatches when its last unjudged group was counted
         self._published = proxy.version  # newest published version, and number of the learner's next batch
         self._aborts: set[asyncio.Task[None]] = set()
         self._room, self._ready = asyncio.Event(), asyncio.Event()
@@ -218,42 +219,43 @@ class RolloutScheduler:
 
     async def _dispatch(self, rollout: GroupRollout) -> None:
         """Run one group, then put the group into the buffer or discard it."""
-        ended = await rollout.run(self._ports.prompt(rollout.key.prompt))
+        prompt = self._ports.prompt(rollout.key.prompt)
+        ended = await rollout.run(prompt)
         del self._running[rollout.key]
         self._left_behind.discard(rollout)
         self._starts.remove(rollout)
         self._free_requests(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
-            self._unjudged_in_a_row = 0
+            self._unjudged_in_a_row[prompt.scorer] = 0
             self._unjudged_of.pop(rollout.key.prompt, None)
             self._add_scored(ended, rollout)
         else:
             self._discard(ended)
-            self._check_judged(ended, rollout)
+            self._check_judged(ended, prompt.scorer, rollout)
         self._ready.set()
 
-    def _check_judged(self, discard: Discard, rollout: GroupRollout) -> None:
-        """Raise `ConfigError` after too many groups in a row with a response that nobody could judge.
+    def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
+        """Raise `ConfigError` after too many unjudged groups of a scorer in a row.
 
         Groups that run at the same time count once, because a short outage of a judge's server meets all of them.
         """
         if discard.reason is not DiscardReason.UNJUDGED:
             return
-        prompt = discard.key.prompt
+        prompt, most = discard.key.prompt, self.limits.judging_of(scorer).max_unjudged
         self._unjudged_of[prompt] += 1
-        if self._unjudged_of[prompt] == self.limits.max_unjudged:
+        if self._unjudged_of[prompt] == most:
             raise ConfigError(
-                f"reward.max_unjudged = {self.limits.max_unjudged}: prompt {prompt} was issued so many times, and each "
+                f"{name_section(scorer)}.max_unjudged = {most}: prompt {prompt} was issued so many times, and each "
                 f"time nobody could judge a response (the last reason: {rollout.unjudged}); fix the scorer, or remove "
                 "the prompt, then resume the run"
             )
-        if rollout.number <= self._issued_at_unjudged:
+        if rollout.number <= self._issued_at_unjudged[scorer]:
             return
-        self._issued_at_unjudged = self._issued
-        self._unjudged_in_a_row += 1
-        if self._unjudged_in_a_row == self.limits.max_unjudged:
+        self._issued_at_unjudged[scorer] = self._issued
+        self._unjudged_in_a_row[scorer] += 1
+        if self._unjudged_in_a_row[scorer] == most:
             raise ConfigError(
-                f"reward.max_unjudged = {self.limits.max_unjudged}: so many groups in a row had a response that nobody "
+                f"{name_section(scorer)}.max_unjudged = {most}: so many groups in a row had a response that nobody "
                 f"could judge (the last reason: {rollout.unjudged}); fix the scorer, then resume the run"
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
@@ -21,13 +22,13 @@ from rollflow.tasks.engines.config import EngineBase, EngineConfig, Transformers
 from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
-from rollflow.tasks.prompts.config import PromptConfig, SortingPrompts
+from rollflow.tasks.prompts.config import FileBase, PromptConfig, SortingPrompts
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.run.cluster_config import ClusterConfig
 from rollflow.tasks.runtime.names import RecipeName
 from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
-from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig, name_section
 
 Refusals = Iterator[PydanticCustomError]
 
@@ -135,9 +136,9 @@ class TrackingConfig(Section):
     )
 
 
-def _read_kind(source: object) -> object:
-    """Return the `kind` of a section, which is a pydantic model or a mapping."""
-    return source.get("kind") if isinstance(source, Mapping) else getattr(source, "kind", None)
+def _read_key(section: object, key: str) -> object:
+    """Return the value of a key of a section, which is a pydantic model or a mapping."""
+    return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
 
 
 class RunConfig(Section):
@@ -167,6 +168,9 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig = SingleTurnEnvironment()
     reward: RewardConfig = ExactReward()
+    rewards: dict[str, RewardConfig] = Field(
+        default_factory=dict, description="further scorers by name; `prompts.reward` names the scorer of a source"
+    )
     train: TrainConfig = TorchTrain()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
@@ -187,7 +191,7 @@ class RunConfig(Section):
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})
-        families = any(_read_kind(source) == "reasoning-gym" for source in sources)
+        families = any(_read_key(one, "kind") == "reasoning-gym" and not _read_key(one, "reward") for one in sources)
         if families and isinstance(reward, Mapping) and "kind" not in reward:
             return {**tree, "reward": {"kind": "reasoning-gym", **reward}}
         return tree
@@ -195,7 +199,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Check the rules that concern several sections, and report all violations together."""
-        rules = self._batches, self._policy, self._rollout, self._places, self._check_scorer, self._trainable
+        rules = (
+            self._batches,
+            self._policy,
+            self._rollout,
+            self._places,
+            self._check_names,
+            self._check_scorer,
+            self._trainable,
+        )
         refuse_all(refused for rule in rules for refused in rule())
         return self
 
@@ -261,19 +273,41 @@ class RunConfig(Section):
             )
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
+    def _check_names(self) -> Refusals:
+        """Check the names of scorers, and that every scorer that a source names exists."""
+        for name in self.rewards:
+            if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
+                yield refusal("rewards", name, "the name of a scorer has letters, digits, - and _; rename the scorer")
+        for which, source in enumerate(self.prompts):
+            if source.reward is not None and source.reward not in self.rewards:
+                yield refusal(f"prompts.{which}.reward", source.reward, self.explain_missing(source.reward))
+        if len({config.judge_tries > 0 for config in self.scorers.values()}) > 1:
+            cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
+            yield refusal("reward.judge_tries", self.reward.judge_tries, cure)
+
+    def explain_missing(self, name: str) -> str:
+        """Return the cure for a name of a scorer that does not exist."""
+        return f"there is no scorer of this name; add [rewards.{name}], or name one of {sorted(self.rewards)}"
+
     def _check_scorer(self) -> Refusals:
-        """Check that the verifier can score the responses to every source, instead of always returning 0."""
-        kinds = {source.kind for source in self.prompts}
-        if isinstance(self.reward, ReasoningGymReward):
-            for kind, rest in (("column-sums", ', reward.answer = "tag"'), ("sorting", "")):
-                if kind in kinds:
-                    cure = (
-                        f'prompts of kind "{kind}" belong to no reasoning-gym family; set reward.kind = "exact"{rest}'
-                    )
-                    yield refusal("reward.kind", self.reward.kind, cure)
-        if isinstance(self.reward, ExactReward) and self.reward.answer == "all" and "column-sums" in kinds:
-            cure = 'answers to "column-sums" are worked steps that end in a tag; set reward.answer = "tag"'
-            yield refusal("reward.answer", self.reward.answer, cure)
+        """Check that each source's scorer can score the responses to the source, instead of always returning 0."""
+        refused = dict[str, PydanticCustomError]()
+        for source in self.prompts:
+            for error in self._check_source(source):
+                refused.setdefault(error.message(), error)
+        yield from refused.values()
+
+    def _check_source(self, source: PromptConfig) -> Refusals:
+        section, reward = name_section(source.reward or ""), self.scorers.get(source.reward or "")
+        rest = {"column-sums": f', {section}.answer = "tag"', "sorting": ""}.get(source.kind)
+        if isinstance(reward, ReasoningGymReward) and rest is not None:
+            cure = (
+                f'prompts of kind "{source.kind}" belong to no reasoning-gym family; set {section}.kind = "exact"{rest}'
+            )
+            yield refusal(f"{section}.kind", reward.kind, cure)
+        if isinstance(reward, ExactReward) and reward.answer == "all" and source.kind == "column-sums":
+            cure = f'answers to "column-sums" are worked steps that end in a tag; set {section}.answer = "tag"'
+            yield refusal(f"{section}.answer", reward.answer, cure)
 
     def _trainable(self) -> Refusals:
         """Reject a critic with DeepSpeed unless the policy is in float32, which is the data type of the critic's head.
@@ -318,6 +352,37 @@ class RunConfig(Section):
     def capacity(self) -> int:
         """The largest number of batches in the channel: `async_ratio`, rounded down, plus one."""
         return math.floor(self.async_ratio) + 1
+
+    @property
+    def scorers(self) -> dict[str, RewardConfig]:
+        """The scorers that the run uses, by name; "" names the scorer of `[reward]`.
+
+        A file whose rows may name their scorers uses every scorer of `[rewards]`.
+        """
+        used = {source.reward or "" for source in self.prompts}
+        if any(isinstance(source, FileBase) and source.reward_column for source in self.prompts):
+            used |= self.rewards.keys()
+        return {name: reward for name, reward in {"": self.reward, **self.rewards}.items() if name in used}
+
+    @property
+    def scorer_sections(self) -> dict[str, RewardConfig]:
+        """All scorers that the recipe configures, by the names of their sections: `reward` and `rewards.<name>`."""
+        return {name_section(name): reward for name, reward in {"": self.reward, **self.rewards}.items()}
+
+    @property
+    def judges_again(self) -> bool:
+        """True if a response that nobody can judge is judged again; otherwise its reward is 0."""
+        return all(reward.judge_tries > 0 for reward in self.scorers.values())
+
+    @property
+    def scorer_workers(self) -> int:
+        """Number of worker processes of all scorers that the run uses."""
+        return sum(reward.workers for reward in self.scorers.values())
+
+    @property
+    def accuracy_shares(self) -> dict[str, float]:
+        """The weight of each domain in an evaluation's accuracy; empty if every response has the same weight."""
+        return self.shares if self.evaluation.mean == "share" and len(self.shares) > 1 else {}
 
     @property
     def shares(self) -> dict[str, float]:

@@ -33,6 +33,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, claim, parse_recorded
 from rollflow.tasks.runtime.renamed_keys import RECIPE
 from rollflow.tasks.runtime.sections import Section
+from rollflow.tasks.scorers.config import name_section
 
 ANEW = "or start another run from the policy that `rollflow export` writes"
 WHO = "rollflow resume --set"
@@ -51,6 +52,7 @@ def check_change(context: RunContext, after: RunConfig) -> None:
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
     refused += _refuse_stored_parts(before, after)
     refused += _refuse_longer_responses(first, after)
+    refused += _refuse_missing_scorers(before, after)
     refused += _refuse_waiting(before, after, state)
     if len(refused) == 1:
         raise ConfigError(refused[0])
@@ -141,6 +143,9 @@ def explain_fixed(config: RunConfig, key: str) -> str:
     """Return why a key, or a section above the key, is fixed; "" if the key may change."""
     place: Any = config
     for name in key.split("."):
+        if isinstance(place, Mapping):  # sections by name, such as `rewards`
+            place = place.get(name)
+            continue
         if not isinstance(place, Section):
             break
         if why := _find_reason(type(place), name):
@@ -181,6 +186,12 @@ def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str
     if asked > room:
         why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
         yield f"engine.max_new_tokens = {asked}: {why}; choose {room} or less, {ANEW}"
+
+
+def _refuse_missing_scorers(before: RunConfig, after: RunConfig) -> Iterator[str]:
+    """Reject a config without a scorer that the run's prompts may name."""
+    for name in before.scorers.keys() - after.scorers.keys():
+        yield f"{name_section(name)}: prompts of the run name this scorer; keep the section, {ANEW}"
 
 
 def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:

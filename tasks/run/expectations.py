@@ -54,7 +54,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
         group_size=config.group_size,
         redundant_responses=config.rollout.redundant_responses,
         max_new_tokens=config.engine.max_new_tokens,
-        judges_all=config.reward.judge_tries > 0,
+        judges_all=config.judges_again,
         reasons=reasons_of(config),
         made_up=isinstance(config.engine, TimedEngineConfig),
         single_turn=isinstance(config.environment, SingleTurnEnvironment),
@@ -67,7 +67,7 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     """Return the reasons for which a scheduler with this config discards groups; voids are separate log entries."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     filtered = {DiscardReason.FILTERED} if config.rollout.filter else set()
-    unjudged = {DiscardReason.UNJUDGED} if config.reward.judge_tries else set()
+    unjudged = {DiscardReason.UNJUDGED} if config.judges_again else set()
     return frozenset({left} | filtered | unjudged)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.limits import JudgingLimits, RolloutLimits
 from rollflow.tasks.run.config import RunConfig
 
 
@@ -30,7 +30,6 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         batch_order=rollout.batch_order,
         staleness_from=rollout.staleness_from,
         filter=rollout.filter,
-        judge_tries=config.reward.judge_tries,
-        max_unjudged=config.reward.max_unjudged,
+        judging={name: JudgingLimits(one.judge_tries, one.max_unjudged) for name, one in config.scorers.items()},
         shares=tuple(source.share for source in config.prompts),
     )

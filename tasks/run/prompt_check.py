@@ -21,7 +21,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import FileBase
+from rollflow.tasks.prompts.config import FileBase, PromptBase
 from rollflow.tasks.prompts.jsonl import JsonlSource, numbered_lines
 from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
@@ -45,14 +45,20 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
     Raises:
         ConfigError: a row cannot be asked or scored.
     """
-    fault = _Judgeable(config)
     sources = [source for source in config.prompts if isinstance(source, FileBase)]
     files = dict.fromkeys(file for source in sources for file in (source, source.held_out_file) if file is not None)
-    rows: dict[FileBase, list[PromptRow]] = {file: read_rows(file, read(file), fault) for file in files}
-    if isinstance(config.reward, ExactReward | MathsReward):
-        for source, found in rows.items():
-            _check_worked(source, found, config.reward.kind)
+    rows: dict[FileBase, list[PromptRow]] = {
+        file: read_rows(file, read(file), _Judgeable(config, file)) for file in files
+    }
+    for source, found in rows.items():
+        rewards = [_find_reward(config, source, row.reference) for row in found]
+        if all(isinstance(reward, ExactReward | MathsReward) for reward in rewards):
+            _check_worked(source, found, rewards[0].kind)
     return rows
+
+
+def _find_reward(config: RunConfig, source: PromptBase, reference: Mapping[str, Any]) -> RewardConfig:
+    return config.scorers[source.scorer_of(reference)]
 
 
 def fit_files(
@@ -69,7 +75,7 @@ def fit_files(
             kept[source] = _drop_lines(source, read(source), dropped)
             what = f"{len(dropped)} of {len(found)} {source.unit}s are too long, and are dropped"
             notes.append(f"{source.key} = {source.path!r}: {what}")
-        if isinstance(config.reward, ExactReward) and isinstance(config.environment, SingleTurnEnvironment):
+        if isinstance(config.environment, SingleTurnEnvironment):
             notes += _note_unreachable(config, source, [row for row in found if row.line not in dropped], tokenizer)
     return functools.cache(lambda source: kept[source] if source in kept else read(source)), notes
 
@@ -85,10 +91,11 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     Raises:
         ConfigError: a question cannot be scored, or is too long and `prompts.too_long` is "refuse".
     """
-    fault, notes = _Judgeable(config), list[str]()
+    notes = list[str]()
     for which, source in enumerate(config.prompts):
         if isinstance(source, FileBase):
             continue
+        fault = _Judgeable(config, source)
         asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
         for question in asked:
             if wrong := fault(question.reference):
@@ -111,9 +118,12 @@ class _Judgeable:
     """A callable that returns why no response can match a reference, or None if a response can match it."""
 
     config: RunConfig
+    source: PromptBase
 
     def __call__(self, reference: Mapping[str, Any]) -> str | None:
-        reward = self.config.reward
+        if wrong := self._find_name_fault(reference):
+            return wrong
+        reward = _find_reward(self.config, self.source, reference)
         if isinstance(reward, CompositeReward):
             faults = (self.find(part.scorer, reference) for part in reward.parts.values())
             return next((fault for fault in faults if fault), None)
@@ -134,6 +144,15 @@ def _describe_no_answer(reference: Mapping[str, Any]) -> str:
     others = ", ".join(repr(name) for name in reference if name not in ("family", "question"))
     cure = 'give it one, or name its column in prompts.columns = {answer = "..."}'
     return f"it has no answer{f', only {others}' if others else ''}; {cure}"
+
+    def _find_name_fault(self, reference: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with the name of a scorer in a row's `reward_column`, or None."""
+        column = self.source.reward_column if isinstance(self.source, FileBase) else None
+        name = reference.get(column) if column else None
+        if not name or (isinstance(name, str) and name in self.config.rewards):
+            return None
+        shown = f"{column} names a scorer ({shorten_value(name)})"
+        return f"{shown} that does not exist; {self.config.explain_missing(str(name))}"
 
 
 def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
@@ -235,19 +254,22 @@ def _note_unreachable(
     """Describe the references that no response can equal, because they are too long or not in the policy's
     vocabulary.
     """
-    where, most = config.reward.answer, config.engine.max_new_tokens
-    lost = list[PromptRow]()
+    most, lost, compared = config.engine.max_new_tokens, list[PromptRow](), 0
     for row in rows:
+        reward = _find_reward(config, source, row.reference)
+        if not isinstance(reward, ExactReward):
+            continue
+        compared += 1
         said = str(row.reference["answer"]).strip()
-        tokens = tokenizer.encode_response(f"<answer>{said}</answer>" if where == "tag" else said)
-        if len(tokens) > most or answer_of(tokenizer.decode_response(tokens), where) != said:
+        tokens = tokenizer.encode_response(f"<answer>{said}</answer>" if reward.answer == "tag" else said)
+        if len(tokens) > most or answer_of(tokenizer.decode_response(tokens), reward.answer) != said:
             lost.append(row)
     if not lost:
         return []
-    what = f"no response of at most engine.max_new_tokens = {most} tokens can equal {len(lost)} of {len(rows)} answers"
+    what = f"no response of at most engine.max_new_tokens = {most} tokens can equal {len(lost)} of {compared} answers"
     first = f"{source.unit} {lost[0].line}: {shorten_value(lost[0].reference['answer'])}"
     cure = "shorten the answers, raise engine.max_new_tokens, or choose a policy that can write them"
-    if len(lost) == len(rows):
+    if len(lost) == compared:
         raise source.refusal(f"{what} ({first}); {cure}")
     return [f"{source.key} = {source.path!r}: {what} ({first})"]
 

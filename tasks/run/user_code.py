@@ -26,8 +26,9 @@ def check_own_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: a part cannot be imported or built; the message says what the user must change.
     """
-    if isinstance(config.reward, ImportReward | CompositeReward):
-        build_verifier(config.reward)
+    for reward in config.scorer_sections.values():
+        if isinstance(reward, ImportReward | CompositeReward):
+            build_verifier(reward)
     if isinstance(config.train.objective, ImportObjective):
         build_objective(config.train.objective)
     if isinstance(config.environment, ImportEnvironment):
@@ -43,12 +44,16 @@ def own_code(config: RunConfig) -> dict[str, str]:
 
     Modules that the source file imports are not part of the hash.
     """
-    sections = {"reward": config.reward, "train.objective": config.train.objective, "environment": config.environment}
+    sections = {"train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
     named = {f"environment.tools.{name}": tool for name, tool in config.environment.tool_parts.items()}
-    rewards = config.reward.parts if isinstance(config.reward, CompositeReward) else {}
-    scorers = {f"reward.parts.{name}.scorer": part.scorer for name, part in rewards.items()}
-    parts = {**sections, **sources, **named, **scorers}
+    scorers = {
+        f"{section}.parts.{name}.scorer": part.scorer
+        for section, reward in config.scorer_sections.items()
+        if isinstance(reward, CompositeReward)
+        for name, part in reward.parts.items()
+    }
+    parts = {**config.scorer_sections, **sections, **sources, **named, **scorers}
     return {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
 
 

@@ -3,6 +3,7 @@
     verifier     a function that scores texts: `exact`, `reasoning_gym`, those in `text`, or user-defined (`imported`)
     pool         runs a verifier for one response after another, in worker processes
     concurrent   runs a verifier for several responses at a time, in worker processes
+    routed       several scorers, of which each prompt names one
 
 Only `build_scorer` decides which scorer a run has.
 """
@@ -10,6 +11,7 @@ Only `build_scorer` decides which scorer a run has.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollflow.tasks.scorers.base import Scorer
@@ -24,12 +26,27 @@ from rollflow.tasks.scorers.config import (
     ReasoningGymReward,
     RegexReward,
     RewardConfig,
+    name_section,
 )
 from rollflow.tasks.scorers.verifier import Verifier
 
 
-def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
-    """Build the scorer of the kind that `[reward]` names; the scorer is not started.
+def build_scorers(configs: Mapping[str, RewardConfig], policy_folder: Path) -> Scorer:
+    """Build the scorers of a run by name (`RunConfig.scorers`) as one scorer, which is not started.
+
+    Raises:
+        ConfigError: there is no user-defined function with one of the import paths on this machine.
+    """
+    scorers = {name: build_scorer(config, policy_folder, name_section(name)) for name, config in configs.items()}
+    if len(scorers) == 1:
+        return next(iter(scorers.values()))
+    from rollflow.tasks.scorers.routed import RoutedScorer
+
+    return RoutedScorer(scorers)
+
+
+def build_scorer(config: RewardConfig, policy_folder: Path, section: str = "reward") -> Scorer:
+    """Build the scorer of the kind that the section `[section]` names; the scorer is not started.
 
     The scorer decodes responses with the tokenizer in `policy_folder`.
 
@@ -44,8 +61,8 @@ def build_scorer(config: RewardConfig, policy_folder: Path) -> Scorer:
         isinstance(config, ImportReward | CodeReward | CompositeReward)
         and (verifier := build_verifier(config)).scores_several
     ):
-        return ConcurrentPool(config, policy_folder, verifier)
-    return RewardPool(config, policy_folder)
+        return ConcurrentPool(config, policy_folder, verifier, section)
+    return RewardPool(config, policy_folder, section)
 
 
 def build_verifier(config: RewardConfig) -> Verifier:

@@ -66,10 +66,14 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A response to score, with the reference answer for the verifier."""
+    """A response to score, with the reference answer for the verifier.
+
+    `scorer` is the name of the scorer; "" names the scorer of `[reward]`.
+    """
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
+    scorer: str = ""
 
     def encode(self) -> bytes:
         """Encode the request as JSON for a worker, with the int32 tokens in hexadecimal."""

@@ -34,9 +34,13 @@ class ConcurrentPool(WorkerPool):
     """A pool of worker processes, each of which scores several responses at a time. See the module's docstring."""
 
     def __init__(
-        self, config: ImportReward | CodeReward | CompositeReward, tokenizer_folder: Path, verifier: Verifier
+        self,
+        config: ImportReward | CodeReward | CompositeReward,
+        tokenizer_folder: Path,
+        verifier: Verifier,
+        section: str = "reward",
     ) -> None:
-        super().__init__(config, tokenizer_folder)
+        super().__init__(config, tokenizer_folder, section)
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
         self._limit_seconds = config.deadline_seconds
         if verifier.is_async:  # after a failed call, the worker calls again for each response

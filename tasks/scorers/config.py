@@ -43,6 +43,7 @@ class RewardBase(Section):
         "kind": "earlier rewards and evaluations are its",
         "answer": "earlier responses were judged by it",
         "special_tokens": "earlier responses were judged by it",
+        "correct_from": "earlier accuracies count by it",
     }
 
     answer: Literal["all", "tag"] = Field(
@@ -52,6 +53,12 @@ class RewardBase(Section):
         True,
         description="whether the scored text contains special tokens, such as answer tags; it never contains the "
         "final stop token",
+    )
+    correct_from: float | None = Field(
+        None,
+        gt=0,
+        description="smallest reward of a correct response, which accuracies count; default: the verifier decides, and "
+        "1 if it leaves the outcome open",
     )
     format: Format | None = None
     workers: int = Field(
@@ -276,3 +283,8 @@ RewardConfig = Annotated[
     | CompositeReward,
     Field(discriminator="kind"),
 ]
+
+
+def name_section(name: str) -> str:
+    """Return the section of the scorer with this name: `rewards.<name>`, or `reward` for the name ""."""
+    return f"rewards.{name}" if name else "reward"

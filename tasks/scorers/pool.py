@@ -36,8 +36,8 @@ class RewardPool(WorkerPool):
     its place. The pool starts more processes than `workers` only if a worker is slow.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
-        super().__init__(config, tokenizer_folder)
+    def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
+        super().__init__(config, tokenizer_folder, section)
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
         self._pace = SLOW_SECONDS  # moving average of the seconds per score

@@ -24,6 +24,7 @@ from rollflow.tasks.scorers.base import LONGEST_REASON, Score, failure_score, ma
 from rollflow.tasks.scorers.config import Format
 
 Reference = Mapping[str, Any]
+JUDGED = (Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG)
 _THREAD = threading.local()
 
 
@@ -93,6 +94,15 @@ def score_response(
     except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
         score = failure_score("verifier", error)
     return replace(apply_form(score, form, response), seconds=time.perf_counter() - started)
+
+
+def apply_threshold(score: Score, correct_from: float | None) -> Score:
+    """Let the value of a judged response decide whether the response is correct; None: the verifier has decided."""
+    if correct_from is None or score.outcome not in JUDGED:
+        return score
+    if score.value >= correct_from:
+        return replace(score, outcome=Outcome.CORRECT)
+    return replace(score, outcome=Outcome.PARTIAL) if score.outcome is Outcome.CORRECT else score
 
 
 def apply_form(score: Score, form: Format | None, response: str) -> Score:

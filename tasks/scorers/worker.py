@@ -35,7 +35,7 @@ from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
 from rollflow.tasks.scorers.config import RewardConfig
-from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_form, score_response
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_form, apply_threshold, score_response
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 
@@ -64,7 +64,7 @@ class _Worker:
             asked = json.loads(line)
             config, response = self.config, self._decode(asked)
             score = score_response(self.verifier, config.answer, response, asked["reference"], config.format)
-            self._write(score.to_columns())
+            self._write(apply_threshold(score, config.correct_from).to_columns())
 
     async def run_several(self) -> None:
         """Score several responses at a time until the input ends."""
@@ -99,7 +99,8 @@ class _Worker:
             self._write((one.number, self._finish(score, one.response, seconds).to_columns()))
 
     def _finish(self, score: Score, response: str, seconds: float) -> Score:
-        return replace(apply_form(score, self.config.format, response), seconds=seconds)
+        formed = apply_form(score, self.config.format, response)
+        return replace(apply_threshold(formed, self.config.correct_from), seconds=seconds)
 
     def _decode(self, asked: Mapping[str, Any]) -> str:
         tokens = list(Int32s(bytes.fromhex(asked["tokens"])))

@@ -41,8 +41,8 @@ class ScoringJob:
 class WorkerPool(Scorer):
     """A pool of workers with one queue for all lanes. A subclass defines how a lane uses its worker."""
 
-    def __init__(self, config: RewardConfig, tokenizer_folder: Path) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
+        self._config, self._section = config, section
         self._command = [sys.executable, "-m", "rollflow.tasks.scorers.worker"]
         self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
         self._queue: asyncio.PriorityQueue[tuple[int, ScoringJob]] = asyncio.PriorityQueue()  # sorted by arrival
@@ -108,7 +108,7 @@ class WorkerPool(Scorer):
             config = self._config
             key = f"path = {config.path!r}" if isinstance(config, ImportReward) else f"kind = {config.kind!r}"
             tries = f"{self._tries} workers in a row did not get ready; the last one: {error}"
-            self._error = ConfigError(f"reward.{key}: {tries}")
+            self._error = ConfigError(f"{self._section}.{key}: {tries}")
             return False
         self._unready = 0
         return True

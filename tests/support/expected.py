@@ -20,10 +20,10 @@ def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimit
         group_size=limits.group_size,
         redundant_responses=limits.redundant_responses,
         max_new_tokens=limits.max_new_tokens,
-        judges_all=limits.judge_tries > 0,
+        judges_all=limits.judge_tries("") > 0,
         reasons=frozenset(
             {left}
-            | ({DiscardReason.UNJUDGED} if limits.judge_tries else set())
+            | ({DiscardReason.UNJUDGED} if limits.judge_tries("") else set())
             | ({DiscardReason.FILTERED} if limits.filter else set())
         ),
         made_up=True,

@@ -37,6 +37,7 @@ from rollflow.tasks.environments.imported import ImportedEnvironment
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.group import GroupRollout
 from rollflow.tasks.rollout.judging import judge_repeatedly
+from rollflow.tasks.rollout.limits import JudgingLimits
 from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged, failure_score
@@ -90,7 +91,7 @@ async def test_judging_ends_with_the_first_verdict() -> None:
         return answers.pop(0)
 
     request = ScoreRequest((), {})
-    assert await judge_repeatedly(judge, 5)(request) == RIGHT
+    assert await judge_repeatedly(judge, lambda scorer: 5)(request) == RIGHT
     assert answers == [AWAY]
 
 
@@ -102,7 +103,7 @@ def test_judging_ends_after_its_tries(tries: int, calls: int) -> None:
         asked.append(request)
         return AWAY
 
-    assert run_virtual(judge_repeatedly(judge, tries)(ScoreRequest((), {}))) == AWAY
+    assert run_virtual(judge_repeatedly(judge, lambda scorer: tries)(ScoreRequest((), {}))) == AWAY
     assert len(asked) == calls
 
 
@@ -117,7 +118,7 @@ def test_judging_ends_after_its_tries(tries: int, calls: int) -> None:
 def test_unjudged_responses_are_never_trained_on(
     share: float, tries: int, alpha: float, seed: int, redundant: int
 ) -> None:
-    choices: dict[str, Any] = {"judge_tries": tries, "max_unjudged": 10**6, "redundant_responses": redundant}
+    choices: dict[str, Any] = {"judging": {"": JudgingLimits(tries, 10**6)}, "redundant_responses": redundant}
     pipeline = FlakyJudge(MemoryStore(uuid.uuid4().hex), versions=4, async_ratio=alpha, seed=seed, choices=choices)
     pipeline.share = share
     run_virtual(pipeline.run())
@@ -130,7 +131,7 @@ def test_unjudged_responses_are_never_trained_on(
 
 
 def test_prompt_of_an_unjudged_group_is_issued_again() -> None:
-    pipeline = FlakyJudge(MemoryStore("again"), versions=3, choices={"judge_tries": 1, "max_unjudged": 1000})
+    pipeline = FlakyJudge(MemoryStore("again"), versions=3, choices={"judging": {"": JudgingLimits(1, 1000)}})
     pipeline.share = 0.4
     run_virtual(pipeline.run())
     bodies = [entry.body for entry in read(pipeline.store) if isinstance(entry.body, BatchCommitted)]
@@ -141,7 +142,7 @@ def test_prompt_of_an_unjudged_group_is_issued_again() -> None:
 
 
 def test_run_ends_if_nobody_judges_any_group() -> None:
-    pipeline = FlakyJudge(MemoryStore("never"), versions=2, choices={"judge_tries": 2, "max_unjudged": 7})
+    pipeline = FlakyJudge(MemoryStore("never"), versions=2, choices={"judging": {"": JudgingLimits(2, 7)}})
     pipeline.share = 1.1
     with pytest.raises(ExceptionGroup) as failed:
         run_virtual(pipeline.run())
@@ -167,14 +168,14 @@ def test_run_ends_if_one_prompt_is_never_judged() -> None:
 
 
 def test_audit_reports_an_unjudged_trajectory() -> None:
-    pipeline = FlakyJudge(MemoryStore("old"), versions=2, choices={"judge_tries": 0})
+    pipeline = FlakyJudge(MemoryStore("old"), versions=2, choices={"judging": {"": JudgingLimits(0)}})
     pipeline.share = 0.3
     run_virtual(pipeline.run())
     assert outcomes(pipeline)[Outcome.UNJUDGED] > 0
     assert audit(pipeline.store, expected=expected_of(pipeline)).violations == []
     pipeline.scheduler.limits = pipeline.scheduler.limits.__class__(
         **{name: getattr(pipeline.scheduler.limits, name) for name in pipeline.scheduler.limits.__slots__}
-        | {"judge_tries": 3}
+        | {"judging": {"": JudgingLimits(3)}}
     )
     found = audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations
     assert {violation.kind for violation in found} == {"unjudged"}

@@ -1,0 +1,74 @@
+"""A scorer that passes each response to the scorer that the response's prompt names.
+
+    requests --by name--> [reward]         its own queue, workers and deadline
+                    `---> [rewards.math]   its own queue, workers and deadline
+
+No scorer waits for another one: a response that is slow to score delays only responses with the same scorer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
+from rollflow.tasks.scorers.config import name_section
+
+
+class RoutedScorer(Scorer):
+    """Several scorers by name. See the module's docstring."""
+
+    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+        self._scorers = dict(scorers)
+
+    @property
+    def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
+        """The sums of the counters of all scorers."""
+        found = [scorer.usage for scorer in self._scorers.values()]
+        return ScorerUsage(
+            sum(usage.scored for usage in found),
+            sum(usage.timeouts for usage in found),
+            sum(usage.busy_seconds for usage in found),
+        )
+
+    async def start(self) -> None:
+        """Start all scorers."""
+        await asyncio.gather(*(scorer.start() for scorer in self._scorers.values()))
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        """Begin to score these responses, each with the scorer that it names.
+
+        Raises:
+            ConfigError: the run has no scorer with one of the names.
+        """
+        if unknown := {request.scorer for request in requests} - self._scorers.keys():
+            section = name_section(unknown.pop())
+            raise ConfigError(f"{section}: a prompt names this scorer, and the run has no such scorer; add the section")
+        places: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            places.setdefault(request.scorer, []).append(place)
+        found: dict[int, asyncio.Future[Score]] = {}
+        for name, of_name in places.items():
+            futures = self._scorers[name].submit([requests[place] for place in of_name])
+            found |= zip(of_name, futures, strict=True)
+        return [found[place] for place in range(len(requests))]
+
+    async def serve(self, finished: asyncio.Event) -> None:
+        """Wait until `finished` is set, then close all scorers.
+
+        Raises:
+            ConfigError: one of the scorers can score no response at all.
+        """
+        serving = [asyncio.create_task(scorer.serve(finished)) for scorer in self._scorers.values()]
+        try:
+            done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in serving:
+                task.cancel()
+        for task in done:
+            task.result()
+
+    async def close(self) -> None:
+        """Close all scorers."""
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
