@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rollflow.flows.config_keys import has_key, is_table, list_kinds, sections_of
+from rollflow.flows.config_keys import has_key, is_list, is_table, list_kinds, sections_of, usable_keys
 from rollflow.flows.registration.recipe_paths import anchor_paths, path_values, recipe_folder
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig, check_temperature
@@ -214,7 +214,7 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
 def _choices(path: Iterable[str]) -> list[type[Section]]:
     """Return the section types that a recipe may have at this path of keys."""
     found: list[type[Section]] = [RunConfig]
-    named = False  # whether the next name is that of a section in a table
+    named = False  # True if the next name is that of a section in a table
     for name in path:
         if named or name.isdecimal():
             named = False
@@ -304,9 +304,8 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
     """
     parts, here, entered, named = list[str](), [section], False, False
     for part in place:
-        if named:  # the name of a section in a table, which may be the name of a kind
-            parts.append(str(part))
-            named = False
+        if named:  # the name of a section in a table, which may be that of a kind
+            parts, named = [*parts, str(part)], False
             continue
         if entered and (chosen := [one for one in here if part in list_kinds(one)]):
             here, entered = chosen, False
@@ -317,7 +316,7 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
             if not fields:  # a name in a table of sections
                 continue
             here, entered = [one for info in fields for one in sections_of(info.annotation)], True
-            named = any(map(is_table, fields)) and bool(here)
+            named = bool(here) and any(map(is_table, fields))
     return ".".join(parts)
 
 
@@ -329,7 +328,7 @@ def _in_words(limit: object) -> str:
 
 def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: the known key that was probably meant, of the same shape as the given value."""
-    known = [name for name, info in _usable_keys(section, tree) if _accepts(info, given)]
+    known = [name for name, info in usable_keys(section, tree) if _accepts(info, given)]
     close = _find_by_initials(key, known) or _find_similar(key, known)
     return f"; did you mean {close[0]}?" if close else f"; remove the key; {section.keys_page} lists all keys"
 
@@ -358,43 +357,10 @@ def _accepts(info: FieldInfo, given: object) -> bool:
     """Return whether a field has the shape of a given value: a table, a list of tables, or a plain value."""
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
-        return (sections and not _is_list(info)) or get_origin(info.annotation) is dict
+        return (sections and not is_list(info)) or get_origin(info.annotation) is dict
     if isinstance(given, list) and given and all(isinstance(one, Mapping) for one in given):
-        return sections and _is_list(info)
+        return sections and is_list(info)
     return not sections
-
-
-def _is_list(info: FieldInfo) -> bool:
-    return get_origin(info.annotation) in (list, tuple)
-
-
-def _usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    """Yield the keys that a config tree may have; where a section has several kinds, use the kind that the tree
-    chooses.
-    """
-    for name, info in section.model_fields.items():
-        yield prefix + name, info
-        given = tree.get(name) if isinstance(tree, Mapping) else None
-        if is_table(info):
-            below = given if isinstance(given, Mapping) else {}
-            places = [(f"{prefix}{name}.{key}.", item) for key, item in below.items()]
-        elif isinstance(given, list) and _is_list(info):
-            places = [(f"{prefix}{name}.{position}.", item) for position, item in enumerate(given)]
-        else:
-            places = [(f"{prefix}{name}.", given)]
-        for place, item in places:
-            for chosen in _sections_in_use(info, item):
-                yield from _usable_keys(chosen, item, place)
-
-
-def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
-    """Return the section types that a field has in a config tree: that of the given or default kind, or all if there is
-    neither.
-    """
-    sections = list(sections_of(info.annotation))
-    kind = given.get("kind") if isinstance(given, Mapping) else None
-    kind = kind if kind is not None else getattr(info.default, "kind", None)
-    return [one for one in sections if kind in list_kinds(one)] or sections
 
 
 def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -72,3 +72,37 @@ def sections_of(annotation: Any) -> Iterable[type[Section]]:
         yield annotation
     for part in get_args(annotation):
         yield from sections_of(part)
+
+
+def is_list(info: FieldInfo) -> bool:
+    """Return whether a field is a list, such as `prompts`."""
+    return get_origin(info.annotation) in (list, tuple)
+
+
+def usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
+    """Yield the keys that a config tree may have; where a section has several kinds, use the kind that the tree
+    chooses.
+    """
+    for name, info in section.model_fields.items():
+        yield prefix + name, info
+        given = tree.get(name) if isinstance(tree, Mapping) else None
+        if is_table(info):
+            below = given if isinstance(given, Mapping) else {}
+            places = [(f"{prefix}{name}.{key}.", item) for key, item in below.items()]
+        elif isinstance(given, list) and is_list(info):
+            places = [(f"{prefix}{name}.{position}.", item) for position, item in enumerate(given)]
+        else:
+            places = [(f"{prefix}{name}.", given)]
+        for place, item in places:
+            for chosen in _sections_in_use(info, item):
+                yield from usable_keys(chosen, item, place)
+
+
+def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
+    """Return the section types that a field has in a config tree: that of the given or default kind, or all if there is
+    neither.
+    """
+    sections = list(sections_of(info.annotation))
+    kind = given.get("kind") if isinstance(given, Mapping) else None
+    kind = kind if kind is not None else getattr(info.default, "kind", None)
+    return [one for one in sections if kind in list_kinds(one)] or sections

@@ -53,9 +53,14 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
     written: dict[tuple[type[Section], ...], str] = {}
     for name, info in nested:
         kinds = tuple(sections_of(info.annotation))
-        if kinds in written:
-            yield from (f"### `[{name}.NAME]`" if is_table(info) else f"### `[{name}]`", "", info.description or "", "")
-            yield from (f"The keys are those of `[{written[kinds]}]`.", "")
+        if is_table(info) and kinds in written:
+            what = f"{info.description}. The keys are those of `[{written[kinds]}]`."
+            yield from (
+                f"### `[{path}.{name}.NAME]`" if path else f"### `[{name}.NAME]`",
+                "",
+                f"{what[0].upper()}{what[1:]}",
+                "",
+            )
             continue
         written[kinds] = name
         for kind in kinds:

@@ -42,6 +42,7 @@ from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import GroupKey, Trajectory
 from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
@@ -118,7 +119,9 @@ def _print_run(context: RunContext, console: Console) -> None:
     table.add_row("next prompt", next_prompts(state.cursor))
     console.print(table)
     if len(shares := context.config.shares) > 1:
-        console.print(domains_table(trained_domains(state, context.config), shares))
+        held_out = read_newest(context.store)
+        domains = held_out.domains if held_out else {}
+        console.print(domains_table(trained_domains(state, context.config), shares, domains))
     lost = Counter({reason: count for reason, count in state.totals.groups.items() if reason != "trained"})
     console.print(_discard_table(lost, state.totals.tokens) if lost else "discards: none")
     _print_quarantined(context, console)

@@ -13,6 +13,7 @@ from rollflow.storage.audit.audit import AuditProgress, audit
 from rollflow.storage.audit.expected import NOTHING, Expected
 from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.objects import ObjectStore
+from rollflow.tasks.rollout.evaluation import DomainResult
 
 ROWS = 12  # largest number of rows in the table of staleness; in a long run a row covers several versions
 
@@ -121,14 +122,22 @@ def fates_table(report: AuditReport) -> Table:
     return table
 
 
-def domains_table(trained: Mapping[str, int], shares: Mapping[str, float]) -> Table:
-    """Build a table of trained groups by domain, with each domain's actual and configured share."""
+def domains_table(
+    trained: Mapping[str, int], shares: Mapping[str, float], held_out: Mapping[str, DomainResult] | None = None
+) -> Table:
+    """Build a table of trained groups by domain, with each domain's actual and configured share, and its accuracy and
+    reward in the evaluation `held_out`.
+    """
     table = Table(title="trained groups by domain", title_justify="left")
     table.add_column("domain")
-    for name in ("groups", "share", "asked for"):
+    for name in ("groups", "share", "asked for", *(("held-out accuracy", "reward") if held_out else ())):
         table.add_column(name, justify="right")
     total = max(sum(trained.values()), 1)
     for domain, share in shares.items():
         count = trained.get(domain, 0)
-        table.add_row(domain, str(count), f"{count / total:.1%}", f"{share:.1%}")
+        cells = [str(count), f"{count / total:.1%}", f"{share:.1%}"]
+        if held_out:
+            found = held_out.get(domain)
+            cells += [f"{found.accuracy:.3f}", f"{found.reward:.3f}"] if found else ["", ""]
+        table.add_row(domain, *cells)
     return table

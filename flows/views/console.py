@@ -330,7 +330,11 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         bound = Text(f"  (bound {summary['async_ratio']})", style="dim") if "async_ratio" in summary else Text()
         rows.append(("staleness", staleness_bar(counts, 24) + bound))
     if len(domains := summary.get("domains") or {}) > 1:
-        shown = (f"{name} {d['share']:.1%} (asked {d['asked']:.1%})" for name, d in domains.items())
+        shown = (
+            f"{name} {d['share']:.1%} (asked {d['asked']:.1%})"
+            + (f", accuracy {d['accuracy']:.3f}" if "accuracy" in d else "")
+            for name, d in domains.items()
+        )
         rows.append(("domains", Text("   ".join(shown))))
     if summary.get("idle"):
         rows.append(("idle", Text("   ".join(f"{name} {share:.0%}" for name, share in summary["idle"].items()))))

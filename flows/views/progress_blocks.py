@@ -18,17 +18,23 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
 
     In a row, reward and staleness are means over the block's versions. Tokens per second count trained tokens. Idle is
     the share of time that the learner waited for a batch. Waste is the share of tokens that were discarded. Accuracy is
-    the held-out accuracy of the block's newest evaluation. The length bias is computed by `length_bias`.
+    the held-out accuracy of the block's newest evaluation, over all domains and in each of several domains. The length
+    bias is computed by `length_bias`.
     """
     for first, last in blocks:
         published = list(islice(context.policies.since(first - 1), last - first + 2))
         if len(published) < last - first + 2:
             return
-        accuracy = [evaluation.accuracy for evaluation in read_evaluations(context.store, first - 1, last)]
+        newest = read_evaluations(context.store, first - 1, last)[-1:]
         yield {
             "versions": f"{first} to {last}" if last > first else str(first),
             **_figures(published, context.config.groups, paused_seconds(context, published[0], published[-1])),
-            "held-out accuracy": f"{accuracy[-1]:.3f}" if accuracy else "",
+            "held-out accuracy": "".join(f"{one.accuracy:.3f}" for one in newest),
+            **{
+                f"held-out accuracy, {domain}": "".join(f"{one.domains[domain].accuracy:.3f}" for one in newest)
+                for domain in context.config.shares
+                if all(domain in one.domains for one in newest) and len(context.config.shares) > 1
+            },
         }
 
 

@@ -15,7 +15,7 @@ from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
-from rollflow.tasks.rollout.evaluation import read_evaluations, read_skipped
+from rollflow.tasks.rollout.evaluation import DomainResult, read_evaluations, read_skipped
 from rollflow.tasks.run.context import RunContext
 
 SUMMARY = "summary.json"
@@ -62,7 +62,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "staleness": {str(age): count for age, count in sorted(report.staleness.items())},
         "async_ratio": context.config.async_ratio,
         "fates": dict(report.fates),
-        "domains": domain_shares(report.domains, context.config.shares),
+        "domains": domain_shares(report.domains, context.config.shares, stored[-1].domains if stored else {}),
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "discarded_tokens": report.discarded_tokens,
@@ -106,10 +106,15 @@ def read_summary(context: RunContext) -> dict[str, Any]:
     return found
 
 
-def domain_shares(trained: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return each domain's number of trained groups, their share of all trained groups, and the configured share."""
+def domain_shares(
+    trained: Mapping[str, int], shares: Mapping[str, float], held_out: Mapping[str, DomainResult]
+) -> dict[str, dict[str, float]]:
+    """Return each domain's number of trained groups, their share of all trained groups, and the configured share; also
+    the domain's accuracy and reward in the evaluation `held_out`.
+    """
     total = max(sum(trained.values()), 1)
     return {
         domain: {"groups": trained.get(domain, 0), "share": round(trained.get(domain, 0) / total, 4), "asked": asked}
+        | ({"accuracy": held_out[domain].accuracy, "reward": held_out[domain].reward} if domain in held_out else {})
         for domain, asked in shares.items()
     }

@@ -135,6 +135,14 @@ def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None)
     return [evaluation for path in wanted if (evaluation := _read(run, path, EVALUATION))]
 
 
+def read_newest(run: ObjectStore) -> Evaluation | None:
+    """Read the evaluation of the newest evaluated version; return None if there is none."""
+    for path in reversed(list(run.list("evaluations"))):
+        if found := _read(run, path, EVALUATION):
+            return found
+    return None
+
+
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
     """Store an evaluation."""
     run.put(evaluation_path(evaluation.version), json.dumps(asdict(evaluation)).encode())

@@ -29,7 +29,7 @@ from rollflow.tasks.simulation.fit import RecordedVersion, fit_hardware
 
 FEWEST = 5  # smallest number of versions after the warm-up with which a prediction is compared
 # config keys that affect the step time
-SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward")
+SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward", "rewards")
 
 
 def compare(
