@@ -139,12 +139,6 @@ class _Judgeable:
             return _find_family_fault(str(reference.get("family")))
         return find_reference_fault(reward, reference)
 
-
-def _describe_no_answer(reference: Mapping[str, Any]) -> str:
-    others = ", ".join(repr(name) for name in reference if name not in ("family", "question"))
-    cure = 'give it one, or name its column in prompts.columns = {answer = "..."}'
-    return f"it has no answer{f', only {others}' if others else ''}; {cure}"
-
     def _find_name_fault(self, reference: Mapping[str, Any]) -> str | None:
         """Return what is wrong with the name of a scorer in a row's `reward_column`, or None."""
         column = self.source.reward_column if isinstance(self.source, FileBase) else None
@@ -153,6 +147,12 @@ def _describe_no_answer(reference: Mapping[str, Any]) -> str:
             return None
         shown = f"{column} names a scorer ({shorten_value(name)})"
         return f"{shown} that does not exist; {self.config.explain_missing(str(name))}"
+
+
+def _describe_no_answer(reference: Mapping[str, Any]) -> str:
+    others = ", ".join(repr(name) for name in reference if name not in ("family", "question"))
+    cure = 'give it one, or name its column in prompts.columns = {answer = "..."}'
+    return f"it has no answer{f', only {others}' if others else ''}; {cure}"
 
 
 def _find_exact_fault(reference: Mapping[str, Any], where: str) -> str | None:
