@@ -334,7 +334,9 @@ class RolloutActor:
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        score = await judge_repeatedly(self.reward.score, build_limits(self.config).judge_tries)(request)
+        score = await judge_repeatedly(self.reward.score, build_limits(self.config).judge_tries(request.scorer))(
+            request
+        )
         self._judged += 1
         return score
 

@@ -91,7 +91,7 @@ async def test_judging_ends_with_the_first_verdict() -> None:
         return answers.pop(0)
 
     request = ScoreRequest((), {})
-    assert await judge_repeatedly(judge, lambda scorer: 5)(request) == RIGHT
+    assert await judge_repeatedly(judge, 5)(request) == RIGHT
     assert answers == [AWAY]
 
 
@@ -103,7 +103,7 @@ def test_judging_ends_after_its_tries(tries: int, calls: int) -> None:
         asked.append(request)
         return AWAY
 
-    assert run_virtual(judge_repeatedly(judge, lambda scorer: tries)(ScoreRequest((), {}))) == AWAY
+    assert run_virtual(judge_repeatedly(judge, tries)(ScoreRequest((), {}))) == AWAY
     assert len(asked) == calls
 
 
@@ -216,7 +216,7 @@ class Away(Pipeline):
 
 def test_short_outage_of_a_judge_ends_no_run() -> None:
     """Many groups run at a time, so one short outage meets more groups than `max_unjudged`."""
-    pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judge_tries": 1, "max_unjudged": 20})
+    pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judging": {"": JudgingLimits(1, 20)}})
     pipeline.until = 0.2
     run_virtual(pipeline.run())
     assert discards(pipeline).count(DiscardReason.UNJUDGED) > 20
@@ -253,7 +253,7 @@ class Averaging(Environment):
 
 
 def test_reward_from_an_unjudged_score_is_unjudged() -> None:
-    choices: dict[str, Any] = {"judge_tries": 1, "max_unjudged": 10**6}
+    choices: dict[str, Any] = {"judging": {"": JudgingLimits(1, 10**6)}}
     pipeline = FlakyJudge(MemoryStore("mean"), versions=3, environment=Averaging(), choices=choices)
     pipeline.share = 0.2
     run_virtual(pipeline.run())
@@ -283,7 +283,11 @@ def test_error_of_an_environment_ends_no_run(error: type[BaseException], reason:
     environment = ImportedEnvironment(ImportEnvironment(path=f"{__name__}:Raising", options={"error": None}))
     environment._own = Raising(error)
     pipeline = Pipeline(
-        MemoryStore(error.__name__), versions=2, environment=environment, choices={"judge_tries": 2}, async_ratio=0.0
+        MemoryStore(error.__name__),
+        versions=2,
+        environment=environment,
+        choices={"judging": {"": JudgingLimits(2)}},
+        async_ratio=0.0,
     )
     run_virtual(asyncio.wait_for(pipeline.run(), 1e3))
     assert pipeline.state.version == 2
@@ -309,7 +313,7 @@ def test_unjudged_groups_keep_every_choice_alive(alpha: float, choices: dict[str
         max_inflight_groups=1,
         engine_deaths=((0.5, 0), (1.5, 1)),
         engines=2,
-        choices={"judge_tries": 2, "max_unjudged": 10**6, **choices},
+        choices={"judging": {"": JudgingLimits(2, 10**6)}, **choices},
     )
     pipeline.share = 0.4
     run_virtual(asyncio.wait_for(pipeline.run(), 1e4))
@@ -324,7 +328,7 @@ def test_unjudged_groups_change_no_batch_without_staleness() -> None:
             MemoryStore(f"same {share}"),
             versions=3,
             async_ratio=0.0,
-            choices={"judge_tries": 1, "max_unjudged": 10**6},
+            choices={"judging": {"": JudgingLimits(1, 10**6)}},
         )
         pipeline.share = share
         run_virtual(pipeline.run())
@@ -335,10 +339,10 @@ def test_unjudged_groups_change_no_batch_without_staleness() -> None:
 
 
 def test_discard_as_unjudged_needs_judge_tries() -> None:
-    pipeline = FlakyJudge(MemoryStore("none"), versions=2, choices={"judge_tries": 1, "max_unjudged": 10**6})
+    pipeline = FlakyJudge(MemoryStore("none"), versions=2, choices={"judging": {"": JudgingLimits(1, 10**6)}})
     pipeline.share = 0.4
     run_virtual(pipeline.run())
-    pipeline.scheduler.limits = replace(pipeline.scheduler.limits, judge_tries=0)
+    pipeline.scheduler.limits = replace(pipeline.scheduler.limits, judging={})
     assert audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations
 
 
