@@ -155,7 +155,7 @@ def test_run_ends_if_nobody_judges_any_group() -> None:
 
 
 def test_run_ends_if_one_prompt_is_never_judged() -> None:
-    choices = {"judge_tries": 1, "max_unjudged": 5}
+    choices = {"judging": {"": JudgingLimits(1, 5)}}
     pipeline = FlakyJudge(MemoryStore(uuid.uuid4().hex), versions=4, async_ratio=1.0, choices=choices)
     pipeline.lost_prompt = 2
     with pytest.raises(ExceptionGroup) as failed:
