@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version as package_version
 from typing import Any
@@ -36,7 +36,6 @@ from rollflow.storage.log.entries import VersionPublished
 from rollflow.storage.log.run_log import Writer
 from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.policies import PolicyStore
-from rollflow.storage.records import Outcome, Prompt
 from rollflow.storage.trajectories import TrajectoryStore, verify
 from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, compute_domain_metrics
 from rollflow.tasks.actors.channel import BatchFeed, RayChannel
@@ -57,7 +56,7 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import apply_threshold, score_response
+from rollflow.tasks.scorers.verifier import judge_correct
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -222,8 +221,8 @@ class LearnerActor:
         cold = self.config.policy.cold_start
         assert cold is not None
         prompts, tokenizer = self.context.prompts(), self.context.tokenizer
-        held, rewards = prompts.held_out(), self.config.scorers
-        verifiers = {name: build_verifier(reward) for name, reward in rewards.items()}
+        held, decode = prompts.held_out(), tokenizer.decode_response
+        judges = {name: judge_correct(build_verifier(one), one, decode) for name, one in self.config.scorers.items()}
         model = self.learner.model
 
         def accuracy(model: Any) -> float:
@@ -232,13 +231,8 @@ class LearnerActor:
             responses = generate_answers(
                 model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed
             )
-            return sum(map(is_correct, held, responses)) / len(held)
-
-        def is_correct(prompt: Prompt, tokens: Sequence[int]) -> bool:
-            reward, verify = rewards[prompt.scorer], verifiers[prompt.scorer]
-            text = tokenizer.decode_response(tokens, reward.special_tokens)
-            score = score_response(verify, reward.answer, text, prompt.reference)
-            return apply_threshold(score, reward.correct_from).outcome is Outcome.CORRECT
+            pairs = zip(held, responses, strict=True)
+            return sum(judges[prompt.scorer](tokens, prompt.reference) for prompt, tokens in pairs) / len(held)
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, held-out accuracy {found:.2f} of {cold.target_accuracy:.2f}")

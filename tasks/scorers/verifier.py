@@ -21,7 +21,7 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import LONGEST_REASON, Score, failure_score, make_storable, validate_score
-from rollflow.tasks.scorers.config import Format
+from rollflow.tasks.scorers.config import Format, RewardConfig
 
 Reference = Mapping[str, Any]
 JUDGED = (Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG)
@@ -94,6 +94,18 @@ def score_response(
     except Exception as error:  # noqa: BLE001 - a verifier is user code, whose error is the reason for this score
         score = failure_score("verifier", error)
     return replace(apply_form(score, form, response), seconds=time.perf_counter() - started)
+
+
+def judge_correct(
+    verify: Verifier, config: RewardConfig, decode: Callable[[Sequence[int], bool], str]
+) -> Callable[[Sequence[int], Reference], bool]:
+    """Return a function that scores a response in this process, and returns whether the response is correct."""
+
+    def is_correct(tokens: Sequence[int], reference: Reference) -> bool:
+        score = score_response(verify, config.answer, decode(tokens, config.special_tokens), reference)
+        return apply_threshold(score, config.correct_from).outcome is Outcome.CORRECT
+
+    return is_correct
 
 
 def apply_threshold(score: Score, correct_from: float | None) -> Score:
