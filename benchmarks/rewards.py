@@ -2,8 +2,9 @@
 
     python -m benchmarks.rewards
 
-A warm sandbox is compared with a plain fork of an interpreter that has the same imports, which isolates nothing. The
-program prints one number, so that a run's time is the time of its sandbox. Nothing else should run on the machine.
+A warm sandbox, which is a copy of an interpreter with finished imports, is compared with a plain fork of such an
+interpreter without isolation. The program prints one number, so that a run's time is the time of its sandbox. Nothing
+else should run on the machine.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class JsonlPrompts(FileBase):
 
 
 Format = Literal["jsonl", "csv", "tsv", "parquet", "saved", "hub"]
-# `hub` has no suffix, and `saved` is a folder
+# formats without an entry: `hub` has no file, and `saved` is a folder
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 
 

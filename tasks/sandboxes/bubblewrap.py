@@ -150,7 +150,7 @@ class BoxSandboxes:
         return text[-LONGEST_ERROR:] or "its first process ended without a message"
 
     def _number_killer(self, number: int) -> Callable[[], None]:
-        """Return a function that kills the keeper of sandbox `number`, whatever the keeper does."""
+        """Return a function that kills the keeper of sandbox `number`, even if the keeper does not answer."""
 
         def kill() -> None:
             if self._box:
@@ -288,7 +288,7 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
     """Return the command that starts a box; the box's first process gets the owner's socket as `descriptor`.
 
     Raises:
-        SandboxFailed: there is no bwrap on this machine.
+        SandboxFailed: the program bwrap is not installed on this machine.
     """
     if (bwrap := shutil.which("bwrap")) is None:
         raise SandboxFailed("there is no program bwrap; install the package bubblewrap")

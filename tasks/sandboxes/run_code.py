@@ -52,7 +52,7 @@ class RunCodeSandboxes:
             raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
 
     async def create(self) -> RemoteSandbox:
-        """Create a sandbox, of which the server knows nothing yet; see `Sandboxes.create`."""
+        """Create a sandbox without sending a request to the server; see `Sandboxes.create`."""
         return RemoteSandbox(self)
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
@@ -97,7 +97,9 @@ class RunCodeSandboxes:
 
 
 class RemoteSandbox:
-    """The files of a sandbox, which are sent with each of its programs."""
+    """A sandbox on the server, which exists here as a set of files; the files are sent with each program of the
+    sandbox.
+    """
 
     def __init__(self, sandboxes: RunCodeSandboxes) -> None:
         self._sandboxes = sandboxes
@@ -114,7 +116,7 @@ class RemoteSandbox:
             raise
 
     async def upload(self, path: str, data: bytes) -> None:
-        """Keep a file for the programs that follow; see `Sandbox.upload`."""
+        """Keep a file in memory, to be sent with each later program; see `Sandbox.upload`."""
         self._check()
         self._files[path] = data
 
@@ -160,7 +162,7 @@ def read_answer(answer: Mapping[str, Any]) -> ExecResult:
     """Return what a program did, from the server's answer.
 
     Raises:
-        SandboxFailed: the answer says nothing about the program.
+        SandboxFailed: the answer does not contain the result of the program.
     """
     run = answer.get("run_result")
     if answer.get("status") not in ("Success", "Failed") or not isinstance(run, Mapping):

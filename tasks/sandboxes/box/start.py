@@ -40,7 +40,8 @@ from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, check, l
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
-NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000  # user, mount, process; the filter refuses all IPC
+# flags of the user, mount and process namespaces; IPC needs none, because the filter refuses it
+NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000
 USER = 1000  # user and group of a program, in its own user namespace
 
 
@@ -75,7 +76,9 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, number: int, fd: int) -> Request | None:
-        """Clone the keeper of a sandbox; return only in this process (None) and in that of a warm program."""
+        """Clone the keeper of a sandbox; return None in this process, and the request in the process of a warm
+        program.
+        """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
         if pid == 0:

@@ -51,7 +51,7 @@ class Gate:
         """Wait for a place.
 
         Raises:
-            Full: there is no place; the message says why.
+            Full: as many requests run and wait as the server allows, or the request has waited too long.
         """
         if self._count >= self._bounds.at_once + self._bounds.queue:
             raise Full(f"{self._bounds.at_once} requests run and {self._bounds.queue} wait; send this one later")
@@ -71,7 +71,7 @@ class Gate:
 
 
 class Full(Exception):
-    """Raised if as many requests run and wait as the server allows."""
+    """Raised if the server has too many requests, or if a request has waited too long for its turn."""
 
 
 class TooLarge(Exception):

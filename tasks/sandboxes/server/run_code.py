@@ -66,7 +66,9 @@ class RunCodeResponse(BaseModel):
 
 @dataclass(frozen=True)
 class Language:
-    """How a program of one language is run; a program without a file runs warm."""
+    """The commands that run a program of one language; a program without a file runs in an interpreter with finished
+    imports.
+    """
 
     run: tuple[str, ...] = ()
     file: str = ""

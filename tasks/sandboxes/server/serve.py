@@ -57,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 class SandboxServer(uvicorn.Server):
-    """A server that leaves signals to its caller."""
+    """A uvicorn server that does not handle signals, because its caller handles them."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
