@@ -49,9 +49,6 @@ def build_parser() -> argparse.ArgumentParser:
     return top
 
 
-# --- the groups ----------------------------------------------------------------------------------------------
-
-
 def _add_training(commands: Commands) -> None:
     init = commands.add(
         "init",
@@ -84,7 +81,11 @@ def _add_training(commands: Commands) -> None:
     _recipe_arguments(run)
     _settings_argument(run)
     run.add_argument("--run-id", help="id of the run; default: the recipe's name and the time")
+    _add_sweep(commands)
+    _add_run_ends(commands)
 
+
+def _add_sweep(commands: Commands) -> None:
     sweep = commands.add(
         "sweep",
         "Train a run for each combination of values and seeds",
@@ -99,6 +100,8 @@ def _add_training(commands: Commands) -> None:
     )
     sweep.add_argument("--study", help="name of the study; a stopped study of this name is continued")
 
+
+def _add_run_ends(commands: Commands) -> None:
     resume = commands.add(
         "resume",
         "Continue a run after `stop`, a failure or its last version",
