@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rollflow.storage.errors import ConfigError
@@ -27,13 +26,14 @@ from rollflow.tasks.sandboxes.config import (
     UnsafeProcessSandbox,
 )
 from rollflow.tasks.sandboxes.server.app import ServerBounds
+from tests.support.sandbox_processes import list_boxes, list_sandbox_processes
 from tests.support.sandbox_server import serve_in_background
 
 SMALL = {"memory_bytes": 128 * MIB, "folder_bytes": 8 * MIB, "folder_files": 200, "output_bytes": 100_000}
 KINDS: dict[str, SandboxBase | None] = {
-    "bubblewrap": BubblewrapSandbox(**SMALL, processes=16, spares=1),
-    "sandlock": SandlockSandbox(**SMALL, processes=16, spares=1),
-    "unsafe-process": UnsafeProcessSandbox(**SMALL, processes=16, spares=1),
+    "bubblewrap": BubblewrapSandbox(**SMALL, processes=16, spares=0),
+    "sandlock": SandlockSandbox(**SMALL, processes=16, spares=0),
+    "unsafe-process": UnsafeProcessSandbox(**SMALL, processes=16, spares=0),
     "run-code": None,  # a server of bubblewrap sandboxes, on a free port
 }
 SERVED = ServerBounds(memory_bytes=SMALL["memory_bytes"])
@@ -242,28 +242,28 @@ async def test_child_that_leaves_its_session_is_killed(sandboxes: Sandboxes) -> 
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(6789)\n"
         "    os._exit(0)\nprint('done')"
     )
-    before = len(psutil.Process().children(recursive=True))
+    before = len(list_sandbox_processes())
     sandbox = await sandboxes.create()
-    idle = len(psutil.Process().children(recursive=True))
+    idle = len(list_sandbox_processes())
     assert (await sandbox.exec(warm(code))).stdout == b"done\n"
-    assert len(psutil.Process().children(recursive=True)) <= idle
+    assert len(list_sandbox_processes()) <= idle
     await sandbox.close()
-    await wait_until(lambda: len(psutil.Process().children(recursive=True)) <= before)
+    await wait_until(lambda: len(list_sandbox_processes()) <= before)
 
 
 @pytest.mark.needs(Capability.STATE)
 @pytest.mark.parametrize("ended", ["sandbox", "all"])
 async def test_close_kills_a_program_that_left_its_session(sandboxes: Sandboxes, ended: str) -> None:
-    before = len(psutil.Process().children(recursive=True))
+    before = len(list_sandbox_processes())
     code = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(6789)\n"
         "    os._exit(0)\ntime.sleep(6789)"
     )
     sandbox = await sandboxes.create()
     running = asyncio.create_task(sandbox.exec(warm(code)))
-    await wait_until(lambda: len(psutil.Process().children(recursive=True)) >= before + 2)
+    await wait_until(lambda: len(list_sandbox_processes()) >= before + 2)
     await asyncio.sleep(0.5)
-    started = psutil.Process().children(recursive=True)
+    started = list_sandbox_processes()
     await (sandbox if ended == "sandbox" else sandboxes).close()
     with pytest.raises(SandboxFailed):
         await running
@@ -333,7 +333,7 @@ async def test_cancelled_program_is_killed(sandboxes: Sandboxes) -> None:
 @pytest.mark.needs(Capability.STATE)
 async def test_dead_box_is_replaced(sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.create()
-    first, below = psutil.Process().children(), psutil.Process().children(recursive=True)
+    first, below = list_boxes(), list_sandbox_processes()
     for child in first:
         child.kill()
     await wait_until(lambda: not any(process.is_running() for process in below if process not in first))

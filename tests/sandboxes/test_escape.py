@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import psutil
 import pytest
 
 from rollflow.tasks.sandboxes.base import ExecResult, Program, Sandbox
 from tests.sandboxes.box import CONFIG, KINDS, LONG, PYTHON, Box
 from tests.sandboxes.programs import PROGRAMS
 from tests.sandboxes.programs.base import Hostile
+from tests.support.sandbox_processes import list_sandbox_processes
 
 GRACE = 4.0  # seconds that a program may take beyond its deadline, on a machine that is slow and busy
 PROBE = (
@@ -26,7 +26,7 @@ PROBED = b"2 [42, 2.0] True None\n"
 
 def count_processes() -> int:
     """Count the processes that this process started, directly or not."""
-    return len(psutil.Process().children(recursive=True))
+    return len(list_sandbox_processes())
 
 
 async def wait_for_processes(most: int) -> None:

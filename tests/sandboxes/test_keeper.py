@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 
-import psutil
 import pytest
 
 from rollflow.tasks.sandboxes.base import Program, ProgramEnd, Sandbox, SandboxFailed
 from rollflow.tasks.sandboxes.config import MIB
 from tests.sandboxes.box import LONG, SECRET, Box
 from tests.sandboxes.programs.base import PRELUDE
+from tests.support.sandbox_processes import list_sandbox_processes
 
 
 def warm(code: str, timeout: float = LONG, channel: socket.socket | None = None) -> Program:
@@ -109,7 +109,7 @@ def test_two_sandboxes_see_nothing_of_each_other(box: Box) -> None:
 @pytest.mark.parametrize("moment", [0.0, 0.01, 0.1])
 def test_cancelled_program_leaves_no_process(box: Box, moment: float) -> None:
     async def work() -> None:
-        before = len(psutil.Process().children(recursive=True))
+        before = len(list_sandbox_processes())
         sandbox = await box.sandboxes.create()
         running = asyncio.create_task(sandbox.exec(warm("forks(5, lambda: time.sleep(600))\ntime.sleep(600)")))
         await asyncio.sleep(moment)
@@ -117,7 +117,7 @@ def test_cancelled_program_leaves_no_process(box: Box, moment: float) -> None:
         await asyncio.gather(running, return_exceptions=True)
         await sandbox.close()
         async with asyncio.timeout(LONG):
-            while len(psutil.Process().children(recursive=True)) > before:
+            while len(list_sandbox_processes()) > before:
                 await asyncio.sleep(0.02)
         assert (await box.sandboxes.run(warm("print(1)"))).stdout == b"1\n"
 

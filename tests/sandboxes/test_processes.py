@@ -16,6 +16,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Program
 from rollflow.tasks.sandboxes.config import SandlockSandbox, UnsafeProcessSandbox
+from tests.support.sandbox_processes import list_sandbox_processes
 
 KINDS = {"sandlock": SandlockSandbox(spares=0), "unsafe-process": UnsafeProcessSandbox(spares=0)}
 LONG = 60.0
@@ -86,9 +87,9 @@ async def test_child_without_a_signal_is_killed(kind: str) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     sandbox = await sandboxes.create()
-    before = len(psutil.Process().children(recursive=True))
+    before = len(list_sandbox_processes())
     assert (await sandbox.exec(Program(code=SILENT_CHILD, timeout=LONG))).succeeded
-    assert len(psutil.Process().children(recursive=True)) <= before
+    assert len(list_sandbox_processes()) <= before
     await sandboxes.close()
 
 
