@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ RECIPE = (
 
 def check(folder: Path, *arguments: str) -> int:
     """Check a recipe whose programs run on a server that does not exist; return the exit code."""
-    recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE)
+    recipe, rows = folder / "recipe.toml", folder / "rows.jsonl"
+    cases = [{"stdin": "", "stdout": "1"}]
+    lines = [{"question": f"Print {n}.", "answer": "print(1)", "cases": cases} for n in range(100)]
+    rows.write_text("\n".join(map(json.dumps, lines)))
+    recipe.write_text(f'{RECIPE}[[prompts]]\nkind = "jsonl"\npath = "{rows}"\n')
     return main(["check", str(recipe), "--set", "engine.kind=timed", *arguments])
 
 

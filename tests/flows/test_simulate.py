@@ -255,7 +255,7 @@ def test_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str
 
 def test_short_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = recorded(tmp_path, 5)
-    assert "has 5 versions; a prediction needs 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
+    assert "has 5 versions; a prediction needs at least 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
 
 
 def test_update_without_a_record_is_read_as_none(run: Path) -> None:

@@ -11,7 +11,7 @@ from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
 from rollflow.tasks.rollout.config import FilterConfig, RolloutConfig
-from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
+from rollflow.tasks.rollout.limits import JudgingLimits, RolloutLimits, filter_reason
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 
@@ -62,11 +62,24 @@ def test_limits_table_has_every_choice_of_the_config() -> None:
         staleness_from="oldest-token",
         filter=rollout.filter,
         shares=(0.75, 0.125),
+        judging={"": JudgingLimits(tries=3, max_unjudged=20)},
     )
     assert build_limits(config) == expected
     again = config.model_copy(update={"rollout": RolloutConfig(batch_order="started")})
     assert build_limits(again) == RolloutLimits(
-        1, 2, 3, 4, 2.5, 30, 3, 7, 0.5, slots=30, batch_order="started", shares=(0.75, 0.125)
+        1,
+        2,
+        3,
+        4,
+        2.5,
+        30,
+        3,
+        7,
+        0.5,
+        slots=30,
+        batch_order="started",
+        shares=(0.75, 0.125),
+        judging=expected.judging,
     )
 
 
