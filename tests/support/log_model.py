@@ -38,7 +38,7 @@ WRITERS = {
 }
 FORMED = (("groups",), ("group_size",), ("engine", "temperature"), ("engine", "max_new_tokens"))
 LEFT_BEHIND = ("stale", "redundant")
-AGAIN = ("stale", "redundant", "failed", "corrupt")  # fates after which the prompt is issued again
+AGAIN = ("stale", "redundant", "failed", "unjudged", "corrupt")  # fates after which the prompt is issued again
 
 
 class GroupKey(NamedTuple):
