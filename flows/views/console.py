@@ -311,6 +311,25 @@ def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     return [("no signal", Text(said, style="bold red"))]
 
 
+def _wait_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    """Return rows that say what waited for slow groups or for newer versions, and which key would change that."""
+    rows: list[tuple[str, Text]] = []
+    if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
+        held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
+        rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
+    if summary.get("async_ratio") and summary.get("waited_at_the_bound", 0) >= WORTH_SAYING:
+        waited = (
+            f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for a slow group"
+        )
+        cure = "a larger async_ratio with the same rollout.max_batches_ahead would not"
+        rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
+    if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
+        dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
+        cure = 'rollout.on_stale = "wait", with no redundant_groups, keeps them'
+        rows.append(("dropped", Text(f"{dropped}; {cure}", style="yellow")))
+    return rows
+
+
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     accuracy, passes = summary.get("accuracy") or {}, summary.get("pass_at") or {}
@@ -338,19 +357,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         rows.append(("domains", Text("   ".join(shown))))
     if summary.get("idle"):
         rows.append(("idle", Text("   ".join(f"{name} {share:.0%}" for name, share in summary["idle"].items()))))
-    if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
-        held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
-        rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
-    if summary.get("async_ratio") and summary.get("waited_at_the_bound", 0) >= WORTH_SAYING:
-        waited = (
-            f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for a slow group"
-        )
-        cure = "a larger async_ratio with the same rollout.max_batches_ahead would not"
-        rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
-    if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
-        dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
-        cure = 'rollout.on_stale = "wait", with no redundant_groups, keeps them'
-        rows.append(("dropped", Text(f"{dropped}; {cure}", style="yellow")))
+    rows += _wait_rows(summary)
     if summary.get("cpu_seconds"):
         rows.append(("cpu", Text(cpu_line(summary["cpu_seconds"]))))
     if summary.get("prefix_cache_hits", 0) >= WORTH_SAYING:

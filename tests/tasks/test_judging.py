@@ -304,7 +304,7 @@ def test_error_of_an_environment_ends_no_run(error: type[BaseException], reason:
         {"batch_order": "started"},
     ],
 )
-def test_unjudged_groups_keep_every_choice_alive(alpha: float, choices: dict[str, Any]) -> None:
+def test_run_with_unjudged_groups_ends_and_audits_clean(alpha: float, choices: dict[str, Any]) -> None:
     """One group runs at a time, and one of three engines dies while responses are judged again."""
     pipeline = FlakyJudge(
         MemoryStore(uuid.uuid4().hex),

@@ -10,7 +10,6 @@ import fcntl
 import os
 import select
 import socket
-import stat
 import struct
 import time
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ from rollflow.tasks.sandboxes.box.rights import (
     libc,
 )
 from rollflow.tasks.sandboxes.box.watch import (
-    CHUNK,
     Watch,
     collect_ended,
     find_excess,
@@ -35,7 +33,7 @@ from rollflow.tasks.sandboxes.box.watch import (
     list_processes,
     set_limits,
 )
-from rollflow.tasks.sandboxes.box.wire import pack, receive
+from rollflow.tasks.sandboxes.box.wire import pack, read_regular_file, receive
 
 NOSUID, NODEV, NOEXEC = 2, 4, 8  # flags of mount
 FOLDER = "/work"
@@ -249,15 +247,4 @@ def write_file(path: str, data: bytes) -> None:
 
 def read_file(path: str, most: int) -> bytes:
     """Read a regular file of at most `most` bytes; a pipe or a device of that name must not block the keeper."""
-    fd = open_beneath(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        data = bytearray()
-        while part := os.read(fd, 16 * CHUNK):
-            data += part
-            if len(data) > most:
-                raise OSError(errno.EFBIG, "too large")
-        return bytes(data)
-    finally:
-        os.close(fd)
+    return read_regular_file(open_beneath(path, os.O_RDONLY | os.O_NONBLOCK), most)

@@ -4,9 +4,11 @@ header, a body and descriptors.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import stat
 import struct
 from typing import Any
 
@@ -26,6 +28,21 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, list[int]
     data += read_exactly(connection, LENGTHS.size - len(data))
     header, body = LENGTHS.unpack(data)
     return json.loads(read_exactly(connection, header)), read_exactly(connection, body), list(fds)
+
+
+def read_regular_file(fd: int, most: int) -> bytes:
+    """Read an open file of at most `most` bytes and close it; raise `OSError` if it is larger or no regular file."""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        data = bytearray()
+        while part := os.read(fd, 16 * CHUNK):
+            data += part
+            if len(data) > most:
+                raise OSError(errno.EFBIG, "too large")
+        return bytes(data)
+    finally:
+        os.close(fd)
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:

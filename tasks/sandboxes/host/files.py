@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 
-from rollflow.tasks.sandboxes.box.wire import CHUNK
+from rollflow.tasks.sandboxes.box.wire import read_regular_file
 
 DEEP = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY
 
@@ -52,15 +51,4 @@ def write_file(folder: str, path: str, data: bytes) -> None:
 
 def read_file(folder: str, path: str, most: int) -> bytes:
     """Read a regular file of at most `most` bytes."""
-    fd = open_below(folder, path, os.O_RDONLY)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        data = bytearray()
-        while part := os.read(fd, 16 * CHUNK):
-            data += part
-            if len(data) > most:
-                raise OSError(errno.EFBIG, "too large")
-        return bytes(data)
-    finally:
-        os.close(fd)
+    return read_regular_file(open_below(folder, path, os.O_RDONLY), most)
