@@ -6,90 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
-
-
-class Format(Section):
-    """The form that every response must have; a response in another form loses some reward."""
-
-    pattern: str = Field(
-        ".*<answer>.*</answer>.*",
-        description="regular expression that the whole response has to match; a dot matches line ends, too",
-    )
-    penalty: float = Field(
-        0.1,
-        gt=0,
-        le=1,
-        description="amount that is subtracted from the reward of a response that does not match the pattern",
-    )
-
-    @field_validator("pattern")
-    @classmethod
-    def _is_one(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern, re.DOTALL)
-        except re.error as error:
-            refuse("reward.format.pattern", pattern, f"it is no regular expression ({error}); mend it")
-        return pattern
-
-
-class RewardBase(Section):
-    """The keys that all kinds of verifier have."""
-
-    fixed: ClassVar[Mapping[str, str]] = {
-        "kind": "earlier rewards and evaluations are its",
-        "answer": "earlier responses were judged by it",
-        "special_tokens": "earlier responses were judged by it",
-        "correct_from": "earlier accuracies count by it",
-    }
-
-    answer: Literal["all", "tag"] = Field(
-        "all", description="text that is scored: the whole response, or only what stands between <answer> and </answer>"
-    )
-    special_tokens: bool = Field(
-        True,
-        description="whether the scored text contains special tokens, such as answer tags; it never contains the "
-        "final stop token",
-    )
-    correct_from: float | None = Field(
-        None,
-        gt=0,
-        description="smallest reward of a correct response, which accuracies count; default: the verifier decides, and "
-        "1 if it leaves the outcome open",
-    )
-    format: Format | None = None
-    workers: int = Field(
-        1, gt=0, description="number of worker processes that score responses; each scores one response at a time"
-    )
-    deadline_seconds: float = Field(
-        10.0,
-        gt=0,
-        le=LONGEST_SECONDS,
-        description="seconds allowed for scoring one response; after this time its reward is 0, and the reason is "
-        "recorded",
-    )
-    judge_tries: int = Field(
-        3,
-        ge=0,
-        le=100,
-        description="number of times that a response is judged while nobody can judge it, for example because a "
-        "judge's server is away; then its group is discarded, and its prompt is issued again. 0: its reward is 0",
-    )
-    max_unjudged: int = Field(
-        20,
-        gt=0,
-        description="the run fails after this many groups in a row with a response that nobody could "
-        "judge; groups that run at the same time count once",
-    )
-    start_seconds: float = Field(
-        120.0,
-        gt=0,
-        le=LONGEST_SECONDS,
-        description="seconds allowed for the start of a worker, which includes loading its verifier",
-    )
+from rollflow.tasks.scorers.base_config import RewardBase
 
 
 class ReasoningGymReward(RewardBase):

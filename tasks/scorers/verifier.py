@@ -21,7 +21,8 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import LONGEST_REASON, Score, failure_score, make_storable, validate_score
-from rollflow.tasks.scorers.config import Format, RewardConfig
+from rollflow.tasks.scorers.base_config import Format
+from rollflow.tasks.scorers.config import RewardConfig
 
 Reference = Mapping[str, Any]
 JUDGED = (Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG)

@@ -20,13 +20,13 @@ from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.sandboxes.config import UnsafeProcessSandbox
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
+from rollflow.tasks.scorers.base_config import Format
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CodeReward,
     CompositePart,
     CompositeReward,
     ExactReward,
-    Format,
     ImportReward,
     InstructionsReward,
     MathsReward,

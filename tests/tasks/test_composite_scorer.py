@@ -12,8 +12,9 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.user_code import own_code
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.base_config import Format
 from rollflow.tasks.scorers.composite import CompositeScorer
-from rollflow.tasks.scorers.config import CompositeReward, Format
+from rollflow.tasks.scorers.config import CompositeReward
 from rollflow.tasks.scorers.verifier import score_response
 
 ANSWER = {"weight": 1.0, "scorer": {"kind": "maths"}}

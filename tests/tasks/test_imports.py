@@ -13,8 +13,9 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.imports import imported_class, imported_function, imported_object
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.base_config import RewardBase
 from rollflow.tasks.scorers.concurrent import ConcurrentPool
-from rollflow.tasks.scorers.config import ImportReward, RewardBase
+from rollflow.tasks.scorers.config import ImportReward
 from rollflow.tasks.scorers.pool import RewardPool
 from tests.support.user_code import put_in_reach
 
@@ -136,7 +137,7 @@ def test_contract_class_itself_is_refused() -> None:
     found = imported_class("reward", reward("rollflow.tasks.scorers.config:ExactReward"), RewardBase)
     assert found.__name__ == "ExactReward"
     with pytest.raises(ConfigError, match="derives from"):
-        imported_class("reward", reward("rollflow.tasks.scorers.config:RewardBase"), RewardBase)
+        imported_class("reward", reward("rollflow.tasks.scorers.base_config:RewardBase"), RewardBase)
 
 
 @pytest.mark.parametrize("path", ["own.parts", "own/parts:good", ":good", "own.parts:good()", "own.parts:a.b"])
