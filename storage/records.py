@@ -119,7 +119,8 @@ class Prompt:
     """One prompt. `index` is the prompt's number in the run's order of prompts; `reference` is what the verifier needs,
     as JSON values. `scorer` names the scorer of the responses; "" is the scorer of `[reward]`.
 
-    `input` is what the policy reads, and `text` what a person reads.
+    `input` is what the policy reads, and `text` what a person reads. `messages` is the question as chat messages, which
+    a scorer with a chat template of its own reads.
     """
 
     id: str
@@ -129,6 +130,7 @@ class Prompt:
     input: ModelInput
     reference: Mapping[str, Any] = field(default_factory=dict)
     scorer: str = ""
+    messages: Sequence[Mapping[str, str]] = ()
 
     @property
     def tokens(self) -> Int32s:

@@ -41,6 +41,10 @@ PACKET_SECONDS = 0.05  # seconds that a call's first scores wait for the call's 
 POLL_SECONDS = 2.0  # longest time that a call waits for a score, in seconds
 
 
+# a request on its way to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
+PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Verdicts:
     """Scores of a call, each with its request's position, as tuples because tuples are quick to pickle.
@@ -99,16 +103,12 @@ class RewardActor:
         """End `run`, because no more responses will be scored."""
         self._finished.set()
 
-    async def score(self, requests: Sequence[tuple[bytes, Mapping[str, Any], str]]) -> Verdicts:
-        """Score requests, each given as the bytes of int32 tokens, a reference and the name of a scorer; return the
-        first scores.
-        """
+    async def score(self, requests: Sequence[PackedRequest]) -> Verdicts:
+        """Score requests; return the first scores."""
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
-        ticket, to_come = (
-            next(self._tickets),
-            scorer.submit([ScoreRequest(Int32s(t), r, name) for t, r, name in requests]),
-        )
+        asked = [ScoreRequest(Int32s(tokens), reference, name, chat) for tokens, reference, name, chat in requests]
+        ticket, to_come = next(self._tickets), scorer.submit(asked)
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
         return await self.await_more(ticket)
 
@@ -140,6 +140,10 @@ def start_reward(context: RunContext) -> Any:
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "reward", float(context.config.scorer_workers), imports="reward")
     return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
+
+
+def _pack(request: ScoreRequest) -> PackedRequest:
+    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages
 
 
 class RewardClient:
@@ -178,7 +182,7 @@ class RewardClient:
         """Yield the scores that the actor returns; end early if the actor has died."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
-            call = actor.score.remote([(Int32s.of(one.tokens).data, one.reference, one.scorer) for one in requests])
+            call = actor.score.remote([_pack(one) for one in requests])
             while True:
                 async with asyncio.timeout(self._patience + POLL_SECONDS):
                     verdicts: Verdicts = await call

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.prompts.base import Asked, Message
+from rollflow.tasks.prompts.base import Asked
+from rollflow.tasks.prompts.messages import list_messages
 
 QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, which no template contains
 SYSTEM = "You answer."
@@ -33,12 +34,12 @@ class ChatTemplate:
         Raises:
             ConfigError: the template rejects the question or the system message.
         """
-        tokens = _attempt(system, lambda: self._apply(_build_messages(asked, system), tokenize=True))
+        tokens = _attempt(system, lambda: self._apply(list_messages(asked, system), tokenize=True))
         return [int(token) for token in tokens]
 
     def render(self, text: str, system: str | None) -> str:
         """Return the prompt of a question as text."""
-        return cast(str, _attempt(system, lambda: self._apply(_build_messages(text, system), tokenize=False)))
+        return cast(str, _attempt(system, lambda: self._apply(list_messages(text, system), tokenize=False)))
 
     def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the text between two answers, which contains these messages.
@@ -56,7 +57,7 @@ class ChatTemplate:
         return after
 
     def _render_conversation(self, system: str | None, messages: Sequence[Mapping[str, str]]) -> str:
-        conversation = [*_build_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}, *messages]
+        conversation = [*list_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}, *messages]
         return cast(str, _attempt(None, lambda: self._apply(conversation, tokenize=False)))
 
     def check(self, system: str | None) -> None:
@@ -92,7 +93,7 @@ class ChatTemplate:
         """
         rendered = ""
         for system in (None, SYSTEM):  # some templates require a system message
-            conversation = [*_build_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}]
+            conversation = [*list_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}]
             with contextlib.suppress(ConfigError):
                 rendered = _attempt(None, partial(self._apply, conversation, tokenize=False, generate=False))
                 break
@@ -112,13 +113,6 @@ class ChatTemplate:
 
 
 _CHAT, _NO_CHAT = "prompts.chat = True", "correct the template, or set prompts.chat = false"
-
-
-def _build_messages(asked: Asked, system: str | None) -> list[Message]:
-    """Return the messages of a question, with the system message before them unless they have their own."""
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    before = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
-    return [*before, *messages]
 
 
 def _attempt(system: str | None, render: Callable[[], Any]) -> Any:

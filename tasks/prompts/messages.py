@@ -79,6 +79,13 @@ def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
     return (*before, *({"role": str(one["role"]), "content": str(one["content"])} for one in messages))
 
 
+def list_messages(asked: Asked, system: str | None) -> list[Message]:
+    """Return the messages of a question, with the system message before them unless they have their own."""
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    before = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
+    return [*before, *messages]
+
+
 def describe_asked(asked: Asked) -> str:
     """Return the text from which a question's key is made and which people see. For a single user message it is the
     content of the message.

@@ -23,6 +23,7 @@ from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
 from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
+from rollflow.tasks.prompts.messages import list_messages
 
 log = logging.getLogger(__name__)
 TRIES, LEAP = 64, 100_003  # number and distance of the positions to try until a prompt is short enough
@@ -151,8 +152,8 @@ class RunPrompts:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "the prompts were opened without an encoder"
         read = ModelInput.of(self._encode(question.asked, config.chat, config.system))
-        scorer = config.scorer_of(question.reference)
-        return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference, scorer)
+        scorer, messages = config.scorer_of(question.reference), list_messages(question.asked, config.system)
+        return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference, scorer, messages)
 
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int

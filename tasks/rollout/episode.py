@@ -120,7 +120,8 @@ class PlayedEpisode:
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         """Score tokens with the prompt's scorer; implements `Episode.score`."""
         wanted = self.prompt.reference if reference is None else reference
-        score = await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted, self.prompt.scorer))
+        prompt = self.prompt
+        score = await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted, prompt.scorer, prompt.messages))
         if score.outcome is Outcome.UNJUDGED:
             self._unjudged = score
         return score

@@ -68,12 +68,13 @@ class Score:
 class ScoreRequest:
     """A response to score, with the reference answer for the verifier.
 
-    `scorer` is the name of the scorer; "" names the scorer of `[reward]`.
+    `scorer` is the name of the scorer; "" names the scorer of `[reward]`. `messages` is the prompt as chat messages.
     """
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
     scorer: str = ""
+    messages: Sequence[Mapping[str, str]] = ()
 
     def encode(self) -> bytes:
         """Encode the request as JSON for a worker, with the int32 tokens in hexadecimal."""

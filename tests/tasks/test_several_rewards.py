@@ -126,6 +126,12 @@ def test_prompt_carries_the_scorer_of_its_source() -> None:
     assert prompts.demonstration(0)[0].scorer == "sums"
 
 
+def test_prompt_carries_its_messages_with_the_system_message() -> None:
+    sources = parse_config({"prompts": [{"kind": "sorting", "chat": True, "system": "Be brief."}]}).prompts
+    prompt = RunPrompts(sources, 0, 4, lambda *_: [1], 100, read_file).prompt(0)
+    assert [*prompt.messages] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt.text}]
+
+
 def rows_config(path: Path, *names: object) -> RunConfig:
     rows: Iterable[dict[str, Any]] = ({"question": f"q{n}", "answer": "1", "by": name} for n, name in enumerate(names))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
