@@ -45,6 +45,11 @@ WRONG: list[tuple[Any, str]] = [
     ([{"call": "f", "tolerance": "1", "expected": 2}], "case 1 of 1: 'tolerance' of a case is '1', not a number"),
     ([{"call": "f", "expected": float("nan")}], "case 1 of 1: a case holds NaN or infinity"),
     ([{"call": 1, "expected": 2}], "case 1 of 1: 'call' of a case is 1, not a text"),
+    ([{"call": "_f", "expected": 2}], "case 1 of 1: 'call' of a case is '_f', which is no name of a public function"),
+    ([{"call": "C().f", "expected": 2}], "case 1 of 1: 'call' of a case is 'C().f', which is no name"),
+    ([{"assert": "candidate()", "entry": "f g"}], "case 1 of 1: 'entry' of a case is 'f g', which is no name"),
+    ([{"call": "f", "tolerance": -1, "expected": 2}], "case 1 of 1: 'tolerance' of a case is -1, which no difference"),
+    ([{"call": "f", "tolerance": 10**400, "expected": 2}], "case 1 of 1: 'tolerance' of a case is 1000"),
     ([GOOD[0], {"assert": "assert f(1"}], "case 2: its code is no Python ('(' was never closed in line 1)"),
     ([{"stdin": "1", "checker": "if"}], "case 1: its code is no Python (invalid syntax in line 1)"),
 ]

@@ -14,7 +14,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, Sandboxes, SandboxFailed
 from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.code.scorer import TRIES, CodeScorer
+from rollflow.tasks.scorers.code import cases, guest
+from rollflow.tasks.scorers.code.scorer import TRIES, CodeScorer, find_program
 from rollflow.tasks.scorers.config import CodeReward
 from tests.support.counts import examples
 
@@ -139,6 +140,73 @@ async def test_tests_that_do_not_repeat_are_unjudged(scorer: CodeScorer) -> None
     by_turns = isinstance(scorer._sandboxes, WithoutChannel)
     assert score.outcome is (Outcome.UNJUDGED if by_turns else Outcome.CORRECT)
     assert ("another call when they ran again" in score.reason) == by_turns
+
+
+ENDLESS = "class Endless:\n    def __iter__(self): return self\n    def __next__(self): return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "reason"),
+    [
+        (f"{ENDLESS}def f(x): return Endless()", "assert sum(f(1)) == 2", "the tests made more than 3 calls"),
+        ("def f(x): return 'x' * 200", "assert f(0) + f(1) == 'y'", "the answers have more than 150 characters"),
+        (
+            "def f(x): return {Point(), Point()} if x else True\nclass Point: pass",
+            "import time\nassert f(1)\nassert f(time.monotonic_ns())\nassert f(0)",
+            "tests made another call",
+        ),
+    ],
+    ids=["endless", "huge", "set"],
+)
+async def test_program_cannot_make_its_tests_unjudged(
+    scorer: CodeScorer, program: str, tests: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program's answers may be the reason why tests without a channel have no result."""
+    if not isinstance(scorer._sandboxes, WithoutChannel):
+        pytest.skip("with a channel, the tests run once")
+    monkeypatch.setattr(cases, "MOST_CALLS", 3)
+    monkeypatch.setattr(cases, "MOST_ANSWERED", 150)
+    score = await judge(scorer, program, {"assert": tests})
+    assert (score.value, score.outcome) == (0.0, Outcome.WRONG)
+    assert reason in score.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "tolerance", "equal"),
+    [
+        (2.05, 2, 0.1, True),
+        (1e300, 2, 1.0, False),
+        (-1e300, 2, 1.0, False),
+        (float("inf"), 2, 1.0, False),
+        (float("nan"), 2, 1.0, False),
+        (101.0, 100.0, 0.01, True),
+        (0.005, 0, 0.01, True),
+        ([1.05], [1], 0.1, True),
+    ],
+)
+def test_tolerance_is_a_share_of_the_expected_number(
+    value: object, expected: object, tolerance: float, equal: bool
+) -> None:
+    assert guest.equal(value, expected, tolerance) is equal
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na = 1\n```", "a = 1\n"),
+        ("```\na = 1\n```", "a = 1\n"),
+        ("Input:\n```text\n1 2\n```\nSo:\n```python\na = 1\n```\n", "a = 1\n"),
+        ("```python\na = 1\n```\nIt prints:\n```text\n1\n```\n", "a = 1\n"),
+        ("```c++\nint a;\n```\n```py\na = 1\n```", "a = 1\n"),
+        ("````python\na = '```'\n````", "a = '```'\n"),
+        ("```python\na = 1\n```\n```Python \na = 2\n```", "a = 2\n"),
+        ("```json\n{}\n```", None),
+        ("```python\na = 1", None),
+        ("Use ```a = 1``` here", None),
+    ],
+)
+def test_program_is_the_last_block_of_python(response: str, program: str | None) -> None:
+    assert find_program(response, fenced=True) == program
 
 
 async def test_all_or_nothing_gives_no_share() -> None:

@@ -173,6 +173,12 @@ RIGHT: list[tuple[str, str]] = [
     ("42", "\N{ARABIC-INDIC DIGIT FOUR}\N{ARABIC-INDIC DIGIT TWO}"),
     ("42", r"\boxed{" + "\N{FULLWIDTH DIGIT FOUR}\N{FULLWIDTH DIGIT TWO}}"),
     ("3.14", r"\approx 3.14"),
+    # Tiny numbers
+    (r"1.6\times 10^{-19}", "1.60e-19"),
+    (r"1.6\times 10^{-19}\text{ C}", r"1.6\times 10^{-19}"),
+    ("10^{-20}", r"\frac{1}{10^{20}}"),
+    (r"\{10^{-20}, 5\}", r"\{5, 10^{-20}\}"),
+    ("0.00001%", "0.0000001"),
 ]
 WRONG: list[tuple[str, str]] = [
     ("42", "41"),
@@ -220,6 +226,15 @@ WRONG: list[tuple[str, str]] = [
     ("42", "x"),
     ("0", r"\emptyset"),
     ("10:30", "10:45"),
+    # Numbers that rounding to six digits after the point makes 0
+    (r"1.6\times 10^{-19}", r"9.1\times 10^{-31}"),
+    (r"1.6\times 10^{-19}", "1.7e-19"),
+    ("10^{-20}", "10^{-21}"),
+    (r"\sqrt{2}\cdot 10^{-20}", r"\pi\cdot 10^{-20}"),
+    ("0.0000001", "0.0000004"),
+    ("0.0000002", "0.0"),
+    (r"\{10^{-20}, 5\}", r"\{10^{-21}, 5\}"),
+    ("x = 10^{-20}", "x = 10^{-21}"),
 ]
 UNPARSABLE: list[tuple[str, str]] = [
     ("42", ""),

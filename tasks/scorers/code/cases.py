@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ LONGEST_REASON = 300  # most characters of what a failed program printed
 TESTS_SECONDS = 5.0  # seconds that tests may take in addition to the program's own time limit
 END_SECONDS = 1.0  # time in which a program that made its tests fail reports its own end
 MOST_CALLS = 200  # most calls of tests in sandboxes without a channel
+MOST_ANSWERED = 2**24  # most characters of all their answers
+LARGEST_TOLERANCE = 1e300
+REPEATS = "tests made another call when they ran again"
+PLAIN_ANSWER = re.compile(r'\{"value": (?:[\[\], ]|true|false|null|-?\d[\d.e+-]*+)*+\}')  # truth values and numbers
 FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", or "assert"'
 
 
@@ -83,7 +88,7 @@ class Tested:
         """Run the program in one sandbox and the tests in another.
 
         Raises:
-            SandboxFailed: a sandbox failed, or tests without a channel made too many calls.
+            SandboxFailed: a sandbox failed, or tests without a channel do not repeat their calls.
         """
         if Capability.CHANNEL not in sandboxes.capabilities:
             return await judge_by_turns(sandboxes, self, code, seconds)
@@ -121,10 +126,15 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
     The tests run until they call the program and the result of the call is not known yet. Then the program runs from
     its start, makes all calls so far, and prints the result of the last call. The result of a call is never replaced,
     so a program cannot let it depend on later calls. Tests with `n` calls need `2 n + 2` programs.
+
+    The case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
+
+    Raises:
+        SandboxFailed: the tests made another call when they ran again, and no answer can be the cause.
     """
     guest = read_guest()
     calls, answers = list[str](), list[str]()
-    while len(calls) <= MOST_CALLS:
+    while True:
         program = Program(code=f"{guest}\nanswer_calls({code!r}, 'main.py', {calls!r})", timeout=seconds)
         found = await sandboxes.run(program)
         if not found.succeeded:
@@ -134,11 +144,20 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
         tests = Program(code=f"{guest}\n{replay}", name="tests.py", timeout=seconds + TESTS_SECONDS)
         verdict = await sandboxes.run(tests)
         if verdict.return_code == DIFFERS:
-            raise SandboxFailed("tests made another call when they ran again; without a channel they must repeat")
+            if all(PLAIN_ANSWER.fullmatch(answer) for answer in answers[1:]):
+                raise SandboxFailed(f"{REPEATS}; without a channel they must repeat")
+            return _fail(REPEATS, verdict)  # the order of a set may differ, and the program may have returned one
         if verdict.return_code != ASKS:
             return CaseResult(verdict.succeeded, _last_line(verdict.stderr), verdict.end, verdict.seconds)
         calls.append(_read_last_line(verdict.stdout))
-    raise SandboxFailed(f"tests made more than {MOST_CALLS} calls; such cases need sandboxes with a channel")
+        if len(calls) > MOST_CALLS:
+            return _fail(f"the tests made more than {MOST_CALLS} calls, and the sandboxes have no channel", verdict)
+        if sum(map(len, answers)) > MOST_ANSWERED:
+            return _fail(f"the answers have more than {MOST_ANSWERED:,} characters", verdict)
+
+
+def _fail(reason: str, verdict: ExecResult) -> CaseResult:
+    return CaseResult(False, reason, ProgramEnd.EXITED, verdict.seconds)
 
 
 def read_case(row: Any) -> Case:
@@ -156,15 +175,16 @@ def read_case(row: Any) -> Case:
         case ["checker", "stdin"]:
             return Printed(_text(row, "stdin"), None, _text(row, "checker"))
         case ["assert"]:
-            return Tested(_text(row, "assert"), "" if row.get("entry") is None else _text(row, "entry"))
+            return Tested(_text(row, "assert"), "" if row.get("entry") is None else _read_name(row, "entry"))
         case ["call"] if "expected" in row:
             args, named = _value(row, "args", list | tuple, []), _value(row, "named", Mapping, {})
-            tolerance, expected = float(_value(row, "tolerance", int | float, 0.0)), row["expected"]
+            tolerance, expected = _value(row, "tolerance", int | float, 0.0), row["expected"]
             _check_literals(args, dict(named), expected, tolerance)
+            if not 0 <= tolerance < LARGEST_TOLERANCE:
+                raise ValueError(f"'tolerance' of a case is {tolerance}, which no difference of numbers can be")
             call = f"candidate(*{args!r}, **{named!r})"
-            return Tested(
-                f"got = {call}\nassert equal(got, {expected!r}, {tolerance!r}), repr(got)", _text(row, "call")
-            )
+            test = f"got = {call}\nassert equal(got, {expected!r}, {float(tolerance)!r}), repr(got)"
+            return Tested(test, _read_name(row, "call"))
     raise ValueError(f"a case has the keys {', '.join(map(str, row)) or 'of no form'}; it needs {FORMS}")
 
 
@@ -187,6 +207,14 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"{key!r} of a case holds half of a surrogate pair, which is not text") from None
     return str(row[key])
+
+
+def _read_name(row: Mapping[str, Any], key: str) -> str:
+    """Return the name of a function of the program; raise `ValueError` if no program can give its tests this name."""
+    name = _text(row, key)
+    if not name.isidentifier() or name.startswith("_"):
+        raise ValueError(f"{key!r} of a case is {name!r}, which is no name of a public function")
+    return name
 
 
 def _value(row: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:

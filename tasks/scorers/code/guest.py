@@ -251,11 +251,15 @@ def is_usable(name: str) -> bool:
 
 
 def equal(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Compare two values; numbers may differ by `tolerance`, and a tuple equals a list of the same values."""
+    """Compare two values; a tuple equals a list of the same values.
+
+    Numbers may differ by `tolerance`, or by this share of the expected number. A share of the value would let a huge
+    value equal every number.
+    """
     if isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
         return len(value) == len(expected) and all(map(lambda a, b: equal(a, b, tolerance), value, expected))
     if isinstance(expected, dict) and isinstance(value, dict):
         return value.keys() == expected.keys() and all(equal(value[key], expected[key], tolerance) for key in expected)
     if tolerance and isinstance(expected, (int, float)) and isinstance(value, (int, float)):
-        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+        return bool(abs(value - expected) <= tolerance * max(1, abs(expected)))
     return bool(value == expected)

@@ -22,7 +22,8 @@ from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_cas
 from rollflow.tasks.scorers.config import CodeReward
 
 TRIES = 3  # most tries of a case if sandboxes fail
-FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"(`{3,})[ \t]*([^\n`]*?)[ \t]*\n(.*?)\1`*", re.DOTALL)
+LANGUAGES = ("", "python", "py", "python3")  # words after the opening fence of a program
 
 
 class CodeScorer:
@@ -143,8 +144,11 @@ def _find_syntax_fault(code: str) -> str | None:
 
 
 def find_program(response: str, *, fenced: bool) -> str | None:
-    """Return the last fenced block of a response, or the whole response if `fenced` is False; None without a block."""
+    """Return the last fenced block of Python, or of no language, in a response; None without such a block.
+
+    If `fenced` is False, return the whole response.
+    """
     if not fenced:
         return response
-    blocks = FENCE.findall(response)
+    blocks = [code for _, language, code in FENCE.findall(response) if language.lower() in LANGUAGES]
     return blocks[-1] if blocks else None

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import Basic, MatrixBase, Set, Tuple
+from sympy.core.relational import Relational
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
@@ -55,7 +57,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, decimals: int = 6) -> Score:
     """Compare the final answer of a response with `reference["answer"]`.
 
-    `marked` says that only a marked answer counts. Decimal numbers are rounded to `decimals` digits after the point.
+    `marked` says that only a marked answer counts. Decimal numbers are rounded to `decimals` digits after the point,
+    but a number that would be rounded to 0 is compared to `decimals` significant digits.
     """
     gold = str(reference["answer"])
     answer = find_marked(response)
@@ -128,7 +131,7 @@ def _compare_prose(response: str, gold: str, decimals: int) -> Score:
 
 
 def _verify(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bool:
-    return verify(  # type: ignore[no-any-return]
+    are_equal = verify(
         list(gold),
         list(answer),
         float_rounding=decimals,
@@ -136,6 +139,31 @@ def _verify(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bo
         allow_set_relation_comp=True,
         timeout_seconds=None,
     )
+    return are_equal and _has_tiny_numbers(gold, answer, decimals)
+
+
+def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bool:
+    """Return whether each number of `gold` that rounds to 0 is in `answer`, to `decimals` significant digits.
+
+    math-verify rounds to digits after the point, so it takes all tiny numbers for equal.
+    """
+    limit = 10.0**-decimals
+    tiny = [number for part in gold for number in _list_numbers(part) if 0 < abs(number) < limit]
+    if not tiny or gold[-1] == answer[-1]:  # the last element is the text
+        return True
+    found = [number for part in answer for number in _list_numbers(part)]
+    return all(any(abs(one - number) <= limit * abs(number) for one in found) for number in tiny)
+
+
+def _list_numbers(part: Any) -> Iterator[Any]:
+    """Return the values of a number, or of the numbers in a set, a tuple, a matrix or an equation."""
+    if isinstance(part, Basic) and part.is_number:
+        value = part.doit().evalf(PRECISION)
+        if value.is_comparable:
+            yield value
+    elif isinstance(part, Set | Tuple | Relational | MatrixBase):
+        for inner in part.flat() if isinstance(part, MatrixBase) else part.args:
+            yield from _list_numbers(inner)
 
 
 def _judge(right: bool, answer: str, gold: str) -> Score:
