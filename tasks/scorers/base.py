@@ -39,7 +39,7 @@ class Score:
 
     `parts` optionally maps names to the numbers from which the value was computed. A missing `outcome` is derived from
     the value: "correct" from 1, "wrong" up to 0, and "partial" between 0 and 1. `seconds` is the time that scoring
-    took.
+    took. `failed` is set by `failure_score`, and is not part of the columns.
     """
 
     value: float
@@ -47,6 +47,7 @@ class Score:
     outcome: Outcome = None  # type: ignore[assignment]  # `__post_init__` replaces None
     parts: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    failed: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Derive a missing outcome from the score's value."""
@@ -182,7 +183,7 @@ def failure_score(who: str, error: BaseException) -> Score:
     )
     effect = "nobody could judge a response" if is_unjudged else "a response gets a reward of 0"
     logging.getLogger(__name__).warning("%s, as its %s", effect, reason)
-    return Score(0.0, reason, Outcome.UNJUDGED if is_unjudged else Outcome.UNPARSABLE)
+    return Score(0.0, reason, Outcome.UNJUDGED if is_unjudged else Outcome.UNPARSABLE, failed=not is_unjudged)
 
 
 def list_causes(error: BaseException) -> list[BaseException]:
@@ -206,9 +207,9 @@ def is_failure(score: Score) -> bool:
     return score.value == 0 and FAILED in score.reason
 
 
-def timeout_score(seconds: float) -> Score:
-    """Return the score of a response that was not scored within the deadline of `seconds`."""
-    return Score(0.0, f"deadline: no verdict in {seconds:g} s", Outcome.TIMEOUT, seconds=seconds)
+def timeout_score(seconds: float, value: float) -> Score:
+    """Return the score, with this value, of a response that was not scored within the deadline of `seconds`."""
+    return Score(value, f"deadline: no verdict in {seconds:g} s", Outcome.TIMEOUT, seconds=seconds)
 
 
 def make_storable(text: str, longest: int) -> str:

@@ -89,3 +89,13 @@ class RewardBase(Section):
         le=LONGEST_SECONDS,
         description="seconds allowed for the start of a worker, which includes loading its verifier",
     )
+
+    @property
+    def failure_value(self) -> float:
+        """The value of a response on which the scorer failed, before the penalty of its format."""
+        return 0.0
+
+    @property
+    def unread_value(self) -> float:
+        """The reward of a response that ended its worker or was late, and whose format is not known."""
+        return self.failure_value - (self.format.penalty if self.format else 0.0)

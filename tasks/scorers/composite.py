@@ -3,8 +3,8 @@
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 
 The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
-"name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the response
-scores 0, because otherwise the policy could learn to avoid a part with a negative weight.
+"name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the value is the
+sum of the negative weights, because otherwise the policy could learn to make a part fail whose weight is negative.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollflow.storage.records import Outcome
-from rollflow.tasks.scorers.base import MOST_PARTS, Score, failure_score, is_failure, validate_score
+from rollflow.tasks.scorers.base import MOST_PARTS, Score, failure_score, validate_score
 from rollflow.tasks.scorers.config import CompositeReward
-from rollflow.tasks.scorers.verifier import Verifier, answer_of
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold
 
 
 class CompositeScorer:
@@ -45,7 +45,7 @@ class CompositeScorer:
                 continue
             try:
                 [found] = await verifier.call([self._answer(name, response)], [reference])
-                scores[name] = validate_score(name, found)
+                scores[name] = self._check(name, found)
             except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
                 scores[name] = failure_score(name, error)
         return self.add_up(scores)
@@ -59,8 +59,8 @@ class CompositeScorer:
         reason = "; ".join(f"{name}: {score.reason}" for name, score in scores.items())
         if any(score.outcome is Outcome.UNJUDGED for score in scores.values()):
             return Score(0.0, reason, Outcome.UNJUDGED, parts)
-        if failed := next((score for score in scores.values() if is_failure(score)), None):
-            return Score(0.0, failed.reason, failed.outcome, parts)
+        if failed := next((score for score in scores.values() if score.failed), None):
+            return Score(self._config.failure_value, failed.reason, failed.outcome, parts)
         for name in self._config.requires:
             if scores[name].outcome is not Outcome.CORRECT:
                 return Score(0.0, f"{name} is not correct; {reason}", scores[name].outcome, parts)
@@ -69,9 +69,12 @@ class CompositeScorer:
 
     def _score_part(self, name: str, response: str, reference: Mapping[str, Any]) -> Score:
         try:
-            return validate_score(name, self._verifiers[name].function(self._answer(name, response), reference))
+            return self._check(name, self._verifiers[name].function(self._answer(name, response), reference))
         except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
             return failure_score(name, error)
+
+    def _check(self, name: str, score: Any) -> Score:
+        return apply_threshold(validate_score(name, score), self._config.parts[name].scorer.correct_from)
 
     def _answer(self, name: str, response: str) -> str:
         return answer_of(response, self._config.parts[name].scorer.answer)

@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollflow.tasks.scorers.base import timeout_score
 from rollflow.tasks.scorers.config import CodeReward, CompositeReward, ImportReward
 from rollflow.tasks.scorers.verifier import Verifier
-from rollflow.tasks.scorers.worker_pool import DIED_TWICE, ScoringJob, WorkerPool
+from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
 GRACE_SECONDS = 5.0  # time after the deadline in which a worker may end the call itself, before it is killed
@@ -160,11 +159,11 @@ class _Exchange:
         """Requeue responses without a score, or fail a response that was alone with the worker and has no try left."""
         jobs = [job for number in list(self._flying) if (job := self._land(number))]
         if len(jobs) == 1 and jobs[0] in self._late:
-            self._pool._settle(jobs.pop(), timeout_score(self._pool._config.deadline_seconds))
+            self._pool._settle_late(jobs.pop())
         elif len(jobs) == 1:
             jobs[0].deaths += 1
             if jobs[0].deaths == 2:
-                self._pool._settle(jobs.pop(), DIED_TWICE)
+                self._pool._settle_dead(jobs.pop())
         for job in jobs:
             job.alone = True
         self._pool._put(*jobs)

@@ -43,7 +43,8 @@ class CodeReward(RewardBase):
         "code", description='runs the program in the response on the test cases of the row\'s column "cases"'
     )
     fenced: bool = Field(
-        True, description="whether the program is the last fenced block of the response; false: the whole response"
+        True,
+        description="whether the program is the last fenced block of Python in the response; false: the whole response",
     )
     all_or_nothing: bool = Field(
         False,
@@ -140,7 +141,10 @@ PartConfig = Annotated[
     | InstructionsReward,
     Field(discriminator="kind"),
 ]
-SHARED = ("at_once", "deadline_seconds", "format", "special_tokens", "start_seconds", "workers")
+SHARED = (
+    *("at_once", "deadline_seconds", "format", "judge_tries", "max_unjudged", "special_tokens", "start_seconds"),
+    "workers",
+)
 
 
 class CompositePart(Section):
@@ -180,6 +184,11 @@ class CompositeReward(RewardBase):
     deadline_seconds: float = Field(
         120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for scoring one response by all parts"
     )
+
+    @property
+    def failure_value(self) -> float:
+        """The sum of the negative weights, so that no response gets more because a part fails or is late."""
+        return sum(min(0.0, part.weight) for part in self.parts.values())
 
     @model_validator(mode="after")
     def _names_parts(self) -> Self:

@@ -18,9 +18,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-from rollflow.tasks.scorers.base import Score, timeout_score
+from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.config import RewardConfig
-from rollflow.tasks.scorers.worker_pool import DIED_TWICE, ScoringJob, WorkerPool
+from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
 CHUNK = 32  # largest number of responses sent to a worker at once
@@ -100,11 +100,11 @@ class RewardPool(WorkerPool):
                 self._settle(jobs.popleft(), score)
         except TimeoutError:
             await worker.end()
-            self._settle(jobs.popleft(), timeout_score(self._config.deadline_seconds))
+            self._settle_late(jobs.popleft())
         except WorkerDied:
             jobs[0].deaths += 1
             if jobs[0].deaths == 2:
-                self._settle(jobs.popleft(), DIED_TWICE)
+                self._settle_dead(jobs.popleft())
         self._put(*jobs)
         self.usage.busy_seconds += time.monotonic() - started
         return handed_over

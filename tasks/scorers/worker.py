@@ -91,7 +91,8 @@ class _Worker:
                 await asyncio.gather(*(self._score([one]) for one in asked))
                 return
             late = isinstance(error, TimeoutError) and limit.expired()
-            scores = [timeout_score(config.deadline_seconds) if late else failure_score("verifier", error)]
+            seconds = config.deadline_seconds
+            scores = [timeout_score(seconds, config.failure_value) if late else failure_score("verifier", error)]
         else:
             scores = [validate_score("verifier", one) for one in found]
         seconds = time.perf_counter() - started

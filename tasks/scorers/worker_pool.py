@@ -17,13 +17,13 @@ from pathlib import Path
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.runtime.actor_warnings import open_socket
-from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage, failure_score
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage, failure_score, timeout_score
 from rollflow.tasks.scorers.config import ImportReward, RewardConfig
 from rollflow.tasks.scorers.worker_process import NotReady, WorkerProcess
 
 START_TRIES = 5
 AGAIN_SECONDS = 0.5  # seconds before the next try to start a worker
-DIED_TWICE = Score(0.0, "the reward worker died twice on this response", Outcome.KILLED)
+DIED_TWICE = "the reward worker died twice on this response"
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +127,14 @@ class WorkerPool(Scorer):
             _, job = self._queue.get_nowait()
             if not job.future.done():
                 job.future.set_exception(self._error)
+
+    def _settle_late(self, job: ScoringJob) -> None:
+        """Score a response that missed its deadline."""
+        self._settle(job, timeout_score(self._config.deadline_seconds, self._config.unread_value))
+
+    def _settle_dead(self, job: ScoringJob) -> None:
+        """Score a response that ended two workers."""
+        self._settle(job, Score(self._config.unread_value, DIED_TWICE, Outcome.KILLED))
 
     def _settle(self, job: ScoringJob, score: Score) -> None:
         self.usage.scored += 1

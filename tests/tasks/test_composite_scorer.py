@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.base_config import Format
 from rollflow.tasks.scorers.composite import CompositeScorer
+from rollflow.tasks.scorers.concurrent import ConcurrentPool
 from rollflow.tasks.scorers.config import CompositeReward
+from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import score_response
+from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
 
 ANSWER = {"weight": 1.0, "scorer": {"kind": "maths"}}
 SHORT = {"weight": 0.25, "scorer": {"kind": "regex", "pattern": ".{0,20}"}}
@@ -85,9 +90,42 @@ def test_every_form_of_user_code_is_a_part(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["one", "later", "several", "several_later"])
 def test_failure_of_a_part_scores_zero(name: str) -> None:
-    found = score("42", {**ROW, "raises": True}, parts={"maths": ANSWER, "own": part(name, weight=-1.0)})
+    found = score("42", {**ROW, "raises": True}, parts={"maths": ANSWER, "own": part(name)})
     assert (found.value, found.outcome) == (0.0, Outcome.UNPARSABLE)
     assert found.reason == "own failed: LookupError: no such answer"
+
+
+def test_failure_of_a_part_is_no_way_out_of_a_negative_weight() -> None:
+    """A response gets no more because a part fails or is late."""
+    parts = {"maths": ANSWER, "own": part("one", weight=-1.0), "rules": RULES}
+    found = score("42", {**ROW, "raises": True}, parts=parts)
+    assert (found.value, found.outcome) == (-1.5, Outcome.UNPARSABLE)
+
+
+def test_words_of_a_response_are_no_failure() -> None:
+    parts = {"maths": ANSWER, "rules": RULES}
+    found = score(r"\boxed{verifier failed: 41}", parts=parts)
+    assert (found.value, found.outcome) == (-0.25, Outcome.PARTIAL)
+
+
+def test_threshold_of_a_part_decides_whether_it_is_correct() -> None:
+    keys: dict[str, Any] = {"parts": {"own": part("one")}, "requires": ["own"]}
+    assert score("42", **keys).value == 0.0
+    keys["parts"]["own"]["scorer"]["correct_from"] = 0.75
+    assert (score("42", **keys).value, score("42", **keys).outcome) == (0.75, Outcome.CORRECT)
+
+
+@pytest.mark.parametrize("pool", [RewardPool, ConcurrentPool])
+async def test_late_or_deadly_response_gets_the_lowest_value(pool: type[WorkerPool], tmp_path: Path) -> None:
+    """Without its worker nobody knows whether the response has its format."""
+    keys = {"parts": {"maths": ANSWER, "rules": RULES}, "format": {"penalty": 0.125}}
+    config = CompositeReward.model_validate(keys)
+    more = [] if pool is RewardPool else [build_verifier(config)]
+    created = pool(config, tmp_path, *more)  # type: ignore[arg-type]
+    for settle, outcome in ((created._settle_late, Outcome.TIMEOUT), (created._settle_dead, Outcome.KILLED)):
+        job = ScoringJob(0, b"", asyncio.get_running_loop().create_future())
+        settle(job)
+        assert (job.future.result().value, job.future.result().outcome) == (-0.625, outcome)
 
 
 def test_unjudged_part_leaves_the_response_unjudged() -> None:
@@ -105,6 +143,7 @@ WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"parts": {"maths": ANSWER}, "requires": ["code"]}, "reward.requires = 'code'.*name one of maths"),
     ({"parts": {"m": {"scorer": {"kind": "maths", "workers": 2}}}}, "scorer.workers = 2.*set reward.workers"),
     ({"parts": {"m": {"scorer": {"kind": "code", "at_once": 9}}}}, "scorer.at_once = 9.*set reward.at_once"),
+    ({"parts": {"m": {"scorer": {"kind": "maths", "judge_tries": 0}}}}, "scorer.judge_tries = 0.*set reward.judge_t"),
     ({"parts": {"m": {"scorer": {"kind": "composite", "parts": {"m": ANSWER}}}}}, "composite"),
 ]
 
