@@ -72,7 +72,14 @@ def build_evaluator(context: RunContext, scorer: Scorer, note: Callable[[], None
     settings, longest = context.config.evaluation, context.config.engine.max_new_tokens
     held, environment = context.prompts().held_out(), build_environment(context.config.environment)
     ports = build_ports(context.config, context.tokenizer)
-    shares = context.config.accuracy_shares
     return Evaluator(
-        held, settings.samples, settings.temperature, longest, score, environment, ports=ports, shares=shares
+        held,
+        settings.samples,
+        settings.temperature,
+        longest,
+        score,
+        environment,
+        ports=ports,
+        shares=context.config.accuracy_shares,
+        by_value=settings.correct == "value",
     )

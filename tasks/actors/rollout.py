@@ -181,6 +181,7 @@ class RolloutActor:
                 vocabulary,
                 ports,
                 self.config.accuracy_shares,
+                by_value=settings.correct == "value",
             ),
             keep=lambda found: asyncio.to_thread(self._store_result, found),
             slots=self.config.engine.max_concurrent_requests,

@@ -25,7 +25,10 @@ from rollflow.tasks.prompts.messages import describe_asked, read_asked
 def read_bytes(config: FileBase, path: str) -> bytes:
     """Read a file of a source; raise `ConfigError` if it cannot be read."""
     try:
-        return Path(path).expanduser().read_bytes()
+        file = Path(path).expanduser()
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError("it is no regular file")  # a pipe or a device may never end
+        return file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or an unknown home directory
         why = getattr(error, "strerror", None) or error
         within = "" if path == config.path else f": {Path(path).name}"

@@ -115,6 +115,7 @@ class EvaluationConfig(Section):
     fixed: ClassVar[Mapping[str, str]] = {
         "prompts": "it decides which prompts are held out",
         "mean": "earlier accuracies are such means",
+        "correct": "earlier accuracies count such responses",
     }
 
     every: int = Field(
@@ -133,6 +134,11 @@ class EvaluationConfig(Section):
         "share",
         description='accuracy of several domains: "share" is the mean of the domains, each weighted by its share; '
         '"responses" is the mean of all responses',
+    )
+    correct: Literal["outcome", "value"] = Field(
+        "outcome",
+        description='responses that an accuracy counts: "outcome" are those whose outcome is correct; "value" are '
+        "those whose reward is exactly 1, as in recorded runs that are older than this key",
     )
     temperature: float = Field(
         0.0,

@@ -9,6 +9,8 @@
 - Versions are evaluated in order, including versions that the training engines skipped. Storage records which versions
   were evaluated, so a restarted process evaluates the versions that a dead process did not finish.
 - A version without stored weights is skipped, and the reason is stored.
+- If nobody can judge a response, the version is evaluated again after each of `JUDGE_PAUSES`, and then skipped. Then
+  each further version is tried once, until an evaluation succeeds.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged
 T = TypeVar("T")
 UNSAFE = re.compile(r"[^\w.-]")  # characters that a metric's name may not contain
 AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died
+JUDGE_PAUSES = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # seconds until it is retried after nobody could judge a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,7 @@ class Evaluator:
     ports: EnvironmentPorts = NO_PORTS
     # domain -> its weight in the accuracy; empty: every response has the same weight
     shares: Mapping[str, float] = field(default_factory=dict)
+    by_value: bool = False  # True: a response is right if its reward is 1; False: if its outcome is "correct"
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
         """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns.
@@ -245,7 +249,7 @@ class Evaluator:
 
     def _summarise(self, scores: Sequence[Score]) -> _Summary:
         """Summarise the scores of whole prompts, each with its samples one after another."""
-        passed = [score.outcome is Outcome.CORRECT for score in scores]
+        passed = [score.value == 1.0 if self.by_value else score.outcome is Outcome.CORRECT for score in scores]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return _Summary(
             sum(passed) / len(scores),
@@ -308,6 +312,7 @@ class Evaluations:
         self._due: deque[int] = deque()
         self._seen = -1  # the newest known version
         self._news = asyncio.Event()
+        self._judge_pauses = deque(JUDGE_PAUSES)
 
     @property
     def due(self) -> int:
@@ -337,11 +342,16 @@ class Evaluations:
             try:
                 async with self._means.engine() as engine:
                     try:
-                        return await self._evaluate_on(engine, version)
+                        found = await self._evaluate_on(engine, version)
+                        self._judge_pauses = deque(JUDGE_PAUSES)
+                        return found
                     except EngineFailed as error:
                         failures.append(error)
             except Unjudged as error:
-                return EvaluationSkipped(version, str(error))
+                if not self._judge_pauses:
+                    return EvaluationSkipped(version, str(error))
+                await asyncio.sleep(self._judge_pauses.popleft())
+                continue
             except (Missing, Corrupt) as error:
                 return EvaluationSkipped(version, f"the weights of this version are gone: {error}")
             except EngineFailed:  # no engine is free, or the borrowed engine died and will be replaced

@@ -301,8 +301,8 @@ BEFORE: dict[str, dict[str, Any]] = {
         "attention": "default",
         "advantage_dtype": "float32",
     },
-    "reward": {"special_tokens": False, "judge_tries": 0, "correct_from": 1.0},
-    "evaluation": {"mean": "responses"},
+    "reward": {"special_tokens": False, "judge_tries": 0},
+    "evaluation": {"mean": "responses", "correct": "value"},
 }
 
 

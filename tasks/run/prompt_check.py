@@ -28,7 +28,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.config import CompositeReward, ExactReward, MathsReward, ReasoningGymReward, RewardConfig
-from rollflow.tasks.scorers.references import find_reference_fault
+from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
 PROBED = 256  # number of questions that are checked for a source that generates them
@@ -47,9 +47,10 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
     """
     sources = [source for source in config.prompts if isinstance(source, FileBase)]
     files = dict.fromkeys(file for source in sources for file in (source, source.held_out_file) if file is not None)
-    rows: dict[FileBase, list[PromptRow]] = {
-        file: read_rows(file, read(file), _Judgeable(config, file)) for file in files
-    }
+    with ReferenceChecker() as checker:
+        rows: dict[FileBase, list[PromptRow]] = {
+            file: read_rows(file, read(file), _Judgeable(config, file, checker)) for file in files
+        }
     for source, found in rows.items():
         rewards = [_find_reward(config, source, row.reference) for row in found]
         if all(isinstance(reward, ExactReward | MathsReward) for reward in rewards):
@@ -95,11 +96,12 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     for which, source in enumerate(config.prompts):
         if isinstance(source, FileBase):
             continue
-        fault = _Judgeable(config, source)
         asked = [*prompts.sources[which].held_out(PROBED), *map(prompts.sources[which].training, range(PROBED))]
-        for question in asked:
-            if wrong := fault(question.reference):
-                raise ConfigError(f"prompts.{which}: question {shorten_value(question.text)}: {wrong}")
+        with ReferenceChecker() as checker:
+            fault = _Judgeable(config, source, checker)
+            for question in asked:
+                if wrong := fault(question.reference):
+                    raise ConfigError(f"prompts.{which}: question {shorten_value(question.text)}: {wrong}")
         room = _compute_room(config, tokenizer)
         lengths = [len(tokenizer.encode_prompt(question.asked, source.chat, source.system)) for question in asked]
         if long := [length for length in lengths if not 0 < length <= room]:
@@ -119,6 +121,7 @@ class _Judgeable:
 
     config: RunConfig
     source: PromptBase
+    checker: ReferenceChecker
 
     def __call__(self, reference: Mapping[str, Any]) -> str | None:
         if wrong := self._find_name_fault(reference):
@@ -137,7 +140,7 @@ class _Judgeable:
             return _describe_no_answer(reference)
         if isinstance(reward, ReasoningGymReward):
             return _find_family_fault(str(reference.get("family")))
-        return find_reference_fault(reward, reference)
+        return self.checker.find(reward, reference)
 
     def _find_name_fault(self, reference: Mapping[str, Any]) -> str | None:
         """Return what is wrong with the name of a scorer in a row's `reward_column`, or None."""

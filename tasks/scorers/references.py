@@ -19,6 +19,11 @@ from rollflow.tasks.scorers.config import (
 NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # an answer that needs no check
 
 
+def is_quick(config: RewardConfig, reference: Mapping[str, Any]) -> bool:
+    """Return whether a reference surely takes little time to check: a number as the answer to be compared."""
+    return isinstance(config, MathsReward) and NUMBER.fullmatch(str(reference.get("answer", "")).strip()) is not None
+
+
 def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
     """Return why no response can be right by this reference, or None if a response can."""
     try:
@@ -41,6 +46,8 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
                 from rollflow.tasks.scorers.text.regex import compile_pattern
 
                 compile_pattern(config, reference)
+                if config.group is not None and not str(reference.get("answer", "")).strip():
+                    return "the answer is empty, and reward.group compares a text with it; give an answer"
     except (ValueError, KeyError) as error:
         return f'{error}, which reward.kind = "{config.kind}" needs; correct the row'
     return None

@@ -22,6 +22,7 @@ from rollflow.storage.errors import Corrupt, EngineFailed
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.policies import PolicyStore
+from rollflow.storage.records import Outcome
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
@@ -343,6 +344,20 @@ def test_version_without_weights_is_skipped_with_a_reason() -> None:
     assert read_skipped(pipeline.store) == [
         EvaluationSkipped(2, "the weights of this version are gone: version 2 is missing")
     ]
+
+
+@pytest.mark.parametrize(("away", "evaluated", "skipped"), [(60.0, [0, 2, 4, 6], []), (1e9, [], [0, 2, 4, 6])])
+def test_evaluation_is_repeated_while_its_judge_is_away(away: float, evaluated: list[int], skipped: list[int]) -> None:
+    """A judge that is away for a minute leaves no hole in the curve; one that never returns ends no run."""
+
+    class Away(Beside):
+        async def _score(self, request: ScoreRequest) -> Score:
+            is_away = asyncio.get_running_loop().time() < away
+            return Score(0.0, "no connection", Outcome.UNJUDGED) if is_away else Score(1.0)
+
+    pipeline = ran(Away())
+    assert [each.version for each in read_evaluations(pipeline.store)] == evaluated
+    assert [each.version for each in read_skipped(pipeline.store)] == skipped
 
 
 def test_weights_are_kept_until_their_evaluation_is_stored() -> None:

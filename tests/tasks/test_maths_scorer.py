@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from rollflow.flows.config import parse_config
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.prompts.tables import read_file
+from rollflow.tasks.run.prompt_check import read_files
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.scorers.config import ChoiceReward, MathsReward, RegexReward, RewardConfig
+from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.references import find_reference_fault
 from rollflow.tasks.scorers.text.maths import LONGEST, MOST_DIGITS, maths
 from tests.support.waiting import HANG_SECONDS
@@ -349,9 +355,42 @@ async def test_hostile_response_ends_as_a_timeout(
         (ChoiceReward(), {"answer": "Berlin", "options": ["Rome", "Oslo"]}, "the answer 'Berlin' is not one of"),
         (RegexReward(), {"answer": "x", "pattern": "a+"}, None),
         (RegexReward(), {"answer": "x"}, "the row has no text in its column"),
+        (RegexReward(pattern="(?P<n>.)", group="n"), {"answer": "x"}, None),
+        (RegexReward(pattern="(?P<n>.)", group="n"), {}, "the answer is empty, and reward.group compares"),
         (RegexReward(), {"answer": "x", "pattern": "("}, "the pattern '(' is no regular expression"),
     ],
 )
 def test_row_that_cannot_be_scored_is_found(config: RewardConfig, reference: dict[str, Any], fault: str | None) -> None:
     found = find_reference_fault(config, reference)
     assert found is None if fault is None else found and found.startswith(fault)
+
+
+@pytest.mark.long
+def test_check_of_a_row_that_never_ends_is_killed(tmp_path: Path) -> None:
+    """The rows are checked in a process of their own, so no row can hang or crash the check."""
+    path = tmp_path / "rows.jsonl"
+    answers = ["7", r"\frac{1}{2}", "10^{10^{10}}", "10^{10^{11}}", "", "x + 1"]
+    path.write_text("".join(json.dumps({"question": f"{n}?", "answer": one}) + "\n" for n, one in enumerate(answers)))
+    config = parse_config(
+        {
+            "prompts": [{"kind": "jsonl", "path": str(path)}],
+            "reward": {"kind": "maths", "deadline_seconds": 3.0},
+        }
+    )
+    with pytest.raises(ConfigError) as refused:
+        read_files(config, read_file)
+    what = "line 3: its check did not end within reward.deadline_seconds = 3, and scoring a response would take as long"
+    assert str(refused.value).startswith(f"prompts.path = {str(path)!r}: {what}; correct the row, or remove it (2 such")
+
+
+@pytest.mark.long
+def test_row_whose_check_ends_its_process_is_refused() -> None:
+    with ReferenceChecker() as checker:
+        assert checker.find(MathsReward(), {"answer": "x^2"}) is None
+        [process] = checker._processes.values()
+        process.kill()
+        fault = checker.find(MathsReward(), {"answer": "x^3"})
+        assert fault is not None
+        assert "ended the process that checked it, with exit code -9" in fault
+        assert checker.find(MathsReward(), {"answer": "x^4"}) is None
+    assert process.poll() is not None

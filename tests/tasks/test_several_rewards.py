@@ -241,7 +241,7 @@ def test_threshold_decides_what_is_correct(score: Score, outcome: Outcome) -> No
     assert apply_threshold(score, None) == score
 
 
-def evaluate(shares: dict[str, float]) -> Evaluation:
+def evaluate(shares: dict[str, float], *, by_value: bool = False) -> Evaluation:
     """Evaluate one right prompt of domain "a" and three of domain "b", of which the last is right."""
 
     async def score(request: ScoreRequest) -> Score:
@@ -258,7 +258,7 @@ def evaluate(shares: dict[str, float]) -> Evaluation:
             replace(prompt_at(place), domain=domain, reference={"right": right})
             for place, (domain, right) in enumerate(asked)
         ]
-        return await Evaluator(prompts, 2, 1.0, 8, score, shares=shares).run(proxy, 0)
+        return await Evaluator(prompts, 2, 1.0, 8, score, shares=shares, by_value=by_value).run(proxy, 0)
 
     return run_virtual(main())
 
@@ -279,11 +279,13 @@ def test_accuracy_is_the_mean_by_share_over_domains() -> None:
 def test_accuracy_of_a_recorded_run_is_over_all_responses() -> None:
     assert evaluate({}).accuracy == 0.5
     recorded = RunConfig().model_dump(mode="json")
-    for section, key in (("evaluation", "mean"), ("reward", "correct_from")):
+    for section, key in (("evaluation", "mean"), ("evaluation", "correct"), ("reward", "correct_from")):
         del recorded[section][key]
     del recorded["rewards"]
     found = parse_recorded(recorded)
-    assert (found.evaluation.mean, found.reward.correct_from, found.accuracy_shares) == ("responses", 1.0, {})
+    assert (found.evaluation.mean, found.evaluation.correct, found.accuracy_shares) == ("responses", "value", {})
+    by_value = evaluate({}, by_value=True)  # only the wrong responses have a reward of exactly 1
+    assert (by_value.domains["a"].accuracy, by_value.domains["b"].accuracy) == (0.0, 2 / 3)
     assert parse_config(RECIPE).accuracy_shares == {"sorting": 0.25, "column-sums": 0.75}
 
 

@@ -1,0 +1,131 @@
+"""Checks references in processes of their own, because some checks may never end or take all memory.
+
+    find --reference, as a line of JSON--> process --what is wrong, as a line of JSON--> find
+
+A check that takes longer than `reward.deadline_seconds` is killed with its process. The row is then refused, because a
+response with this answer would end as a timeout. After `MOST_ENDED` such rows the checker checks no further row,
+because the file is refused anyway.
+
+The process is started as `python -m rollflow.tasks.scorers.reference_process REWARD`, with the `[reward]` section as
+JSON. Other checks are quick, and run in the caller's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import TypeAdapter
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.scorers.config import CodeReward, MathsReward, RewardConfig
+from rollflow.tasks.scorers.references import find_reference_fault, is_quick
+
+REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
+MOST_ENDED = 3
+MEMORY_BYTES = 4 * 2**30  # address space of a process
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {"maths": {"answer": "x"}, "code": {"cases": [{"assert": "pass"}]}}
+
+
+class ReferenceChecker:
+    """Finds references that no response can match; see the module's docstring. Use it in a `with` statement."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by `[reward]`
+        self._ended = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for reward in list(self._processes):
+            self._end(reward)
+
+    def find(self, config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
+        """Return why no response can be right by this reference, or None if a response can."""
+        if not isinstance(config, MathsReward | CodeReward) or is_quick(config, reference):
+            return find_reference_fault(config, reference)
+        if self._ended >= MOST_ENDED:
+            return None
+        reward = config.model_dump_json()
+        if reward not in self._processes:
+            self._start(reward, config)
+        found = self._ask(reward, reference, config.deadline_seconds)
+        if found is not None:
+            return found[0]
+        self._ended += 1
+        code = self._end(reward)
+        if code is None:
+            limit = f"reward.deadline_seconds = {config.deadline_seconds:g}"
+            what = f"its check did not end within {limit}, and scoring a response would take as long"
+        else:
+            what = f"its check ended the process that checked it, with exit code {code}"
+        return f"{what}; correct the row, or remove it"
+
+    def _start(self, reward: str, config: RewardConfig) -> None:
+        """Start a process, and check an example, which imports the modules that the checks need."""
+        command = [sys.executable, "-m", __name__, reward]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        self._processes[reward] = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
+        )
+        if self._ask(reward, EXAMPLES[config.kind], config.start_seconds) is None:
+            self._end(reward)
+            raise ConfigError(
+                f"reward.start_seconds = {config.start_seconds:g}: the process that checks the rows did not start in "
+                "this time; set more seconds"
+            )
+
+    def _ask(self, reward: str, reference: Mapping[str, Any], seconds: float) -> list[str | None] | None:
+        """Return the process's answer in a list, or None if the process has ended or gives no answer in time."""
+        process = self._processes[reward]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(dict(reference)).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        if not select.select([process.stdout], [], [], seconds)[0]:
+            return None
+        line = process.stdout.readline()
+        return [json.loads(line)] if line else None
+
+    def _end(self, reward: str) -> int | None:
+        """End a process and return its exit code, or None if it was running."""
+        process = self._processes.pop(reward)
+        assert process.stdout is not None
+        is_running = not select.select([process.stdout], [], [], 0)[0]  # a process that has ended can be read
+        if is_running:
+            process.kill()
+        process.communicate()
+        return None if is_running else process.returncode
+
+
+def main() -> None:
+    """Check references from the standard input until it ends."""
+    config = REWARD.validate_json(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    find_reference_fault(config, EXAMPLES[config.kind])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    for line in sys.stdin:
+        try:
+            found = find_reference_fault(config, json.loads(line))
+        except Exception as error:  # noqa: BLE001 - a library may raise any error on an odd reference
+            found = f"its check failed ({type(error).__name__}: {error}); correct the row, or remove it"
+        answers.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
