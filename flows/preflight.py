@@ -51,10 +51,11 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
 from rollflow.tasks.run.prompt_check import Tell, describe_files, fit_files, probe_sources, read_files
 from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
+from rollflow.tasks.run.scorer_trial import try_own_scorers
 from rollflow.tasks.run.user_code import check_own_parts
-from rollflow.tasks.sandboxes.config import RunCodeSandbox
+from rollflow.tasks.sandboxes.config import RunCodeSandbox, SandboxConfig
 from rollflow.tasks.sandboxes.trial import try_sandboxes
-from rollflow.tasks.scorers.config import CodeReward
+from rollflow.tasks.scorers.config import CodeReward, CompositeReward, name_section
 
 VOCABULARY_TEXTS = 2000
 
@@ -112,6 +113,8 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
         read, found = fit_files(config, rows, tokenizer, read, tell)
         prompts = open_prompts(config, tokenizer, read)
         notes += [describe_ends(tokenizer), *found, *probe_sources(config, prompts, tokenizer)]
+        if ask and config.cluster.address == "auto":
+            notes += try_own_scorers(config, prompts, tokenizer)
         notes += _note_few_held_out(config, len(prompts.held_out()))
         notes += [*describe_files(prompts), _note_near_duplicates(config, prompts)]
         first = [prompts.prompt(index) for index in range(max(min(config.groups, 64), len(config.prompts)))]
@@ -217,19 +220,36 @@ def _check_installed(config: RunConfig) -> None:
 
 
 def _check_sandbox(config: RunConfig, ask: bool) -> list[str]:
-    """Reject a config whose sandboxes cannot run; return a note if they were not tried.
+    """Reject a config whose sandboxes cannot run; return notes on those that were not tried.
 
     The sandboxes of a run on another cluster run on the cluster's nodes, so this machine says nothing about them.
     """
-    if not isinstance(config.reward, CodeReward) or config.cluster.address != "auto":
+    if config.cluster.address != "auto":
         return []
-    if isinstance(config.reward.sandbox, RunCodeSandbox) and not ask:
-        return [f"not asked: reward.sandbox.url = {config.reward.sandbox.url!r}"]
-    try:
-        try_sandboxes(config.reward.sandbox)
-    except ConfigError as error:
-        raise ConfigError(f"reward.{error}") from None
-    return []
+    notes = list[str]()
+    for section, sandbox in _list_sandboxes(config).items():
+        if isinstance(sandbox, RunCodeSandbox) and not ask:
+            notes.append(f"not asked: {section}.sandbox.url = {sandbox.url!r}")
+            continue
+        try:
+            try_sandboxes(sandbox)
+        except ConfigError as error:
+            raise ConfigError(f"{section}.{error}") from None
+    return notes
+
+
+def _list_sandboxes(config: RunConfig) -> dict[str, SandboxConfig]:
+    """Return the sandboxes of the run's scorers and of their parts, by section; equal sandboxes are listed once."""
+    found = dict[str, SandboxConfig]()
+    for name, reward in config.scorers.items():
+        section = name_section(name)
+        parts = {section: reward}
+        if isinstance(reward, CompositeReward):
+            parts = {f"{section}.parts.{part}.scorer": one.scorer for part, one in reward.parts.items()}
+        for place, one in parts.items():
+            if isinstance(one, CodeReward) and one.sandbox not in found.values():
+                found[place] = one.sandbox
+    return found
 
 
 def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:

@@ -31,6 +31,25 @@ def test_recipe_without_its_server_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "reward.sandbox.url = 'http://127.0.0.1:9/run_code' runs no programs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("part", ["", ".parts.tests.scorer"])
+def test_sandbox_of_a_further_scorer_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """The scorer is one of `[rewards]`, or a part of a composite one."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    recipe, section = tmp_path / "recipe.toml", f"rewards.programs{part}"
+    kind = '[rewards.programs]\nkind = "composite"\n' if part else ""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"question": "{n}", "answer": "", "cases": [{{"stdout": ""}}]}}\n' for n in range(100))
+    )
+    recipe.write_text(
+        '[[prompts]]\nkind = "sorting"\n[[prompts]]\nkind = "file"\npath = "rows.jsonl"\nreward = "programs"\n'
+        f'{kind}[{section}]\nkind = "code"\n[engine]\nkind = "timed"\n'
+    )
+    assert main(["check", str(recipe)]) == 2
+    assert f'{section}.sandbox.kind = "bubblewrap" cannot run on this machine' in capsys.readouterr().err
+
+
 def test_offline_check_asks_no_sandbox_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, "--offline") == 0
     assert "not asked: reward.sandbox.url" in capsys.readouterr().out

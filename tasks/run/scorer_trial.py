@@ -1,0 +1,86 @@
+"""Tries user-defined scorers on right answers before a run begins: a wrong name of a column is an error then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Outcome, Prompt
+from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.scorers import build_scorer
+from rollflow.tasks.scorers.base import Score, ScoreRequest, is_failure
+from rollflow.tasks.scorers.config import CompositeReward, ImportReward, RewardConfig, name_section
+
+SEEN, TRIED = 64, 3  # number of prompts among which each scorer's prompts are found, and of answers that it scores
+
+
+def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
+    """Let each user-defined scorer score the answers to its first questions, in a worker; return notes for the user.
+
+    An environment may give a scorer other references, so the scorers of an environment are not tried.
+
+    Raises:
+        ConfigError: a scorer fails on each of the answers; the message says how.
+    """
+    own = {name: reward for name, reward in config.scorers.items() if _has_own_code(reward)}
+    if not own or not isinstance(config.environment, SingleTurnEnvironment):
+        return []
+    found, notes = [prompts.find(index) for index in range(SEEN)], list[str]()
+    for name, reward in own.items():
+        asked = [(prompt, question.answer) for prompt, question in found if prompt.scorer == name and question.answer]
+        if asked:
+            with ThreadPoolExecutor(1) as pool, _silence():  # the caller may be in an event loop
+                scores = pool.submit(asyncio.run, _score(name, reward, asked[:TRIED], tokenizer)).result()
+            notes += _describe_failures(name, reward, asked[0][0], scores)
+    return notes
+
+
+def _has_own_code(reward: RewardConfig) -> bool:
+    parts = [part.scorer for part in reward.parts.values()] if isinstance(reward, CompositeReward) else [reward]
+    return any(isinstance(part, ImportReward) for part in parts)
+
+
+async def _score(
+    name: str, reward: RewardConfig, asked: Sequence[tuple[Prompt, str]], tokenizer: PolicyTokenizer
+) -> list[Score]:
+    """Score the answers, each within the scorer's deadline."""
+    scorer = build_scorer(reward, tokenizer.folder, name_section(name))
+    await scorer.start()
+    try:
+        requests = [ScoreRequest(tokenizer.encode_response(said), prompt.reference, name) for prompt, said in asked]
+        return await scorer.score(requests)
+    finally:
+        await scorer.close()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Discard what workers print, such as warnings that an exception of the user's function causes."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _describe_failures(name: str, reward: RewardConfig, prompt: Prompt, scores: Sequence[Score]) -> list[str]:
+    """Return a note if no answer was judged; raise `ConfigError` if the scorer raised an error on every answer."""
+    said, section = scores[0].reason, name_section(name)
+    key = f"{section}.path = {reward.path!r}" if isinstance(reward, ImportReward) else f"{section}.kind = 'composite'"
+    which = f"the right answers to the first {len(scores)} questions"
+    if all(is_failure(score) and score.outcome is not Outcome.UNJUDGED for score in scores):
+        columns = ", ".join(map(repr, prompt.reference))
+        raise ConfigError(f"{key}: {which} score 0 ({said}); correct the function (a reference has the keys {columns})")
+    if all(score.outcome in (Outcome.UNJUDGED, Outcome.TIMEOUT) for score in scores):
+        return [f"{key}: {which} were not judged ({said})"]
+    return []
