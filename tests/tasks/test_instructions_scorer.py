@@ -189,6 +189,8 @@ def test_response_that_follows_nothing_scores_zero(response: str, outcome: str) 
     [
         ({}, "instruction_id_list"),
         ({"instruction_id_list": [], "kwargs": []}, "instruction_id_list"),
+        ({"instruction_id_list": '["punctuation:no_comma"]', "kwargs": [{}]}, "prompts.json_columns"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": "[{}]"}, "prompts.json_columns"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "kwargs"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [3]}, "kwargs"),
         ({"instruction_id_list": ["punctuation:none"], "kwargs": [{}]}, "no constraint 'punctuation:none'"),

@@ -35,9 +35,11 @@ def follow_instructions(response: str, reference: Mapping[str, Any], *, strict: 
 def read_constraints(reference: Mapping[str, Any]) -> Constraints:
     """Return the constraints of a row with their arguments; raise `ValueError` if the row has none."""
     names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
-    if not isinstance(names, Sequence) or isinstance(names, str) or not 0 < len(names) <= MOST_PARTS:
+    if column := next((c for c in ("instruction_id_list", "kwargs") if isinstance(reference.get(c), str)), None):
+        raise ValueError(f'the column "{column}" is text, not a list; if it is JSON, name it in prompts.json_columns')
+    if not isinstance(names, Sequence) or not 0 < len(names) <= MOST_PARTS:
         raise ValueError(f'the row has no list of 1 to {MOST_PARTS} constraints in its column "instruction_id_list"')
-    if not isinstance(arguments, Sequence) or isinstance(arguments, str) or len(arguments) != len(names):
+    if not isinstance(arguments, Sequence) or len(arguments) != len(names):
         raise ValueError('the row needs a list in its column "kwargs", with one object for each constraint')
     if not all(one is None or isinstance(one, Mapping) for one in arguments):
         raise ValueError('the column "kwargs" contains something that is no object')
