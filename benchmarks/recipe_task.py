@@ -13,7 +13,7 @@ import torch
 
 from rollflow.storage.records import Prompt
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.policies.cold_start import cold_start, generate_answers
+from rollflow.tasks.policies.cold_start import HeldOutAccuracy, cold_start, generate_answers
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run.config import RunConfig
@@ -60,7 +60,11 @@ def start_policy(config: RunConfig, folder: Path) -> None:
     torch.manual_seed(config.seed)
     task, model = RecipeTask(config, folder), load_model(folder, "float32", trained=False)
     report = partial(print, file=sys.stderr)
-    cold_start(model, cold, task.prompts, task.tokenizer, task.accuracy, report, config.seed)
+
+    def accuracy(model: Any) -> HeldOutAccuracy:
+        return HeldOutAccuracy(task.accuracy(model), {})
+
+    cold_start(model, cold, task.prompts, task.tokenizer, accuracy, report, config.seed)
     with tempfile.TemporaryDirectory() as place:  # `save_pretrained` would also overwrite the config
         model.save_pretrained(place)
         (folder / "model.safetensors").write_bytes((Path(place) / "model.safetensors").read_bytes())

@@ -56,7 +56,7 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.runtime.spans import Spans, open_spans
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import judge_correct
+from rollflow.tasks.scorers.verifier import close_thread_runner, judge_correct
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -216,7 +216,7 @@ class LearnerActor:
         self._settle()
 
     def _run_cold_start(self) -> None:
-        from rollflow.tasks.policies.cold_start import cold_start, generate_answers
+        from rollflow.tasks.policies.cold_start import HeldOutAccuracy, cold_start, generate_answers
 
         cold = self.config.policy.cold_start
         assert cold is not None
@@ -225,20 +225,26 @@ class LearnerActor:
         judges = {name: judge_correct(build_verifier(one), one, decode) for name, one in self.config.scorers.items()}
         model = self.learner.model
 
-        def accuracy(model: Any) -> float:
+        def accuracy(model: Any) -> HeldOutAccuracy:
             prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
             temperature = self.config.evaluation.temperature
             responses = generate_answers(
                 model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed
             )
-            pairs = zip(held, responses, strict=True)
-            return sum(judges[prompt.scorer](tokens, prompt.reference) for prompt, tokens in pairs) / len(held)
+            domains = dict[str, list[bool]]()
+            for prompt, tokens in zip(held, responses, strict=True):
+                right = judges[prompt.scorer](tokens, prompt.reference)
+                domains.setdefault(prompt.domain, []).append(right)
+            return HeldOutAccuracy.of(domains, self.config.accuracy_shares)
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, held-out accuracy {found:.2f} of {cold.target_accuracy:.2f}")
 
         self.phase, self.note = LearnerPhase.COLD_START, "cold start"
-        cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
+        try:
+            cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
+        finally:
+            close_thread_runner()  # ends sandboxes in which programs were judged
 
     def _keep_weights(self) -> None:
         """Store the weights of the cold start in the run's policy folder.

@@ -5,12 +5,17 @@ accuracy is measured on the held-out questions, as in the run's evaluations. Bet
 rise by twenty percentage points, depending on rounding errors. The supervised training ends when a measured accuracy
 reaches the target. After the training, a bisection between the weights at the last two measurements finds weights with
 about the target accuracy.
+
+With several domains, the target is one of their mean accuracy. After each measurement, a domain gets demonstrations in
+proportion to the distance between its accuracy and the target, so that an easy domain does not leave a hard one behind.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +32,27 @@ POOL = 20_000  # number of demonstrations from which batches are drawn
 WARMUP = 50  # number of steps over which the learning rate rises
 CLOSE = 0.005  # largest accepted difference between the accuracy and the target accuracy
 LOOKS = 8  # largest number of measurements in the bisection
+LEAST = 0.1  # share of the target that counts as the distance of a domain near or above the target
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutAccuracy:
+    """The accuracy of a policy on held-out prompts: by domain, and the mean weighted by the shares."""
+
+    mean: float
+    domains: Mapping[str, float]
+
+    @classmethod
+    def of(cls, domains: Mapping[str, Sequence[bool]], shares: Mapping[str, float]) -> HeldOutAccuracy:
+        """Compute the accuracy from whether each response was right; without shares, all responses weigh the same."""
+        found = {domain: sum(right) / len(right) for domain, right in domains.items()}
+        if not shares:
+            return cls(sum(map(sum, domains.values())) / sum(map(len, domains.values())), found)
+        total = math.fsum(shares[domain] for domain in found)
+        return cls(math.fsum(shares[domain] * one for domain, one in found.items()) / total, found)
+
+
+Measure = Callable[[Any], HeldOutAccuracy]
 
 
 def cold_start(
@@ -34,11 +60,11 @@ def cold_start(
     config: ColdStart,
     prompts: RunPrompts,
     tokenizer: PolicyTokenizer,
-    accuracy: Callable[[Any], float],
+    accuracy: Measure,
     report: Callable[[int, float], None],
     seed: int,
 ) -> float:
-    """Train `model` on demonstrations in place; return the accuracy that the model reached.
+    """Train `model` on demonstrations in place; return the mean accuracy that the model reached.
 
     `report(step, accuracy)` is called at each measurement of the accuracy.
 
@@ -58,11 +84,13 @@ def cold_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % config.evaluate_every == 0:
-            found = accuracy(model)
+            measured = accuracy(model)
+            found = measured.mean
             report(step, found)
             if found >= config.target_accuracy:
                 return _approach_target(model, before, found, config.target_accuracy, accuracy, partial(report, step))
             before = _copy_weights(model)
+            pool.weigh(measured.domains, config.target_accuracy)
     raise ConfigError(
         f"policy.cold_start.target_accuracy = {config.target_accuracy}: the policy reached a held-out "
         f"accuracy of only {found:.2f} in {config.max_steps} steps; raise policy.cold_start.max_steps, "
@@ -81,7 +109,7 @@ def _approach_target(
     before: Sequence[Tensor],
     found: float,
     target: float,
-    accuracy: Callable[[Any], float],
+    accuracy: Measure,
     report: Callable[[float], None],
 ) -> float:
     """Move the weights of `model` towards `before` until the accuracy falls to about `target`; return the accuracy.
@@ -94,7 +122,7 @@ def _approach_target(
             break
         middle = (low + high) / 2
         _blend(model, before, after, middle)
-        seen = accuracy(model)
+        seen = accuracy(model).mean
         report(seen)
         if seen >= target:
             found, high = seen, middle
@@ -115,18 +143,28 @@ class _Demonstrations:
 
     def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
         self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
-        self._made: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
+        self._weights = [config.share for config in prompts.configs]
+        self._made: dict[tuple[int, int], tuple[Sequence[int], Sequence[int]]] = {}
+
+    def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
+        """Draw each source's demonstrations in proportion to its share and its domain's distance from the target."""
+        self._weights = [
+            config.share * max(target - accuracies.get(config.domain, 0.0), LEAST * target)
+            for config in self._prompts.configs
+        ]
 
     def draw(self, count: int) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Draw `count` demonstrations at random."""
-        return [self._at(self._draw.randrange(POOL)) for _ in range(count)]
+        sources, single = range(len(self._weights)), len(self._weights) == 1
+        which = [0] * count if single else self._draw.choices(sources, self._weights, k=count)
+        return [self._at(source, self._draw.randrange(POOL)) for source in which]
 
-    def _at(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
-        if index not in self._made:
-            prompt, answer = self._prompts.demonstration(index)
+    def _at(self, source: int, position: int) -> tuple[Sequence[int], Sequence[int]]:
+        if (source, position) not in self._made:
+            prompt, answer = self._prompts.demonstrate(source, position)
             response = [*self._tokenizer.encode_response(answer), self._tokenizer.stop_tokens[0]]
-            self._made[index] = (prompt.tokens, response)
-        return self._made[index]
+            self._made[source, position] = (prompt.tokens, response)
+        return self._made[source, position]
 
 
 def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:

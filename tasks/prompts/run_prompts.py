@@ -84,9 +84,12 @@ class RunPrompts:
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
         """Return a cold-start demonstration: a prompt and the right answer."""
-        which, position = self._assign_place(index)
+        return self.demonstrate(*self._assign_place(index))
+
+    def demonstrate(self, which: int, position: int) -> tuple[Prompt, str]:
+        """Return the demonstration at `position` of the source with number `which`: a prompt and the right answer."""
         prompt, question = self._first_fit(
-            which, f"demo-{index:08d}", index, self.sources[which].demonstration, position
+            which, f"demo-{position:08d}", position, self.sources[which].demonstration, position
         )
         return prompt, question.answer
 

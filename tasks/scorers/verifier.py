@@ -68,6 +68,13 @@ def runner_of_thread() -> asyncio.Runner:
     return runner
 
 
+def close_thread_runner() -> None:
+    """Close this thread's runner, if there is one; processes of its event loop end with it."""
+    if hasattr(_THREAD, "runner"):
+        _THREAD.runner.close()
+        del _THREAD.runner
+
+
 def answer_of(response: str, where: str) -> str:
     """Return the part of a response to score: the whole response, or the content of its last <answer> tag, or ""."""
     if where == "all":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from rollflow.flows.config import load_recipe, parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.policies.cold_start import cold_start, generate_answers
+from rollflow.tasks.policies.cold_start import HeldOutAccuracy, _Demonstrations, cold_start, generate_answers
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.tables import read_file
@@ -49,7 +50,11 @@ class Started:
         torch.manual_seed(config.seed)
         model = load_model(folder, config.policy.dtype, trained=False)
         self.seen: list[tuple[int, float]] = []
-        self.said = cold_start(model, cold, prompts, tokenizer, accuracy, self._see, config.seed)
+
+        def measure(model: Any) -> HeldOutAccuracy:
+            return HeldOutAccuracy(accuracy(model), {})
+
+        self.said = cold_start(model, cold, prompts, tokenizer, measure, self._see, config.seed)
         self.accuracy = accuracy(model)
 
     def _see(self, step: int, accuracy: float) -> None:
@@ -97,6 +102,36 @@ def test_target_out_of_reach_is_refused(tmp_path: Path) -> None:
         match=r"policy\.cold_start\.target_accuracy = 0\.9: the policy reached .* only 0\.\d\d in 10 steps",
     ):
         Started(tmp_path, tiny(0, 0.9, max_steps=10, evaluate_every=5))
+
+
+def test_demonstrations_follow_the_distance_from_the_target(tmp_path: Path) -> None:
+    """A domain at the target gets a tenth of the demonstrations of a domain that answers nothing right."""
+    sources = [{"kind": "sorting", "digits": 3}, {"kind": "column-sums", "reward": "sums"}]
+    rewards = {"rewards": {"sums": {"kind": "exact", "answer": "tag"}}}
+    config = parse_config({**tiny(0, 0.3).model_dump(include={"policy"}), "prompts": sources, **rewards})
+    cold = config.policy.cold_start
+    assert cold is not None
+    for name, data in build_cold_folder(cold, open_prompts(config, None, read_file).texts(100)).items():
+        (tmp_path / name).write_bytes(data)
+    tokenizer = PolicyTokenizer(tmp_path)
+    pool = _Demonstrations(open_prompts(config, tokenizer, read_file), tokenizer, random.Random(0))
+
+    def count_sums() -> int:
+        return sum(tokenizer.decode(prompt).startswith("Add") for prompt, _ in pool.draw(1100))
+
+    assert count_sums() == pytest.approx(550, abs=75)
+    pool.weigh({"sorting": 0.5, "column-sums": 0.0}, 0.3)
+    assert count_sums() == pytest.approx(1000, abs=45)
+    pool.weigh({"sorting": 0.1, "column-sums": 0.2}, 0.3)
+    assert count_sums() == pytest.approx(367, abs=75)
+
+
+def test_mean_accuracy_weighs_domains_by_their_shares() -> None:
+    right = {"sums": [True, False], "words": [True, True, True, False]}
+    assert HeldOutAccuracy.of(right, {"sums": 0.75, "words": 0.25, "absent": 0.5}) == HeldOutAccuracy(
+        0.75 * 0.5 + 0.25 * 0.75, {"sums": 0.5, "words": 0.75}
+    )
+    assert HeldOutAccuracy.of(right, {}).mean == 4 / 6
 
 
 @pytest.mark.slow
