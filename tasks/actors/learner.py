@@ -55,8 +55,6 @@ from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.meter import BusyMeter
 from rollflow.tasks.runtime.spans import Spans, open_spans
-from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import close_thread_runner, judge_correct
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
@@ -216,35 +214,19 @@ class LearnerActor:
         self._settle()
 
     def _run_cold_start(self) -> None:
-        from rollflow.tasks.policies.cold_start import HeldOutAccuracy, cold_start, generate_answers
+        from rollflow.tasks.policies.cold_start import cold_start
+        from rollflow.tasks.run.held_out_accuracy import HeldOutJudge
 
         cold = self.config.policy.cold_start
         assert cold is not None
-        prompts, tokenizer = self.context.prompts(), self.context.tokenizer
-        held, decode = prompts.held_out(), tokenizer.decode_response
-        judges = {name: judge_correct(build_verifier(one), one, decode) for name, one in self.config.scorers.items()}
-        model = self.learner.model
-
-        def accuracy(model: Any) -> HeldOutAccuracy:
-            prompts, longest = [p.tokens for p in held], self.config.engine.max_new_tokens
-            temperature = self.config.evaluation.temperature
-            responses = generate_answers(
-                model, prompts, tokenizer.stop_tokens[0], longest, temperature, self.config.seed
-            )
-            domains = dict[str, list[bool]]()
-            for prompt, tokens in zip(held, responses, strict=True):
-                right = judges[prompt.scorer](tokens, prompt.reference)
-                domains.setdefault(prompt.domain, []).append(right)
-            return HeldOutAccuracy.of(domains, self.config.accuracy_shares)
 
         def report(step: int, found: float) -> None:
             self._step(f"cold start: step {step}, held-out accuracy {found:.2f} of {cold.target_accuracy:.2f}")
 
         self.phase, self.note = LearnerPhase.COLD_START, "cold start"
-        try:
-            cold_start(model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
-        finally:
-            close_thread_runner()  # ends sandboxes in which programs were judged
+        with HeldOutJudge(self.context) as accuracy:
+            prompts, tokenizer = self.context.prompts(), self.context.tokenizer
+            cold_start(self.learner.model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
         """Store the weights of the cold start in the run's policy folder.

@@ -1,0 +1,45 @@
+"""Measures the accuracy of a model on a run's held-out prompts in this process, during the run's cold start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollflow.tasks.policies.cold_start import HeldOutAccuracy, generate_answers
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.verifier import close_thread_runner, judge_correct
+
+
+class HeldOutJudge:
+    """Generates and judges answers to the held-out prompts. It must be used, and closed, in one thread."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._config, self._tokenizer = context.config, context.tokenizer
+        self._prompts, decode = context.prompts().held_out(), context.tokenizer.decode_response
+        self._judges = {
+            name: judge_correct(build_verifier(reward), reward, decode) for name, reward in self._config.scorers.items()
+        }
+
+    def __enter__(self) -> HeldOutJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the sandboxes in which programs were judged."""
+        close_thread_runner()
+
+    def __call__(self, model: Any) -> HeldOutAccuracy:
+        """Measure the accuracy of a model."""
+        config, asked = self._config, [prompt.tokens for prompt in self._prompts]
+        responses = generate_answers(
+            model,
+            asked,
+            self._tokenizer.stop_tokens[0],
+            config.engine.max_new_tokens,
+            config.evaluation.temperature,
+            config.seed,
+        )
+        domains = dict[str, list[bool]]()
+        for prompt, tokens in zip(self._prompts, responses, strict=True):
+            right = self._judges[prompt.scorer](tokens, prompt.reference)
+            domains.setdefault(prompt.domain, []).append(right)
+        return HeldOutAccuracy.of(domains, config.accuracy_shares)
