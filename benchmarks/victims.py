@@ -59,7 +59,17 @@ def mine(home: Path) -> Iterator[psutil.Process]:
 
 def find(home: Path, role: str) -> list[psutil.Process]:
     """List the processes of a role."""
+    if role == "sandboxes":  # their first process has an empty environment
+        workers = find(home, "reward worker")
+        return [child for worker in workers for child in _list_children(worker) if child.name() == "bwrap"]
     return [process for process in mine(home) if _quietly(lambda one: _is(one, role), process)]
+
+
+def _list_children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.Error:
+        return []
 
 
 def works(home: Path, role: str, process: psutil.Process) -> bool:

@@ -52,6 +52,8 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
     "sorting": lambda _: SortingPrompts(digits=3),  # there are 220 multisets of three digits
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
+    "programs": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:LinePrograms", options={"most": 2}),
+    "words": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:WordLists", options={"most": 2}),
 }
 
 

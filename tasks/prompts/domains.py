@@ -1,0 +1,122 @@
+"""Question sources of the recipe `domains`, which a recipe names by import path: short programs, and lists of words.
+
+    source        a question                                         a right response
+    LinePrograms  plus 12, times 3.                                  x=int(input());x+=12;x*=3;print(x)
+    WordLists     Write 3 words, with owl, in capitals, last fox.    HEN, OWL, FOX
+
+The scorer of `LinePrograms` is `code`, with `fenced = false`: every program that prints the right numbers for the
+inputs of the test cases is right. The scorer of `WordLists` is
+`instructions`: every list that follows all constraints is right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollflow.tasks.prompts.base import Question, QuestionSource
+
+TRIES = 1000  # number of questions to draw for a position until one is not held out
+STEPS = {"plus": "+", "minus": "-", "times": "*"}  # word of a step -> its operator
+INPUTS, CASES = range(2, 100), 2  # inputs of programs, and number of test cases of a question
+WORDS = ("ant", "bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl", "pig", "ram", "yak")
+
+
+class _DrawnSource(QuestionSource):
+    """A source whose questions are drawn at random; a question depends only on the seed, its stream and its position.
+
+    A key that is held out is neither trained on nor demonstrated.
+    """
+
+    def __init__(self, *, seed: int, held_out: int) -> None:
+        self._seed = seed
+        self._held: dict[str, Question] = {}
+        for position in range(held_out * 20):
+            if len(self._held) == held_out:
+                break
+            question = self._draw(random.Random(f"{seed}:held out:{position}"))
+            self._held.setdefault(question.key, question)
+
+    def training(self, position: int) -> Question:
+        """Return the training question at `position`."""
+        return self._find_allowed("training", position)
+
+    def demonstration(self, position: int) -> Question:
+        """Return the question to demonstrate at `position`."""
+        return self._find_allowed("demonstration", position)
+
+    def held_out(self, count: int) -> list[Question]:
+        """Return the first `count` held-out questions."""
+        return list(self._held.values())[:count]
+
+    def _find_allowed(self, stream: str, position: int) -> Question:
+        draw = random.Random(f"{self._seed}:{stream}:{position}")
+        questions = (self._draw(draw) for _ in range(TRIES))
+        return next(question for question in questions if question.key not in self._held)
+
+    def _draw(self, draw: random.Random) -> Question:
+        raise NotImplementedError
+
+
+class LinePrograms(_DrawnSource):
+    """Programs of one line that change a number step by step. The key of a question is its steps."""
+
+    def __init__(self, *, seed: int, held_out: int, most: int = 3) -> None:
+        """Ask for 2 to `most` steps."""
+        self._most = most
+        super().__init__(seed=seed, held_out=held_out)
+
+    def _draw(self, draw: random.Random) -> Question:
+        verbs = draw.choices(list(STEPS), k=draw.randint(2, self._most))
+        steps = [(verb, draw.randint(2, 9 if verb == "times" else 99)) for verb in verbs]
+        lines = [f"x{STEPS[verb]}={number}" for verb, number in steps]
+        program = ";".join(["x=int(input())", *lines, "print(x)"])
+        cases = [
+            {"stdin": f"{value}\n", "stdout": f"{_compute(steps, value)}\n"} for value in draw.sample(INPUTS, CASES)
+        ]
+        text = f"{', '.join(f'{verb} {number}' for verb, number in steps)}."
+        return Question(text, program, {"answer": program, "cases": cases}, text)
+
+
+def _compute(steps: Sequence[tuple[str, int]], value: int) -> int:
+    """Return the result of the steps for an input."""
+    for verb, number in steps:
+        value = {"plus": value + number, "minus": value - number, "times": value * number}[verb]
+    return value
+
+
+class WordLists(_DrawnSource):
+    """Lists of words under constraints in the form of IFEval. The key of a question is its set of constraints."""
+
+    def __init__(self, *, seed: int, held_out: int, most: int = 5) -> None:
+        """Ask for 2 to `most` words."""
+        self._most = most
+        super().__init__(seed=seed, held_out=held_out)
+
+    def _draw(self, draw: random.Random) -> Question:
+        count = draw.randint(2, self._most)
+        chosen = [draw.choice(WORDS) for _ in range(count)]
+        asked = [f"Write {count} words"]
+        constraints: list[tuple[str, Mapping[str, Any]]] = [
+            ("length_constraints:number_words", {"num_words": count, "relation": "at least"}),
+            ("length_constraints:number_words", {"num_words": count + 1, "relation": "less than"}),
+        ]
+        kept, last = chosen[draw.randrange(count - 1)], chosen[-1]
+        upper, joint = draw.choice((True, False)), draw.choice((" ", ", "))
+        asked.append(f"with {kept}")
+        constraints.append(("keywords:existence", {"keywords": [kept]}))
+        asked.append("in capitals" if upper else "in small letters")
+        constraints.append((f"change_case:english_{'capital' if upper else 'lowercase'}", {}))
+        if joint == " ":
+            asked.append("without commas")
+            constraints.append(("punctuation:no_comma", {}))
+        asked.append(f"last {last}")
+        constraints.append(("startend:end_checker", {"end_phrase": last}))
+        answer = joint.join(chosen)
+        columns = {
+            "instruction_id_list": [name for name, _ in constraints],
+            "kwargs": [given for _, given in constraints],
+        }
+        text = f"{', '.join(asked)}."
+        return Question(text, answer.upper() if upper else answer, {"answer": answer, **columns}, text)

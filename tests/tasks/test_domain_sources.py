@@ -1,0 +1,64 @@
+"""The questions of the recipe `domains`: their answers are right, and wrong answers are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.prompts.base import Question, QuestionSource
+from rollflow.tasks.prompts.domains import LinePrograms, WordLists
+from rollflow.tasks.scorers.code.scorer import find_cases_fault
+from rollflow.tasks.scorers.text.instructions import follow_instructions
+
+ASKED = 300
+
+
+def list_questions(source: QuestionSource) -> Iterator[Question]:
+    yield from source.held_out(40)
+    for position in range(ASKED):
+        yield source.training(position)
+        yield source.demonstration(position)
+
+
+def execute(program: str, stdin: str) -> str:
+    """Execute a program that a source wrote; return what it printed."""
+    printed: list[Any] = []
+    exec(program, {"input": lambda: stdin, "print": printed.append})
+    return "".join(f"{value}\n" for value in printed)
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_programs_pass_their_cases(most: int) -> None:
+    for question in list_questions(LinePrograms(seed=1, held_out=40, most=most)):
+        cases = question.reference["cases"]
+        assert [execute(question.answer, case["stdin"]) for case in cases] == [case["stdout"] for case in cases]
+        assert find_cases_fault(question.reference) is None
+
+
+def test_program_without_a_step_fails() -> None:
+    """Steps may cancel out, as in "plus 3, minus 3", but not often."""
+    failed = 0
+    for question in list_questions(LinePrograms(seed=1, held_out=40)):
+        shorter = ";".join(part for n, part in enumerate(question.answer.split(";")) if n != 1)
+        failed += any(execute(shorter, case["stdin"]) != case["stdout"] for case in question.reference["cases"])
+    assert failed == 2 * ASKED + 40
+
+
+def test_word_lists_follow_their_constraints() -> None:
+    for question in list_questions(WordLists(seed=1, held_out=40)):
+        assert follow_instructions(question.answer, question.reference).outcome is Outcome.CORRECT
+        longer = f"{question.answer}, {question.answer}"
+        assert follow_instructions(longer, question.reference).outcome is Outcome.PARTIAL
+
+
+@pytest.mark.parametrize("kind", [LinePrograms, WordLists])
+def test_held_out_questions_are_not_trained_on(kind: type[LinePrograms | WordLists]) -> None:
+    """With at most two steps or words there are few questions, so a leak would show."""
+    source = kind(seed=1, held_out=200, most=2)
+    held = {question.key for question in source.held_out(200)}
+    assert len(held) == 200
+    others = {source.training(position).key for position in range(2000)}
+    assert not held & (others | {source.demonstration(position).key for position in range(2000)})
