@@ -164,7 +164,7 @@ class Trajectory:
     `foreign_parts` lists the parts that are not tokens, such as images; at the positions of these parts `tokens[t]` is
     `NO_TOKEN`. `kept_tokens` has one set of tokens for each token t: the set among which the sampler chose token t
     after top-k and top-p. The set of token t is empty if the sampler chose among all tokens, or if the policy did not
-    sample token t.
+    sample token t. `scorer_version` is the version of the scorer that gave the reward.
     """
 
     sample: int
@@ -185,6 +185,7 @@ class Trajectory:
     routed_experts: Sequence[int] | None = None
     kept_tokens: TokenSets | None = None
     foreign_parts: tuple[PlacedPart, ...] | None = None
+    scorer_version: str | None = None
 
     @property
     def input(self) -> ModelInput:

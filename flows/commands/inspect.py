@@ -298,6 +298,8 @@ def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
         yield "reward parts", _describe_parts(one)
     if one.outcome is not None:
         yield "outcome", one.outcome.value
+    if one.scorer_version is not None:
+        yield "scorer version", one.scorer_version
     if one.branch is not None:
         yield "branch", f"of sample {one.branch.parent}, from token {one.branch.position} on"
     for position, part in one.foreign_parts or ():

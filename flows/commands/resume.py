@@ -18,6 +18,7 @@ from rollflow.flows.views.status import read_status
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config_changes import change_config, check_change, tree_of
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.scorer_versions import list_changed_scorers
 from rollflow.tasks.run.user_code import changed_code, check_own_parts
 
 ALIVE_SECONDS = 5.0  # seconds within which a living supervisor writes a new status
@@ -34,6 +35,8 @@ def command(options: argparse.Namespace) -> int:
         for key in changed_code(context.config, context.created.own_code):
             note = f"{key}.path: the file has changed since the run's start; the next versions use the new file"
             print(note, file=sys.stderr)
+        for change in list_changed_scorers(context):
+            print(f"{change}; `rollflow rejudge` shows what it decides differently", file=sys.stderr)
         context.prompts()  # raises an error if the prompts have changed since the run's start
         return run.drive(context)
 

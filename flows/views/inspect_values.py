@@ -97,6 +97,7 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
         "routed_experts": list,
         "kept_tokens": lambda sets: list(map(list, sets)),
         "foreign_parts": lambda placed: [{"position": position, **asdict(part)} for position, part in placed],
+        "scorer_version": str,
     }
     return {name: convert[name](getattr(one, name)) for name in NAMES if getattr(one, name) is not None}
 

@@ -1,4 +1,4 @@
-"""Checks the optional columns of a batch: reward parts, outcome, turns, branch, routed experts, kept tokens.
+"""Checks the optional columns of a batch, such as reward parts, outcome, turns, branch, kept tokens, scorer version.
 
 The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_T` for the number of
 tokens in all trajectories, `_S` for the number of sets of kept tokens, and `_K` for the number of tokens in all sets.
@@ -6,6 +6,7 @@ tokens in all trajectories, `_S` for the number of sets of kept tokens, and `_K`
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rollflow.storage.model_input import NO_TOKEN
 from rollflow.storage.optional_columns import read_parts
 from rollflow.storage.records import GroupKey, Outcome
 
+VERSION = re.compile("[0-9a-f]{12}")
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]
 
@@ -181,6 +183,13 @@ def _check_foreign(rows: _Rows, column: pa.Array) -> Iterator[Found]:
             end = stop
 
 
+def _check_scorers(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    for row, version in enumerate(column.to_pylist()):
+        if version is not None and not VERSION.fullmatch(version):
+            what = f"trajectory {rows.name(row)} has the scorer version {version!r}; expected 12 hexadecimal digits"
+            yield "lineage", what
+
+
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "reward_parts": _check_parts,
     "outcome": _check_outcomes,
@@ -189,6 +198,7 @@ CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "routed_experts": _check_experts,
     "kept_tokens": _check_kept,
     "foreign_parts": _check_foreign,
+    "scorer_version": _check_scorers,
 }
 
 

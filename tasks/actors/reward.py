@@ -12,7 +12,9 @@ If all scores of a call are quick, one answer returns all of them. A slow score 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +22,14 @@ from typing import Any
 
 import ray
 
-from rollflow.storage.errors import Unreachable
+from rollflow.storage.errors import RollflowError, Unreachable
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.scorer_versions import record_scorers
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.coalesce import Coalescer
@@ -97,7 +100,11 @@ class RewardActor:
         return scorer
 
     def _build_scorer(self) -> Scorer:
-        return build_scorers(self.context.config.scorers, self.context.policy_folder)
+        scorer = build_scorers(self.context.config.scorers, self.context.policy_folder)
+        with contextlib.suppress(RollflowError, OSError):  # no decision depends on the record of the scorers' versions
+            for change in record_scorers(self.context):
+                logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
+        return scorer
 
     async def finish(self) -> None:
         """End `run`, because no more responses will be scored."""

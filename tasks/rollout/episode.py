@@ -174,6 +174,7 @@ class PlayedEpisode:
             reward_parts=dict(score.parts) or None,
             outcome=score.outcome,
             foreign_parts=prompt.placed or None,
+            scorer_version=score.version or None,
         )
 
     def started_version(self, staleness_from: str) -> int:

@@ -30,7 +30,7 @@ LARGEST = 3.4028234663852886e38  # largest absolute value of a score: the larges
 FAILED = " failed: "  # in the reason of a score of `failure_score`, between the code's name and its error
 MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts, and of characters in a part's name
 
-ScoreColumns = tuple[float, str, str, dict[str, float], float]  # value, reason, outcome, parts, seconds
+ScoreColumns = tuple[float, str, str, dict[str, float], float, str]  # the fields of a score, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,8 @@ class Score:
 
     `parts` optionally maps names to the numbers from which the value was computed. A missing `outcome` is derived from
     the value: "correct" from 1, "wrong" up to 0, and "partial" between 0 and 1. `seconds` is the time that scoring
-    took. `failed` is set by `failure_score`, and is not part of the columns.
+    took. `version` is the version of the scorer (see the module `version`); a verifier does not set it. `failed` is set
+    by `failure_score`, and is not part of the columns.
     """
 
     value: float
@@ -47,6 +48,7 @@ class Score:
     outcome: Outcome = None  # type: ignore[assignment]  # `__post_init__` replaces None
     parts: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    version: str = field(default="", compare=False)
     failed: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,13 +58,13 @@ class Score:
 
     def to_columns(self) -> ScoreColumns:
         """Return the score as plain values, which are quick to pickle and can be written as JSON."""
-        return self.value, self.reason, str(self.outcome), dict(self.parts), self.seconds
+        return self.value, self.reason, str(self.outcome), dict(self.parts), self.seconds, self.version
 
     @classmethod
     def of_columns(cls, columns: Sequence[Any]) -> Score:
         """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for anything else."""
-        value, reason, outcome, parts, seconds = columns
-        return cls(value, reason, Outcome(outcome), parts, seconds)
+        value, reason, outcome, parts, seconds, *version = columns
+        return cls(value, reason, Outcome(outcome), parts, seconds, *version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The program of a scorer's worker process, which reads requests and writes scores as JSON lines.
 
-The worker first writes a line that says that the worker is ready, or why it cannot start. The kind of the verifier
+The worker first writes a line that says that the worker is ready, with the scorer's version, or why it cannot start. The kind of the verifier
 decides which lines the worker reads and writes.
 
 - For a verifier that scores one response per call, each input line is one request. The worker then writes one score per
@@ -36,6 +36,7 @@ from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
 from rollflow.tasks.scorers.config import RewardConfig
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_form, apply_threshold, score_response
+from rollflow.tasks.scorers.version import compute_version
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 
@@ -118,12 +119,13 @@ def main() -> None:
     os.dup2(2, 1)  # text that a verifier prints must not be read as a score
     try:
         verifier, tokenizer = build_verifier(config), PolicyTokenizer(folder)
+        version = compute_version(config)
     except Exception as error:  # the parent process reports it to the user
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
     worker = _Worker(config, verifier, tokenizer, answers)
-    answers.write("ready\n")
+    answers.write(f"ready {version}\n")
     if verifier.scores_several:
         with asyncio.Runner() as runner:
             try:

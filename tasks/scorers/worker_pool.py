@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollflow.storage.errors import ConfigError
@@ -51,6 +51,7 @@ class WorkerPool(Scorer):
         self._unready, self._tries = 0, START_TRIES * config.workers  # failed starts in a row
         self._hopeless = asyncio.Event()
         self._error = ConfigError("no worker was tried")
+        self._version = ""  # the scorer's version in the newest worker
         self.usage = ScorerUsage()
 
     async def start(self) -> None:
@@ -110,7 +111,7 @@ class WorkerPool(Scorer):
             tries = f"{self._tries} workers in a row did not get ready; the last one: {error}"
             self._error = ConfigError(f"{self._section}.{key}: {tries}")
             return False
-        self._unready = 0
+        self._unready, self._version = 0, worker.version
         return True
 
     async def _pause_start(self, jobs: Sequence[ScoringJob]) -> None:
@@ -140,4 +141,4 @@ class WorkerPool(Scorer):
         self.usage.scored += 1
         self.usage.timeouts += score.outcome is Outcome.TIMEOUT
         if not job.future.done():
-            job.future.set_result(score)
+            job.future.set_result(score if score.version else replace(score, version=self._version))

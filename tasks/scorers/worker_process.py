@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rollflow.storage.errors import RollflowError
@@ -13,7 +14,7 @@ from rollflow.tasks.runtime.actor_warnings import open_socket
 from rollflow.tasks.scorers.base import Score
 
 T = TypeVar("T")
-READY = b"ready\n"
+READY = "ready"
 
 
 class WorkerDied(RollflowError):
@@ -30,6 +31,7 @@ class WorkerProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._is_ready = False
+        self.version = ""  # the version of the worker's scorer, once the worker is ready
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> WorkerProcess:
@@ -59,10 +61,11 @@ class WorkerProcess:
             ) from None
         except WorkerDied:
             raise NotReady(f"the worker ended with exit code {self._process.returncode}") from None
-        if line != READY:  # the line says why the worker is not ready
+        word, _, version = line.decode(errors="replace").strip().partition(" ")
+        if word != READY:  # the line says why the worker is not ready
             await self.end()
-            raise NotReady(line.decode(errors="replace").strip())
-        self._is_ready = True
+            raise NotReady(f"{word} {version}".strip())
+        self._is_ready, self.version = True, version
 
     def send(self, lines: Sequence[bytes]) -> None:
         """Send requests, one per line, to the worker."""
@@ -71,11 +74,14 @@ class WorkerProcess:
 
     async def read_score(self, seconds: float) -> Score:
         """Read the next score; raise `TimeoutError` after `seconds`, or `WorkerDied` if the process has ended."""
-        return await self._decode(await self._read_line(seconds), Score.of_columns)
+        return await self._decode(await self._read_line(seconds), self._build_score)
 
     async def read_numbered_score(self) -> tuple[int, Score]:
         """Read the next score and the number of its request; raise `WorkerDied` if the process has ended."""
-        return await self._decode(await self._read_line(None), lambda found: (found[0], Score.of_columns(found[1])))
+        return await self._decode(await self._read_line(None), lambda found: (found[0], self._build_score(found[1])))
+
+    def _build_score(self, columns: Sequence[Any]) -> Score:
+        return replace(Score.of_columns(columns), version=self.version)
 
     async def _decode(self, line: bytes, build: Callable[[Any], T]) -> T:
         """Build a value from a line of JSON; end the process and raise `WorkerDied` if the line is invalid."""

@@ -33,6 +33,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "foreign_parts": st.lists(st.builds(PlacedPart, INT32, st.builds(ForeignPart, TEXT, TEXT, INT32)), max_size=2).map(
         tuple
     ),
+    "scorer_version": TEXT,
 }
 ROW = st.fixed_dictionaries({}, optional=VALUES)
 BARE = (group(0), group(1), group(2))

@@ -27,10 +27,12 @@ CORRECT: dict[str, Any] = {
     "routed_experts": Int16s.of([7, 300, 7, 300, -1, -1]),
     "kept_tokens": TokenSets.of([[], [9, 2], []]),
     "foreign_parts": (),
+    "scorer_version": "0123456789ab",
 }
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_parts": {"answer": float("nan")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
     ({"reward_parts": {"answer": float("inf")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
+    ({"scorer_version": "newest"}, "lineage", "trajectory 8.0.0 has the scorer version 'newest'; expected 12"),
     ({"outcome": "fine"}, "lineage", "trajectory 8.0.0 has the outcome 'fine'; expected one of ['correct', "),
     ({"turn_starts": (2, 1)}, "lineage", "the turns of trajectory 8.0.0 do not ascend: [2, 1]"),
     ({"turn_starts": (1, 1)}, "lineage", "the turns of trajectory 8.0.0 do not ascend: [1, 1]"),

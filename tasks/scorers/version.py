@@ -1,0 +1,98 @@
+"""The version of a scorer: a short hash of what decides its scores.
+
+    version = sha256(keys of the section, source files of the scorer, versions of its libraries)[:12]
+
+Scorers with the same version give a response the same score, unless the scorer is not deterministic. The opposite does
+not hold: a changed comment in a source file changes the version, too. Keys that say only how many responses are scored
+at a time, or how often, are not part of the version. Neither are modules that a user-defined function imports, nor the
+models behind an endpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
+
+from rollflow.tasks.runtime.imports import code_of
+from rollflow.tasks.runtime.sections import Imported
+from rollflow.tasks.scorers.config import CompositeReward, RewardConfig
+
+LENGTH = 12  # hexadecimal digits of a version
+OPERATIONS = {"at_once", "judge_tries", "max_unjudged", "start_seconds", "workers"}  # keys that decide no score
+EVERY = ("base.py", "verifier.py")  # source files that every scorer uses
+# kind -> its own source files in this folder
+SOURCES: dict[str, tuple[str, ...]] = {
+    "choice": ("text/choice.py", "text/marked.py"),
+    "code": ("code/scorer.py", "code/cases.py", "code/guest.py"),
+    "composite": ("composite.py",),
+    "exact": ("exact.py",),
+    "import": (),
+    "instructions": ("text/instructions.py", "text/constraints.py"),
+    "maths": ("text/maths.py", "text/maths_text.py", "text/marked.py"),
+    "reasoning-gym": ("reasoning_gym.py",),
+    "regex": ("text/regex.py",),
+}
+# kind -> the packages that score for it
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "maths": ("math-verify", "latex2sympy2_extended", "sympy"),
+    "reasoning-gym": ("reasoning-gym",),
+}
+
+Description = dict[str, Any]
+
+
+def compute_version(config: RewardConfig, section: str = "reward") -> str:
+    """Return the version of the scorer that the section `[section]` describes, as this machine would run it.
+
+    Raises:
+        ConfigError: a user-defined function cannot be imported.
+    """
+    return hash_description(describe_scorer(config, section))
+
+
+def hash_description(description: Description) -> str:
+    """Return the version of a scorer with this description."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:LENGTH]
+
+
+def describe_scorer(config: RewardConfig, section: str = "reward") -> Description:
+    """Return what decides a scorer's scores: the keys of its section, the hashes of source files, and the versions of
+    libraries.
+
+    Raises:
+        ConfigError: a user-defined function cannot be imported.
+    """
+    kinds = dict(_list_scorers(config))
+    files = sorted({*EVERY, *(file for one in kinds.values() for file in SOURCES.get(one.kind, ()))})
+    libraries = sorted({name for one in kinds.values() for name in LIBRARIES.get(one.kind, ())})
+    return {
+        "keys": config.model_dump(mode="json", exclude=OPERATIONS),
+        "code": {file: _hash_file(file) for file in files},
+        "own_code": {place: code_of(section + place, one) for place, one in kinds.items() if isinstance(one, Imported)},
+        "libraries": {"python": platform.python_version(), **{name: _find_package(name) for name in libraries}},
+    }
+
+
+def _list_scorers(config: RewardConfig) -> Iterator[tuple[str, RewardConfig]]:
+    """Yield a scorer and the parts of a composite scorer, each with its place in the scorer's section."""
+    yield "", config
+    if isinstance(config, CompositeReward):
+        for name, part in config.parts.items():
+            yield f".parts.{name}.scorer", part.scorer
+
+
+def _hash_file(file: str) -> str:
+    return hashlib.sha256((Path(__file__).parent / file).read_bytes()).hexdigest()
+
+
+def _find_package(name: str) -> str:
+    try:
+        return package_version(name)
+    except PackageNotFoundError:  # the scorer's own error names the missing package
+        return ""
