@@ -122,9 +122,10 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
     for first, last in split_blocks(context.policies.newest(), context.config.versions):
         name = f"versions {first} to {last}" if last > first else f"version {last}"
         step(name, functools.partial(following.to_version, last), lambda _: writer.figures)
-        if writer.no_signal:
-            get_run_logger().warning(writer.no_signal)
-            page.warn(writer.no_signal)
+        for warning in writer.warnings:
+            get_run_logger().warning(warning)
+        if writer.warnings:
+            page.warn("\n\n".join(writer.warnings))
         write_anchor(context.log.state, writer.tracker, page)
         newest = max(0, len(table_rows) - 2)  # rewrite the last block's row, because its evaluation may come later
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])

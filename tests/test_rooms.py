@@ -92,6 +92,7 @@ MAY: dict[str, set[str]] = {
         *("flows", "flows/ray_cluster", "flows/registration", "flows/services", "flows/views"),
         "flows/views/timelines",
     },
+    "flows/commands/rejudge": {"flows", "flows/commands/cli"},
     "flows/commands": {
         *("flows", "flows/commands/cli", "flows/ray_cluster", "flows/registration", "flows/services"),
         *("flows/tracking", "flows/views", "flows/views/timelines"),

@@ -144,6 +144,7 @@ def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
         "tokens_per_second": summary["tokens_per_second"],
         "waste": lost / (lost + used) if lost + used else 0.0,
         "length_bias": summary.get("length_bias"),
+        "alarms": len(summary.get("alarms", ())),
         "recoveries": sum(summary["recoveries"].values()),
         "cpu_hours": sum(summary["cpu_seconds"].values()) / 3600,
         "audit_clean": summary["audit"] == "clean",

@@ -22,6 +22,7 @@ from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import KEPT, RECENT, RunProgress, system_figures
+from rollflow.flows.views.reward_alarms import RewardAlarm, find_alarms
 from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.policies import PolicyVersion
@@ -68,11 +69,14 @@ class StatusWriter:
         self._evaluated: dict[int, Evaluation] = {}
         self._written_at = 0.0
         self.no_signal = ""  # a sentence for the user if the newest versions have no learning signal, else ""
+        self.alarms: list[RewardAlarm] = []  # signs of reward hacking in the newest versions
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
         """Read the new entries of the run's log, log new versions to MLflow, and write the status."""
-        for version in self.progress.advance():
+        new = self.progress.advance()
+        for place, version in enumerate(new, 1 - len(new)):
+            self._update_alarms(place)
             if version.number:
                 self.tracker.log_version(version.number, self._metrics_of(version), version.at)
             self._before = version
@@ -100,9 +104,10 @@ class StatusWriter:
         """Return a version's metrics, with `system/` figures unless it is the first version that this supervisor
         sees.
         """
+        metrics = {**version.metrics, "alarms": float(len(self.alarms))}
         if self._before is None:
-            return dict(version.metrics)
-        return {**version.metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
+            return metrics
+        return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
 
     def _new_evaluations(self) -> list[Evaluation]:
         """Return the evaluations since the last call; the first call returns the newest evaluations and that of version
@@ -123,6 +128,19 @@ class StatusWriter:
         elif found:
             self.messages = [found if message == self.no_signal else message for message in self.messages]
         self.no_signal = found
+
+    def _update_alarms(self, newest: int) -> None:
+        """Find the alarms at one of the last versions, given by its place from the end, which is 0 for the newest."""
+        versions = list(self.progress.versions)
+        found = find_alarms(versions[: len(versions) + newest], self.context.config.shares)
+        raised = {alarm.headline for alarm in self.alarms}
+        self.messages += [alarm.headline for alarm in found if alarm.headline not in raised]
+        self.alarms = found
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should look at now: a missing learning signal, and signs of reward hacking."""
+        return [self.no_signal] * bool(self.no_signal) + [alarm.sentence for alarm in self.alarms]
 
     def _log_recoveries(self) -> None:
         for recovery in self.recoveries.read()[self._recovered :]:
@@ -191,6 +209,7 @@ class StatusWriter:
             stages=self.stages.statuses(),
             seconds=time.monotonic() - self._began,
             flow_run=flow_run.id or "",
+            alarms=tuple(alarm.sentence for alarm in self.alarms),
             messages=(*self.messages[-MESSAGES:], *([self.failure] if self.failure else [])),
         )
 

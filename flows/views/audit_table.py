@@ -50,6 +50,8 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
     console.print(tokens_line(report))
     if len(shares) > 1:
         console.print(domains_table(report.domains, shares))
+    for line in scorer_lines(report):
+        console.print(line, soft_wrap=True, markup=False)
     for voided in report.quarantined:
         console.print(f"quarantined {escape(voided)}", soft_wrap=True)
     for prompt in report.overdue:
@@ -90,6 +92,22 @@ def tokens_line(report: AuditReport) -> str:
         trained, lost = report.trained_tokens / report.fates["trained"], report.discarded_tokens / gone
         line += f", {report.discarded_tokens:,} discarded ({lost:,.0f} a group, a trained one has {trained:,.0f})"
     return line
+
+
+def scorer_lines(report: AuditReport) -> list[str]:
+    """Return a line for each domain that says which versions of its scorer the run was trained on.
+
+    Several versions are no violation: the run was resumed after a scorer or its library had changed, or the rows of a
+    file name several scorers.
+    """
+    return [
+        f"scorer of {domain}: "
+        + ", ".join(
+            f"{version} (versions {span.first} to {span.last}, {span.trajectories:,} trajectories)"
+            for version, span in sorted(spans.items(), key=lambda item: (item[1].first, item[1].last))
+        )
+        for domain, spans in sorted(report.scorers.items())
+    ]
 
 
 def staleness_table(report: AuditReport) -> Table:

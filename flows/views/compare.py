@@ -5,7 +5,7 @@ Runs that differ only in their seed, name or storage are shown as one band in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,16 +16,19 @@ import numpy.typing as npt
 from rollflow.flows.views.config_history import UNSET, flat_history
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import RECENT
+from rollflow.flows.views.reward_alarms import list_parts
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.usage import read_usage
-from rollflow.tasks.rollout.evaluation import read_evaluations
+from rollflow.tasks.rollout.evaluation import read_evaluations, safe_name
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
 Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
+DOMAIN_CURVES = {"reward": "reward", "training accuracy": "accuracy", "response length": "response_length"}
+BY_DOMAIN = ("reward of ", "training accuracy of ", "response length of ", "part ")  # beginnings of curves' names
 PLACES = "cluster."  # prefix of config keys that say where a run is trained, which does not affect its results
 
 
@@ -155,12 +158,31 @@ def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict
     found = {
         name: VersionCurve(numbers[1:], tokens[1:], seconds[1:], value) for name, value in values.items() if trained
     }
+    for name, metric in _list_domain_metrics(trained, context.config.shares).items():
+        rows = np.array([place for place, one in enumerate(trained, 1) if metric in one.metrics])
+        values_of = np.array([trained[place - 1].metrics[metric] for place in rows])
+        found[name] = VersionCurve(numbers[rows], tokens[rows], seconds[rows], values_of)
     done = [(one.version, one.accuracy) for one in read_evaluations(context.store, last=versions[-1].number)]
     places = np.array([version for version, _ in done], dtype=np.int64) - versions[0].number
     if done:
         accuracy = np.array([share for _, share in done])
         found["accuracy"] = VersionCurve(numbers[places], tokens[places], seconds[places], accuracy)
     return found
+
+
+def _list_domain_metrics(versions: Sequence[PolicyVersion], domains: Collection[str]) -> dict[str, str]:
+    """Return the names of the metrics of domains and of reward parts that a version has, by the names of their
+    curves.
+    """
+    names = {
+        f"{what} of {domain}": f"{metric}_{safe_name(domain)}"
+        for domain in domains
+        for what, metric in DOMAIN_CURVES.items()
+    }
+    for domain in domains:
+        names |= {f"part {part} of {domain}": name for part, name in list_parts(versions, domain, domains).items()}
+    known = {name for version in versions for name in version.metrics}
+    return {name: metric for name, metric in names.items() if metric in known}
 
 
 def _metric(versions: Sequence[PolicyVersion], name: str) -> Numbers:
@@ -184,6 +206,9 @@ def _result_rows(curves: Mapping[str, VersionCurve]) -> dict[str, str]:
         found[f"reward, last {RECENT}"] = f"{reward.values[-RECENT:].mean():.3f}"
         found["staleness, mean"] = f"{curves['staleness'].values.mean():.2f}"
         found["waste, mean"] = f"{curves['waste'].values.mean():.1%}"
+    for name, curve in curves.items():
+        if name.startswith(BY_DOMAIN):
+            found[f"{name}, last {RECENT}"] = f"{curve.values[-RECENT:].mean():.3f}"
     return found
 
 

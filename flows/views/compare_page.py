@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import jinja2
 import numpy as np
 
-from rollflow.flows.views.compare import ComparedRun, Numbers, VersionCurve, diff_configs, group_seeds
+from rollflow.flows.views.compare import BY_DOMAIN, ComparedRun, Numbers, VersionCurve, diff_configs, group_seeds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,9 @@ class SeedBand:
 def compare_page(runs: Sequence[ComparedRun]) -> str:
     """Return the whole page as HTML."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    figures = {title: [_draw_figure(runs, *chart) for chart in charts] for title, charts in SECTIONS.items()}
+    by_domain = dict.fromkeys(name for run in runs for name in run.curves if name.startswith(BY_DOMAIN))
+    sections = {**SECTIONS, "Domains and reward parts": [(name, "versions") for name in by_domain]}
+    figures = {title: [_draw_figure(runs, *chart) for chart in charts] for title, charts in sections.items()}
     return environment.from_string(TEMPLATE.read_text()).render(
         runs=runs,
         legend=[(_label_group(group), *STYLES[n % len(STYLES)]) for n, group in enumerate(group_seeds(runs))],
@@ -98,10 +100,15 @@ def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str
             bands.append(_build_band(_label_group(group), *STYLES[n % len(STYLES)], curves, axis))
     if not bands:
         return None
-    caption = f"{SAID[what][0]} by {AXES[axis]}"
+    caption = f"{_describe_curve(what)[0]} by {AXES[axis]}"
     ends = "; ".join(f"{band.label}: {_describe_ends(band)}" for band in bands)
     picture = base64.b64encode(_draw(bands, what, axis)).decode()
     return {"caption": caption, "text": f"{caption}. {ends}.", "picture": picture}
+
+
+def _describe_curve(what: str) -> tuple[str, str]:
+    """Return the caption of a curve, and the label of its vertical axis."""
+    return SAID.get(what) or (what, "tokens" if what.startswith("response length") else "mean")
 
 
 def _describe_ends(band: SeedBand) -> str:
@@ -140,7 +147,7 @@ def _draw(bands: Sequence[SeedBand], what: str, axis: Axis) -> bytes:
         axes = figure.subplots()
         for band in bands:
             _draw_band(axes, band, dots=what == "accuracy" and len(band.x) < SHOWN)
-        axes.set(xlabel=AXES[axis], ylabel=SAID[what][1])
+        axes.set(xlabel=AXES[axis], ylabel=_describe_curve(what)[1])
         axes.set_ylim(bottom=min([0.0, *(float(band.low.min()) for band in bands)]))
         if axis == "tokens":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -114,6 +114,7 @@ def render(status: RunStatus, width: int = 80) -> RenderableType:
     parts += [
         Text(f"  {message}", style="yellow", overflow="ellipsis", no_wrap=True) for message in status.messages[-3:]
     ]
+    parts += [Text(f"  {alarm}", style="yellow") for alarm in status.alarms]
     title = Text.assemble((" rollflow ", "bold"), (status.run_id, "cyan"), " ")
     foot = Text.assemble(
         " ", (status.phase, PHASE_STYLES.get(status.phase, "bold yellow")), f"  {format_duration(status.seconds)} "
@@ -342,6 +343,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         took = f" in {format_duration(summary['seconds'])}" if "seconds" in summary else ""
         rows.append(("versions", Text(f"{summary['versions']}{took}")))
     rows += _no_signal_rows(summary)
+    rows += [("alarm", Text(alarm, style="bold yellow")) for alarm in summary.get("alarms") or ()]
     if "tokens_per_second" in summary:
         rows.append(("generation", Text(f"{summary['tokens_per_second']:,.0f} tokens/s")))
     if summary.get("staleness"):

@@ -7,9 +7,12 @@ from itertools import islice
 
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import length_bias
+from rollflow.flows.views.reward_alarms import list_parts
 from rollflow.storage.policies import PolicyVersion
-from rollflow.tasks.rollout.evaluation import read_evaluations
+from rollflow.tasks.rollout.evaluation import read_evaluations, safe_name
 from rollflow.tasks.run.context import RunContext
+
+PARTS = 8  # largest number of reward parts in a row
 
 
 def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
@@ -29,6 +32,7 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
         yield {
             "versions": f"{first} to {last}" if last > first else str(first),
             **_figures(published, context.config.groups, paused_seconds(context, published[0], published[-1])),
+            **_domain_figures(published[1:], list(context.config.shares)),
             "held-out accuracy": "".join(f"{one.accuracy:.3f}" for one in newest),
             **{
                 f"held-out accuracy, {domain}": "".join(f"{one.domains[domain].accuracy:.3f}" for one in newest)
@@ -36,6 +40,21 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
                 if all(domain in one.domains for one in newest) and len(context.config.shares) > 1
             },
         }
+
+
+def _domain_figures(versions: Sequence[PolicyVersion], domains: Sequence[str]) -> dict[str, object]:
+    """Return the mean reward of each of several domains, and the means of the first `PARTS` reward parts."""
+    names = {f"reward, {domain}": f"reward_{safe_name(domain)}" for domain in domains if len(domains) > 1}
+    parts = [
+        (f"{part}, {domain}" if len(domains) > 1 else part, name)
+        for domain in domains
+        for part, name in list_parts(versions, domain, domains).items()
+    ]
+    found = dict[str, object]()
+    for shown, name in (*names.items(), *parts[:PARTS]):
+        values = [version.metrics[name] for version in versions if name in version.metrics]
+        found[shown] = f"{sum(values) / len(values):.3f}" if values else ""
+    return found
 
 
 def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> dict[str, object]:

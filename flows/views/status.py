@@ -47,7 +47,8 @@ class RunStatus:
     `staleness` counts trained groups by the staleness of their oldest response, and `domains` counts them by domain.
     `shares` has the configured share of each domain. `tokens_per_second` is a mean over the newest versions,
     `tokens_per_second_total` a mean over the whole run. `buffer_groups` is the number of groups that are ready for the
-    learner, `buffer_capacity` the largest possible number. `flow_run` is the id of the flow run of the supervisor that
+    learner, `buffer_capacity` the largest possible number. `alarms` has a sentence for each present sign of reward
+    hacking. `flow_run` is the id of the flow run of the supervisor that
     wrote the status.
     """
 
@@ -69,6 +70,7 @@ class RunStatus:
     in_flight_groups: int = 0
     stages: Mapping[str, StageStatus] = field(default_factory=dict)
     seconds: float = 0.0
+    alarms: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     flow_run: str = ""
 
@@ -104,6 +106,7 @@ class RunStatus:
         if known.get("phase", "starting") not in get_args(Phase):
             raise ValueError(f"the object is not the status of a run: its phase is {known['phase']!r}")
         known["rewards"] = tuple(known.get("rewards", ()))
+        known["alarms"] = tuple(known.get("alarms", ()))
         known["messages"] = tuple(known.get("messages", ()))
         known["accuracy"] = tuple((int(version), float(value)) for version, value in known.get("accuracy", ()))
         known["pass_at"] = {int(k): float(share) for k, share in known.get("pass_at", {}).items()}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal
 from rollflow.flows.views.progress import RunProgress, length_bias
+from rollflow.flows.views.reward_alarms import scan_alarms
 from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
@@ -45,14 +47,15 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
     progress.advance()
     stored = read_evaluations(context.store)
     points, passes = {e.version: e.accuracy for e in stored}, {e.version: e.pass_at for e in stored if e.pass_at}
-    versions = max(progress.version, 0)
+    versions, trained = max(progress.version, 0), list(context.policies.since(1))
     return {
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "not_evaluated": {one.version: one.reason for one in read_skipped(context.store)},
         "versions": versions,
-        "no_signal": _count_no_signal(context),
+        "no_signal": count_no_signal(trained),
+        "alarms": [alarm.sentence for alarm in scan_alarms(trained, context.config.shares)],
         "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
         "paused_seconds": round(progress.paused_seconds, 2),
@@ -74,9 +77,8 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
     }
 
 
-def _count_no_signal(context: RunContext) -> dict[str, int]:
+def count_no_signal(trained: Sequence[PolicyVersion]) -> dict[str, int]:
     """Count the versions without a learning signal: all of them, and those at the end of the run."""
-    trained = list(context.policies.since(1))
     return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
 

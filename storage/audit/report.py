@@ -28,6 +28,19 @@ class RowCounts:
 
     staleness: Counter[int]  # staleness -> trajectories
     domains: Counter[str]  # domain -> groups
+    # domain -> version of a scorer -> trajectories that this scorer scored
+    scorers: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ScorerSpan:
+    """The number of trajectories that one version of a scorer scored, and the first and last policy version that was
+    trained on them.
+    """
+
+    trajectories: int
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -47,6 +60,8 @@ class AuditReport:
     staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)
     span: int = 1  # the number of versions per range
     domains: Counter[str] = field(default_factory=Counter)  # domain -> number of groups that were trained on
+    # domain -> version of a scorer -> what it scored; trajectories of older runs have no scorer version
+    scorers: dict[str, dict[str, ScorerSpan]] = field(default_factory=dict)
     fates: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of dispatches
     discarded_tokens: int = 0
     surplus_tokens: int = 0  # number of tokens in unused extra responses of groups that were trained on
@@ -72,6 +87,11 @@ class AuditReport:
         self.trajectories += rows.staleness.total()
         self.staleness.update(rows.staleness)
         self.domains.update(rows.domains)
+        for domain, counts in rows.scorers.items():
+            for scorer, count in counts.items():
+                span = self.scorers.setdefault(domain, {}).setdefault(scorer, ScorerSpan(0, version, version))
+                span.trajectories += count
+                span.first, span.last = min(span.first, version), max(span.last, version)
         self.staleness_by_version.setdefault(self._first(version), Counter()).update(rows.staleness)
         while len(self.staleness_by_version) > SPANS:
             self.span *= 2

@@ -41,7 +41,19 @@ class Rules:
 def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
     """Count the episodes of batch `number` for the report."""
     started = zip(batch.table["started_version"].to_pylist(), batch.branches, strict=True)
-    return RowCounts(Counter(number - version for version, branch in started if not branch), batch.domains)
+    staleness = Counter(number - version for version, branch in started if not branch)
+    return RowCounts(staleness, batch.domains, _count_scorers(batch))
+
+
+def _count_scorers(batch: TrajectoryBatch) -> dict[str, Counter[str]]:
+    """Count the episodes of each domain by the version of their scorer."""
+    found: dict[str, Counter[str]] = {}
+    column = batch.optional("scorer_version")
+    versions = [] if column is None else column.to_pylist()
+    for domain, version, branch in zip(batch.table["domain"].to_pylist(), versions, batch.branches, strict=False):
+        if version is not None and not branch:
+            found.setdefault(domain, Counter())[version] += 1
+    return found
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:

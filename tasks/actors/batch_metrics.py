@@ -7,11 +7,13 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.records import Discard, Outcome
 from rollflow.tasks.rollout.evaluation import safe_name
+from rollflow.tasks.scorers.base import MOST_PARTS
 
 
 def compute_batch_metrics(
@@ -40,22 +42,55 @@ def compute_batch_metrics(
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
-    """Compute each domain's number of groups in a batch and, with several domains, its mean reward and accuracy.
+    """Compute each domain's number of groups in a batch, the mean of each reward part, and, with several domains, the
+    mean reward, accuracy and response length.
 
     Summed over many batches, the numbers of groups per domain approach the configured shares. A domain without a group
     in the batch has no reward and no accuracy.
     """
     found = batch.domains
-    metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains}
+    metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)
     if len(domains) < 2:
         return metrics
-    correct, rewards = _find_correct(batch), batch.table["reward"].to_numpy()
+    correct, rewards, lengths = _find_correct(batch), batch.table["reward"].to_numpy(), _count_tokens(batch)
     of_row = np.array(batch.table["domain"].to_pylist())
     for domain in domains:
         if (rows := of_row == domain).any():
             metrics[f"reward_{safe_name(domain)}"] = float(rewards[rows].mean())
             metrics[f"accuracy_{safe_name(domain)}"] = float(correct[rows].mean())
+            metrics[f"response_length_{safe_name(domain)}"] = float(lengths[rows].mean())
     return metrics
+
+
+def part_metric(domain: str, part: str) -> str:
+    """Return the name of the metric for the mean of a reward part in a domain."""
+    return f"part_{safe_name(domain)}_{safe_name(part)}"
+
+
+def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
+    """Compute the mean of each reward part over the rows of a domain that have the part, for at most `MOST_PARTS` parts
+    of a domain.
+    """
+    if (column := batch.optional("reward_parts")) is None:
+        return {}
+    values: dict[str, dict[str, list[float]]] = {}
+    for domain, parts in zip(batch.table["domain"].to_pylist(), column.to_pylist(), strict=True):
+        for part, value in parts or ():
+            values.setdefault(domain, {}).setdefault(part, []).append(value)
+    return {
+        part_metric(domain, part): float(np.mean(of_part))
+        for domain, found in values.items()
+        for part, of_part in sorted(found.items(), key=lambda one: (-len(one[1]), one[0]))[:MOST_PARTS]
+    }
+
+
+def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
+    """Return the number of tokens that the policy sampled in each row."""
+    mask = batch.table["loss_mask"].combine_chunks()
+    ends = np.cumsum(pc.list_value_length(mask).to_numpy())
+    totals = np.concatenate([[0], np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))])
+    counts: npt.NDArray[np.int64] = np.diff(totals[np.concatenate([[0], ends])])
+    return counts
 
 
 def _find_correct(batch: TrajectoryBatch) -> npt.NDArray[np.bool_]:

@@ -1,7 +1,7 @@
 """The program of a scorer's worker process, which reads requests and writes scores as JSON lines.
 
-The worker first writes a line that says that the worker is ready, with the scorer's version, or why it cannot start. The kind of the verifier
-decides which lines the worker reads and writes.
+The worker first writes a line that says that the worker is ready, with the scorer's version, or why it cannot start.
+The kind of the verifier decides which lines the worker reads and writes.
 
 - For a verifier that scores one response per call, each input line is one request. The worker then writes one score per
   line, in the order of the requests.

@@ -25,7 +25,7 @@ RECIPE = "flows/recipes/sorting.toml"
 GROUPS = {
     "Train": ["init", "check", "run", "sweep", "resume", "stop"],
     "Watch": ["status", "log", "inspect", "compare"],
-    "Prove": ["audit", "replay"],
+    "Prove": ["audit", "replay", "rejudge"],
     "Export and clean up": ["export", "gc"],
     "Plan": ["plan"],
     "Serve": ["serve", "deploy", "nightly"],
@@ -44,7 +44,7 @@ OF_A_RUN = [
     "audit --deep",
     "audit --repair",
 ]
-OF_A_RUN += ["replay", "replay 7", "replay --all", "export 7 folder", "gc"]
+OF_A_RUN += ["replay", "replay 7", "replay --all", "rejudge", "rejudge 7", "rejudge --last 2", "export 7 folder", "gc"]
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
             groups[list(groups)[-1]].append(found[1])
             assert len(line) <= 80, line
     assert groups == GROUPS
-    assert len(VERBS) <= 20
+    assert len(VERBS) <= 21
 
 
 @pytest.mark.parametrize(("verb", "other", "effect"), [("init", "keys", "Write"), ("keys", "init", "Print")])

@@ -23,6 +23,7 @@ EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "status": {"watch": ("all", "json"), "all": ("run",)},
     "audit": {"repair": ("deep", "anchor", "json")},
     "replay": {"all": ("version",)},
+    "rejudge": {"all": ("version", "last"), "last": ("version",)},
     "serve": {
         "end": ("background", "prefect_port", "mlflow_port", "ray_port", "database"),
         "sandboxes": ("background", "end", "prefect_port", "mlflow_port", "ray_port", "database"),
@@ -39,7 +40,11 @@ NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
         "from_run": ("save_hardware", "store"),
     },
 }
-SECOND = {"inspect": "what", "replay": "version"}  # command -> the argument after RUN, which may be given without RUN
+SECOND = {
+    "inspect": "what",
+    "replay": "version",
+    "rejudge": "version",
+}  # command -> the argument after RUN, which may be given without RUN
 
 
 def check_earlier_name(arguments: Sequence[str]) -> None:

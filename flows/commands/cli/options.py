@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rollflow.flows.commands.cli.option_rules import check_combination, check_earlier_name, move_version
 from rollflow.flows.commands.cli.parser import Commands, HelpFormat, PrintCompletion, PrintVersion
+from rollflow.flows.commands.cli.shared_options import (
+    add_recipe_arguments,
+    add_run_argument,
+    add_set_argument,
+    add_settings_argument,
+    add_store_argument,
+    parse_positive,
+)
 
 ABOUT = (
     "Asynchronous RL post-training of language models. Commands with an optional RUN, including `stop` and `gc`, use "
@@ -65,8 +72,8 @@ def _add_training(commands: Commands) -> None:
         "The command makes all checks that `run` makes before its first token, and starts and downloads nothing.",
         "rollflow check mine.toml --set engine.replicas=2",
     )
-    _recipe_arguments(check)
-    _settings_argument(check)
+    add_recipe_arguments(check)
+    add_settings_argument(check)
     check.add_argument("--offline", action="store_true", help="do not contact a store, MLflow, Prefect or Ray")
     whole = check.add_mutually_exclusive_group()
     whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
@@ -78,8 +85,8 @@ def _add_training(commands: Commands) -> None:
         "The command shows the run until it ends. Ctrl-C stops the run; `rollflow resume` continues it.",
         "rollflow run mine.toml --set train.learning_rate=1e-6",
     )
-    _recipe_arguments(run)
-    _settings_argument(run)
+    add_recipe_arguments(run)
+    add_settings_argument(run)
     run.add_argument("--run-id", help="id of the run; default: the recipe's name and the time")
     _add_sweep(commands)
     _add_run_ends(commands)
@@ -93,10 +100,10 @@ def _add_sweep(commands: Commands) -> None:
         "rollflow sweep mine.toml --set train.learning_rate=1e-4,3e-4 --seeds 3",
     )
     sweep.add_argument("recipe", type=Path, metavar="RECIPE", help="path of the recipe (TOML)")
-    _set_argument(sweep, "set a key of the recipe to one or more values", "KEY=VALUE[,VALUE...]")
-    _settings_argument(sweep)
+    add_set_argument(sweep, "set a key of the recipe to one or more values", "KEY=VALUE[,VALUE...]")
+    add_settings_argument(sweep)
     sweep.add_argument(
-        "--seeds", type=_positive, default=1, metavar="N", help="number of runs of each combination (default: 1)"
+        "--seeds", type=parse_positive, default=1, metavar="N", help="number of runs of each combination (default: 1)"
     )
     sweep.add_argument("--study", help="name of the study; a stopped study of this name is continued")
 
@@ -108,8 +115,10 @@ def _add_run_ends(commands: Commands) -> None:
         "The run continues from its storage alone. --set changes its config, and the change is recorded in its log.",
         "rollflow resume --set versions=200",
     )
-    _run_argument(resume)
-    _set_argument(resume, "set a key of the config to another value; docs/recovery.md lists the keys that may change")
+    add_run_argument(resume)
+    add_set_argument(
+        resume, "set a key of the config to another value; docs/recovery.md lists the keys that may change"
+    )
 
     stop = commands.add(
         "stop",
@@ -117,7 +126,7 @@ def _add_run_ends(commands: Commands) -> None:
         "The command works from any machine that reaches the run's storage.",
         "rollflow stop --now",
     )
-    _run_argument(stop)
+    add_run_argument(stop)
     stop.add_argument("--now", action="store_true", help="end the run at once; unfinished work is repeated on resume")
     stop.add_argument("--no-wait", action="store_true", help="return at once and do not wait for the end of the run")
 
@@ -129,7 +138,7 @@ def _add_watching(commands: Commands) -> None:
         "--watch shows the live view; Ctrl-C then ends the view and not the run.",
         "rollflow status --watch",
     )
-    _run_argument(status)
+    add_run_argument(status)
     status.add_argument("--watch", action="store_true", help="show the live view until the run ends")
     status.add_argument("--all", action="store_true", help="list all runs of the store, with the newest run last")
     status.add_argument("--json", action="store_true", help="print one JSON object for each run")
@@ -140,7 +149,7 @@ def _add_watching(commands: Commands) -> None:
         "--processes prints the log lines of the run's processes on this machine instead.",
         "rollflow log --processes --follow",
     )
-    _run_argument(log)
+    add_run_argument(log)
     log.add_argument("--processes", action="store_true", help="print the log lines of the run's processes")
     log.add_argument("--follow", action="store_true", help="print new lines as they appear, until Ctrl-C")
     log.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -151,7 +160,7 @@ def _add_watching(commands: Commands) -> None:
         "A trajectory is PROMPT.ATTEMPT.SAMPLE; it is shown with its text, tokens, reward and fate.",
         "rollflow inspect 12.0.3",
     )
-    _run_argument(inspect)
+    add_run_argument(inspect)
     inspect.add_argument(
         "what", nargs="?", metavar="VERSION|TRAJECTORY", help="version (e.g. 7) or trajectory (12.0.3)"
     )
@@ -164,7 +173,7 @@ def _add_watching(commands: Commands) -> None:
         "rollflow compare sorting-a sorting-b --html compare.html",
     )
     compare.add_argument("runs", nargs="*", metavar="RUN", help="id of a run, or path or URI of its storage")
-    _store_argument(compare, "the runs")
+    add_store_argument(compare, "the runs")
     compare.add_argument(
         "--html", type=Path, metavar="FILE", help="file for the page; default: compare.html in the run home"
     )
@@ -178,7 +187,7 @@ def _add_proving(commands: Commands) -> None:
         "The exit code is 1 if the run broke one. --repair shows how a damaged log can be repaired.",
         "rollflow audit --deep",
     )
-    _run_argument(audit)
+    add_run_argument(audit)
     audit.add_argument("--deep", action="store_true", help="check the log from its first entry, and every object")
     audit.add_argument(
         "--anchor",
@@ -197,11 +206,30 @@ def _add_proving(commands: Commands) -> None:
         "The version is trained from its parent and its recorded batch. The exit code is 1 if the weights differ.",
         "rollflow replay --all",
     )
-    _run_argument(replay)
+    add_run_argument(replay)
     replay.add_argument("version", nargs="?", metavar="VERSION", help="version to train again (default: the newest)")
     replay.add_argument("--all", action="store_true", help="train every version again, in order from version 1")
     replay.add_argument("--ranks", type=int, metavar="N", help="number of training processes; default: as in the run")
     replay.add_argument("--json", action="store_true", help="print one JSON object for each version")
+    _add_rejudge(commands)
+
+
+def _add_rejudge(commands: Commands) -> None:
+    rejudge = commands.add(
+        "rejudge",
+        "Judge stored responses again, and show which verdicts would change",
+        "The responses are judged with the scorers of today, or with those of --set. Nothing is written to the run. "
+        "The exit code is 1 if a verdict changed, or if a response could not be judged.",
+        "rollflow rejudge --last 10 --set reward.decimals=3",
+    )
+    add_run_argument(rejudge)
+    batch = "version whose batch is judged again (default: the newest)"
+    rejudge.add_argument("version", nargs="?", metavar="VERSION", help=batch)
+    rejudge.add_argument("--last", type=parse_positive, metavar="N", help="judge the batches of the newest N versions")
+    rejudge.add_argument("--all", action="store_true", help="judge the batches of all versions")
+    add_set_argument(rejudge, "set a key of a scorer to another value, e.g. reward.deadline_seconds=30")
+    rejudge.add_argument("--show", type=parse_positive, default=10, metavar="N", help="changes to show (default: 10)")
+    rejudge.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def _add_keeping(commands: Commands) -> None:
@@ -211,7 +239,7 @@ def _add_keeping(commands: Commands) -> None:
         "transformers, TRL and `vllm serve` can load the folder.",
         "rollflow export 150 policy/",
     )
-    _run_argument(export)
+    add_run_argument(export)
     export.add_argument("version", type=int, metavar="VERSION", help="number of the version, e.g. 150")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
 
@@ -221,7 +249,7 @@ def _add_keeping(commands: Commands) -> None:
         "These are objects that no entry of the log names, and pruned objects that still exist.",
         "rollflow gc --dry-run",
     )
-    _run_argument(gc)
+    add_run_argument(gc)
     gc.add_argument("--dry-run", action="store_true", help="list the objects and delete nothing")
     age = "delete only objects older than this age, e.g. 30m or 2d (default: 1h)"
     gc.add_argument("--older-than", default="1h", metavar="AGE", help=age)
@@ -236,18 +264,18 @@ def _add_planning(commands: Commands) -> None:
         "GPUs between rollout and training, and for the best alpha.",
         "rollflow plan mine.toml --hardware rlvr-128 --gpus 128",
     )
-    _recipe_arguments(plan)
+    add_recipe_arguments(plan)
     where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument("--hardware", type=Path, metavar="FILE", help="hardware file (TOML), or name of a shipped one")
     where.add_argument(
         "--from-run", metavar="RUN", help="use the latencies of a recorded run, and compare with that run"
     )
-    plan.add_argument("--gpus", type=_positive, metavar="N", help="search for the best way to use N GPUs")
+    plan.add_argument("--gpus", type=parse_positive, metavar="N", help="search for the best way to use N GPUs")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
 
     simulation = plan.add_argument_group("without --gpus")
     simulation.add_argument(
-        "--versions", type=_positive, metavar="N", help="versions to simulate (default: the recipe's)"
+        "--versions", type=parse_positive, metavar="N", help="versions to simulate (default: the recipe's)"
     )
     simulation.add_argument(
         "--plot", type=Path, metavar="OUT", help="draw a timeline: OUT.png, OUT.html, or OUT (both)"
@@ -255,12 +283,12 @@ def _add_planning(commands: Commands) -> None:
     simulation.add_argument(
         "--save-hardware", type=Path, metavar="FILE", help="write the hardware of --from-run to FILE"
     )
-    _store_argument(simulation, "the run of --from-run")
+    add_store_argument(simulation, "the run of --from-run")
 
     search = plan.add_argument_group("with --gpus")
     search.add_argument("--alpha", type=float, metavar="MAX", help="largest alpha (async_ratio) to try (default: 8)")
     search.add_argument("--quick", action="store_true", help="make at most 40 short simulations, not 80 longer ones")
-    search.add_argument("--best", type=_positive, metavar="N", help="number of rows of the table (default: 6)")
+    search.add_argument("--best", type=parse_positive, metavar="N", help="number of rows of the table (default: 6)")
     search.add_argument(
         "--max-bias", type=float, metavar="SHARE", help="largest bias of the mean length (default: 0.02)"
     )
@@ -288,7 +316,7 @@ def _add_serving(commands: Commands) -> None:
     serve.add_argument("--end", action="store_true", help="end the servers of this run home, and keep their data")
     for name in ("prefect", "mlflow", "ray"):
         port = "port on the loopback interface; default: the port that this run home used last"
-        serve.add_argument(f"--{name}-port", type=_positive, metavar="PORT", help=port)
+        serve.add_argument(f"--{name}-port", type=parse_positive, metavar="PORT", help=port)
     database = "Prefect's database, e.g. postgresql+asyncpg://user@host/prefect; default: the last one used, or SQLite"
     serve.add_argument("--database", metavar="URL", help=database)
     _add_sandbox_options(serve.add_argument_group("with --sandboxes"))
@@ -317,15 +345,15 @@ def _add_serving(commands: Commands) -> None:
 def _add_sandbox_options(serve: argparse._ArgumentGroup) -> None:
     sandboxes = "serve sandboxes by SandboxFusion's protocol, with the limits of the recipe's [reward.sandbox]"
     serve.add_argument("--sandboxes", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=sandboxes)
-    _set_argument(serve, "set a key of the recipe, e.g. reward.sandbox.kind=sandlock")
+    add_set_argument(serve, "set a key of the recipe, e.g. reward.sandbox.kind=sandlock")
     serve.add_argument("--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=_positive, metavar="PORT", help="port to listen on (default: 8080)")
+    serve.add_argument("--port", type=parse_positive, metavar="PORT", help="port to listen on (default: 8080)")
     token = "file with the token of callers; created if it is missing (default: sandbox-token in the run home)"
     serve.add_argument("--token-file", type=Path, metavar="FILE", help=token)
     serve.add_argument("--no-token", action="store_true", help="let every user of this machine run programs")
-    serve.add_argument("--at-once", type=_positive, metavar="N", help="requests that run at a time (default: 8)")
+    serve.add_argument("--at-once", type=parse_positive, metavar="N", help="requests that run at a time (default: 8)")
     queue = "requests that may wait; further ones are refused with status 503 (default: 256)"
-    serve.add_argument("--queue", type=_positive, metavar="N", help=queue)
+    serve.add_argument("--queue", type=parse_positive, metavar="N", help=queue)
 
 
 def _add_looking_up(commands: Commands) -> None:
@@ -350,7 +378,7 @@ def _add_looking_up(commands: Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="print the results as JSON")
     cluster = "check the nodes of the recipe's Ray cluster, or of the cluster in --set cluster.address=HOST:PORT"
     doctor.add_argument("--cluster", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=cluster)
-    _set_argument(doctor, "set a key of the recipe for --cluster to another value")
+    add_set_argument(doctor, "set a key of the recipe for --cluster to another value")
     settings = "check this settings file, and contact the services that it names"
     doctor.add_argument("--settings", type=Path, metavar="FILE", help=settings)
 
@@ -364,36 +392,3 @@ GROUPS = {
     "Serve": _add_serving,
     "Look up": _add_looking_up,
 }
-
-
-# --- arguments of several commands -----------------------------------------------------------------------------
-
-
-def _recipe_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", type=Path, metavar="RECIPE", help="path of the recipe (TOML)")
-    _set_argument(command, "set a key of the recipe to another value, e.g. train.learning_rate=1e-4")
-
-
-def _set_argument(command: argparse._ActionsContainer, meaning: str, value: str = "KEY=VALUE") -> None:
-    command.add_argument("--set", action="append", default=[], metavar=value, help=meaning)
-
-
-def _settings_argument(command: argparse.ArgumentParser) -> None:
-    given = "settings file with the variables, store, cluster and tracking of an installation; see docs/cluster.md"
-    command.add_argument("--settings", type=Path, metavar="FILE", help=given)
-
-
-def _run_argument(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", nargs="?", metavar="RUN", help="id, path or URI of a run; default: the newest run")
-    _store_argument(command, "the run")
-
-
-def _store_argument(command: Any, held: str) -> None:
-    command.add_argument("--store", help=f"the store of {held}; default: ROLLFLOW_STORE, or one in the run home")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number above 0")
-    return number

@@ -8,8 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rollflow.flows.views.audit_table import scorer_lines
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.audit.optional_rows import CHECKS, check_optional
+from rollflow.storage.audit.report import ScorerSpan
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.objects.memory import MemoryStore
@@ -175,3 +177,22 @@ def test_audit_finds_a_wrong_branch(run: MemoryStore, branch: Branch, change: di
 def test_branch_with_an_existing_sample_number_is_a_duplicate(run: MemoryStore) -> None:
     path = branched(run, Branch(1, 1), sample=1)
     assert found(run) == {("duplicate", path)}
+
+
+def test_audit_counts_rows_by_scorer_version(run: MemoryStore) -> None:
+    """The counts cover the whole run, also if an audit continues from an earlier one; older rows have no version."""
+    for number, version in ((1, "0" * 12), (2, "f" * 12), (3, "f" * 12)):
+        change = {"scorer_version": version}
+        rebatched(
+            run,
+            number,
+            lambda groups, change=change: [
+                replace(of_first(one, **change), domain="sums") if n == 0 else one for n, one in enumerate(groups)
+            ],
+        )
+    expected = {"sums": {"0" * 12: ScorerSpan(1, 2, 2), "f" * 12: ScorerSpan(2, 3, 4)}}
+    assert audit(run).scorers == expected
+    assert audit(run).scorers == expected
+    assert scorer_lines(audit(run)) == [
+        "scorer of sums: 000000000000 (versions 2 to 2, 1 trajectories), ffffffffffff (versions 3 to 4, 2 trajectories)"
+    ]

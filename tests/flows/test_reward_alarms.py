@@ -1,0 +1,163 @@
+"""Alarms for reward hacking: planted series raise them, ordinary ones do not, and they reach a user and MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollflow.flows.tracking.mlflow_payload import list_figures
+from rollflow.flows.tracking.tracking import shown_name
+from rollflow.flows.views import reward_alarms
+from rollflow.flows.views.console import print_summary, render
+from rollflow.flows.views.reward_alarms import Ends, find_alarms, find_lone_part, has_drifted, scan_alarms
+from rollflow.flows.views.status import RunStatus
+from rollflow.storage.policies import PolicyVersion
+
+Series = Callable[[float], float]  # share of the run that is over -> value of a metric
+COUNT = 60
+
+
+def rising(first: float, last: float) -> Series:
+    return lambda far: first + (last - first) * far
+
+
+def versions(count: int = COUNT, **series: Series) -> list[PolicyVersion]:
+    """Return version 0 and `count` trained versions."""
+    made = []
+    for number in range(count + 1):
+        metrics = {name: value(number / count) for name, value in series.items()} if number else {}
+        made.append(PolicyVersion(number, number, 0, 0.0, number or None, (), (), (), metrics, ""))
+    return made
+
+
+HACKED = {
+    "reward": rising(0.3, 0.7),
+    "accuracy": rising(0.2, 0.2),
+    "part_sums_answer": rising(0.2, 0.2),
+    "part_sums_short": rising(0.1, 0.9),
+}
+LEARNED = {
+    "reward": rising(0.3, 0.9),
+    "accuracy": rising(0.25, 0.95),
+    "part_sums_answer": rising(0.25, 0.95),
+    "part_sums_format": rising(0.0, 0.0),
+    "response_length": rising(6, 6),
+}
+
+
+def test_one_part_that_carries_the_gain_is_an_alarm() -> None:
+    [alarm] = find_alarms(versions(**HACKED), ["sums"])
+    assert (alarm.kind, alarm.domain, alarm.part, alarm.first, alarm.last) == ("part", "sums", "short", 1, COUNT)
+    assert (
+        "the reward rose from 0.34 to 0.67 by its part 'short' alone, and the accuracy did not rise" in alarm.sentence
+    )
+    assert alarm.headline == "possible reward hacking in sums: only the reward part 'short' rises"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"accuracy": rising(0.2, 0.6)}, "the accuracy rises, too"),
+        ({"reward": rising(0.3, 0.35)}, "the reward hardly rises"),
+        ({"part_sums_answer": rising(0.2, 0.6)}, "two parts rise"),
+        ({"part_sums_answer": rising(1.0, 1.0)}, "no other part could rise"),
+        ({"part_sums_short": rising(0.5, 0.1), "part_sums_answer": rising(0.2, 0.2)}, "no part rises"),
+    ],
+)
+def test_ordinary_series_of_parts_is_no_alarm(change: dict[str, Series], why: str) -> None:
+    assert find_alarms(versions(**{**HACKED, **change}), ["sums"]) == [], why
+
+
+def test_learning_of_the_quick_start_is_no_alarm() -> None:
+    """Also while answers are only partly right, and a form that every response has cannot rise."""
+    assert find_alarms(versions(**LEARNED), ["sums"]) == []
+    partial = {**LEARNED, "accuracy": rising(0.0, 0.0), "part_sums_answer": rising(0.1, 0.5)}
+    assert find_alarms(versions(**partial), ["sums"]) == []
+
+
+def test_too_few_versions_are_no_alarm() -> None:
+    assert find_alarms(versions(reward_alarms.LEAST - 1, **HACKED), ["sums"]) == []
+    assert find_alarms([], ["sums"]) == []
+    assert find_alarms(versions(), ["sums"]) == []  # a run of an earlier release has no parts
+
+
+def test_single_part_is_no_alarm() -> None:
+    alone = {name: series for name, series in HACKED.items() if name != "part_sums_answer"}
+    assert find_alarms(versions(**alone), ["sums"]) == []
+
+
+def test_sum_beside_a_form_is_not_a_part_of_its_own() -> None:
+    """The scorer of a form records the value before the penalty as "answer": it rises with the part that carries it."""
+    parts = {"answer": Ends(0.3, 0.8), "short": Ends(0.1, 0.6), "maths": Ends(0.2, 0.2), "format": Ends(-0.02, -0.02)}
+    assert find_lone_part(Ends(0.28, 0.78), parts) == "short"
+    assert find_lone_part(Ends(0.5, 0.9), parts) == ""  # here "answer" is a part, because it is not the sum
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "drifts"),
+    [(40, 90, True), (90, 40, True), (40, 79, False), (5, 15, False), (16, 32, True), (100, 100, False), (0, 16, True)],
+)
+def test_length_drifts_by_factor_and_tokens(first: float, last: float, drifts: bool) -> None:
+    assert has_drifted(Ends(first, last)) is drifts
+
+
+def test_drift_of_the_length_is_an_alarm_by_domain() -> None:
+    """Each domain is compared with itself, and a domain whose name begins like another is not mixed up with it."""
+    series = {
+        "response_length": rising(40, 40),
+        "response_length_sums": rising(20, 80),
+        "response_length_sums_long": rising(60, 60),
+    }
+    [alarm] = find_alarms(versions(**series), ["sums", "sums_long"])
+    assert (alarm.kind, alarm.domain) == ("length", "sums")
+    assert "the mean response length changed from 26 to 75 tokens" in alarm.sentence
+
+
+def test_parts_of_domains_are_told_apart() -> None:
+    series = {f"{name}_a_b" if "part" not in name else name.replace("sums", "a_b"): one for name, one in HACKED.items()}
+    [alarm] = find_alarms(versions(**series), ["a", "a_b"])
+    assert (alarm.domain, alarm.part) == ("a_b", "short")
+    assert reward_alarms.list_parts(versions(**series), "a", ["a", "a_b"]) == {}
+
+
+def test_parts_of_parts_are_left_out() -> None:
+    series = {**HACKED, "part_sums_rules.no_comma": rising(0.0, 1.0)}
+    assert [*reward_alarms.list_parts(versions(**series), "sums", ["sums"])] == ["answer", "short"]
+
+
+def test_old_change_leaves_the_window_but_not_the_summary() -> None:
+    """The hacking happens in the first 60 of 300 versions."""
+    early = {name: (lambda far, one=one: one(min(1.0, far * 5))) for name, one in HACKED.items()}
+    run = versions(300, **early)
+    assert find_alarms(run, ["sums"]) == []
+    [alarm] = scan_alarms(run, ["sums"])
+    assert (alarm.part, alarm.last <= 160) == ("short", True)
+    assert scan_alarms(versions(300, **LEARNED), ["sums"]) == []
+    assert scan_alarms([], ["sums"]) == []
+
+
+def test_alarms_are_shown_to_a_user(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    sentence = find_alarms(versions(**HACKED), ["sums"])[0].sentence
+    status = RunStatus.from_json(RunStatus("r", alarms=(sentence,)).to_json())
+    assert status.alarms == (sentence,)
+    Console(width=90).print(render(status))
+    assert "the accuracy did not rise" in capsys.readouterr().out
+    print_summary({"run_id": "r", "alarms": [sentence]})
+    assert "by its part 'short' alone" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert RunStatus.from_json('{"run_id": "an older run"}').alarms == ()
+
+
+def test_alarms_and_parts_have_names_in_mlflow() -> None:
+    names = ["alarms", "part_sums_short", "response_length_sums", "reward_sums"]
+    assert [shown_name(name) for name in names] == [f"rollout/{name}" for name in names]
+    summary: dict[str, Any] = {
+        "accuracy": {"before": 0.1, "after": 0.2},
+        **dict.fromkeys(("seconds", "training_seconds", "tokens", "tokens_per_second", "discarded_tokens"), 1),
+        "recoveries": {}, "cpu_seconds": {}, "audit": "clean", "idle": {}, "alarms": ["one", "two"],
+    }
+    assert list_figures(summary)["alarms"] == 2.0
+    assert list_figures({name: value for name, value in summary.items() if name != "alarms"})["alarms"] == 0.0
