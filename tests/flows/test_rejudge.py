@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from rollflow.storage.log.entries import VersionPublished, entry_path
 from rollflow.storage.objects import open_store
 from rollflow.storage.records import GroupKey, Outcome, StopReason, Trajectory
 from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run import rejudge
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.rejudge import Rejudged, RejudgeReport, Rejudging, StoredVerdict
@@ -51,7 +53,7 @@ class LocalScorer(Scorer):
 
     def __init__(self, config: RewardConfig, folder: Path) -> None:
         self.usage = ScorerUsage()
-        self.config, self.verify, self.context = config, build_verifier(config), folder
+        self.config, self.verify, self.tokenizer = config, build_verifier(config), PolicyTokenizer(folder)
         self.version = compute_version(config)
 
     async def start(self) -> None: ...
@@ -64,9 +66,7 @@ class LocalScorer(Scorer):
         return futures
 
     def judge(self, request: ScoreRequest) -> Score:
-        from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-
-        text = PolicyTokenizer(self.context).decode_response(list(request.tokens), self.config.special_tokens)
+        text = self.tokenizer.decode_response(list(request.tokens), self.config.special_tokens)
         score = score_response(self.verify, self.config.answer, text, request.reference, self.config.format)
         return replace(apply_threshold(score, self.config.correct_from), version=self.version)
 
@@ -129,10 +129,10 @@ def test_unchanged_scorer_changes_nothing(name: str, tmp_path: Path, capsys: pyt
 
 
 def test_other_penalty_changes_the_rows_out_of_form(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_of(run, 2)
-    out = [one for one in rows if one.reason.startswith("not in its form")]
+    rows, context = rows_of(run, 2), attach_run(str(run))
+    out = [one for one in rows if not re.fullmatch("[0-4]*", decode(context, one))]
     assert 0 < len(out) < len(rows)
-    found = result(capsys, run, "2", "--set", "reward.format.penalty=0.5", "--show", "100", code=1)
+    found = result(capsys, run, "2", "--set", "reward.format.pattern=[0-4]*", "--show", "100", code=1)
     assert (found["changed"], found["responses"]) == (len(out), len(rows))
     assert len(found["changes"]) == len(out)
     for change, row in zip(found["changes"], out, strict=True):
@@ -285,7 +285,7 @@ async def test_each_response_goes_to_the_scorer_of_its_prompt(run: Path, monkeyp
     context = attach_run(str(run))
     config = context.config
     source = config.prompts[0].model_copy(update={"reward": "far"})
-    far = choose_config(config, ["reward.format.penalty=0.5"]).reward
+    far = choose_config(config, ["reward.format.pattern=none"]).reward
     both = config.model_copy(update={"prompts": (config.prompts[0], source), "rewards": {"far": far}})
     rejudging = Rejudging(context, both)
     real = rejudging._prompts.prompt
