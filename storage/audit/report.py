@@ -87,8 +87,8 @@ class AuditReport:
         self.trajectories += rows.staleness.total()
         self.staleness.update(rows.staleness)
         self.domains.update(rows.domains)
-        for domain, counts in rows.scorers.items():
-            for scorer, count in counts.items():
+        for domain, scored in rows.scorers.items():
+            for scorer, count in scored.items():
                 span = self.scorers.setdefault(domain, {}).setdefault(scorer, ScorerSpan(0, version, version))
                 span.trajectories += count
                 span.first, span.last = min(span.first, version), max(span.last, version)
