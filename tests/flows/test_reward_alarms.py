@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollflow.flows.config import load_recipe
 from rollflow.flows.tracking.mlflow_payload import list_figures
 from rollflow.flows.tracking.tracking import shown_name
 from rollflow.flows.views import reward_alarms
@@ -75,6 +76,14 @@ def test_learning_of_the_quick_start_is_no_alarm() -> None:
     assert find_alarms(versions(**LEARNED), ["sums"]) == []
     partial = {**LEARNED, "accuracy": rising(0.0, 0.0), "part_sums_answer": rising(0.1, 0.5)}
     assert find_alarms(versions(**partial), ["sums"]) == []
+
+
+def test_quick_start_can_raise_no_alarm() -> None:
+    """Its reward has no parts, and the length of its responses cannot change enough."""
+    config = load_recipe(Path("flows/recipes/sorting.toml"))
+    assert (config.reward.kind, config.reward.format) == ("exact", None)
+    assert config.engine.max_new_tokens < reward_alarms.LENGTH_TOKENS
+    assert len(config.shares) == 1
 
 
 def test_too_few_versions_are_no_alarm() -> None:
@@ -157,7 +166,11 @@ def test_alarms_and_parts_have_names_in_mlflow() -> None:
     summary: dict[str, Any] = {
         "accuracy": {"before": 0.1, "after": 0.2},
         **dict.fromkeys(("seconds", "training_seconds", "tokens", "tokens_per_second", "discarded_tokens"), 1),
-        "recoveries": {}, "cpu_seconds": {}, "audit": "clean", "idle": {}, "alarms": ["one", "two"],
+        "recoveries": {},
+        "cpu_seconds": {},
+        "audit": "clean",
+        "idle": {},
+        "alarms": ["one", "two"],
     }
     assert list_figures(summary)["alarms"] == 2.0
     assert list_figures({name: value for name, value in summary.items() if name != "alarms"})["alarms"] == 0.0
