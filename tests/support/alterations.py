@@ -215,6 +215,11 @@ RESPONSES = (
     ("a reward", REPLAY, lambda f: f.row(B, _reward)),
     ("a reward that is NaN", AUDIT, lambda f: f.row(B, lambda row: replace(row, reward=NAN))),
     ("the reason of a reward", ANCHOR, lambda f: f.row(B, lambda row: replace(row, reason="right"))),
+    (
+        "the version of a response's scorer",
+        ANCHOR,
+        lambda f: f.row(B, lambda row: replace(row, scorer_version="0" * 12)),
+    ),
     ("a sample that occurs twice", AUDIT, lambda f: f.rows(B, lambda groups: _samples(groups, 1))),
     ("a sample that was not requested", AUDIT, lambda f: f.rows(B, lambda groups: _samples(groups, 7))),
     (
