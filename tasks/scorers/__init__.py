@@ -4,6 +4,7 @@
     pool         runs a verifier for one response after another, in worker processes
     concurrent   runs a verifier for several responses at a time, in worker processes
     routed       several scorers, of which each prompt names one
+    versioned    adds the version to the scores of a scorer without worker processes
 
 Only `build_scorer` decides which scorer a run has.
 """
@@ -38,11 +39,21 @@ def build_scorers(configs: Mapping[str, RewardConfig], policy_folder: Path) -> S
         ConfigError: there is no user-defined function with one of the import paths on this machine.
     """
     scorers = {name: build_scorer(config, policy_folder, name_section(name)) for name, config in configs.items()}
+    scorers = {name: _add_version(scorer, configs[name], name_section(name)) for name, scorer in scorers.items()}
     if len(scorers) == 1:
         return next(iter(scorers.values()))
     from rollflow.tasks.scorers.routed import RoutedScorer
 
     return RoutedScorer(scorers)
+
+
+def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
+    """Return a scorer whose scores have its version; a pool's workers report their version themselves."""
+    from rollflow.tasks.scorers.version import compute_version
+    from rollflow.tasks.scorers.versioned import VersionedScorer
+    from rollflow.tasks.scorers.worker_pool import WorkerPool
+
+    return scorer if isinstance(scorer, WorkerPool) else VersionedScorer(scorer, compute_version(config, section))
 
 
 def build_scorer(config: RewardConfig, policy_folder: Path, section: str = "reward") -> Scorer:

@@ -6,24 +6,30 @@ import asyncio
 import json
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from rollflow.flows.locations import attach_run
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Outcome, Prompt
 from rollflow.storage.run_records.scorers import ScorerRecord, find_change, read_scorers, store_scorer
+from rollflow.tasks.actors.reward import RewardActor
 from rollflow.tasks.rollout.episode import PlayedEpisode
+from rollflow.tasks.run.scorer_versions import list_changed_scorers, record_scorers
 from rollflow.tasks.scorers import version
-from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 from rollflow.tasks.scorers.config import CodeReward, ExactReward, MathsReward, RewardConfig
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.version import compute_version, describe_scorer, hash_description
+from rollflow.tasks.scorers.versioned import VersionedScorer
 from rollflow.tasks.scorers.worker import REWARD
+from tests.support.recorded import unpack
 from tests.support.user_code import put_in_reach
 from tests.support.waiting import HANG_SECONDS
 from tests.test_rooms import names
@@ -158,6 +164,30 @@ def test_score_keeps_its_version_on_its_way() -> None:
     assert Score.of_columns(sent[:5]).version == ""
 
 
+class Away(Scorer):
+    """A scorer that is no pool of workers; it gives the futures that a test has prepared."""
+
+    def __init__(self, futures: list[asyncio.Future[Score]]) -> None:
+        self.usage, self.futures = ScorerUsage(), futures
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        return self.futures
+
+
+async def test_scorer_without_workers_adds_its_version() -> None:
+    """Scores, errors and cancellations pass through."""
+    futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
+    scored, failed, dropped = VersionedScorer(Away(futures), "0123456789ab").submit([])
+    futures[0].set_result(Score(0.5, "so"))
+    futures[1].set_exception(ConfigError("no worker"))
+    dropped.cancel()
+    assert (await scored, (await scored).version) == (Score(0.5, "so"), "0123456789ab")
+    with pytest.raises(ConfigError, match="no worker"):
+        await failed
+    await asyncio.sleep(0)
+    assert futures[2].cancelled()
+
+
 # --- the records of a run ------------------------------------------------------------------------------------------
 
 
@@ -216,3 +246,21 @@ def test_damaged_record_is_skipped(memory: MemoryStore) -> None:
 
 def test_programs_scorer_has_a_version_without_a_sandbox() -> None:
     assert len(compute_version(CodeReward())) == version.LENGTH
+
+
+def test_resumed_run_reports_a_changed_scorer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reward actor logs the change and records the new version; a run of an earlier release has no record yet."""
+    context = attach_run(str(unpack("whole", tmp_path)))
+    assert record_scorers(context) == []
+    RewardActor(context)._build_scorer()
+    assert not caplog.messages
+    real = version._hash_file
+    monkeypatch.setattr(version, "_hash_file", lambda file: "0" if file == "exact.py" else real(file))
+    [change] = list_changed_scorers(context)
+    assert change.endswith("(file exact.py)")
+    RewardActor(context)._build_scorer()
+    assert caplog.messages == [f"{change}; `rollflow rejudge` shows what it decides differently"]
+    assert list_changed_scorers(context) == []
+    assert len(read_scorers(context.store)) == 2
