@@ -55,7 +55,7 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
     for batch in table.to_batches():
         try:
             rows = batch.to_pylist()
-        except (pa.ArrowException, ValueError, OverflowError) as error:
+        except (pa.ArrowException, ValueError, OverflowError, LookupError, TypeError) as error:  # or no time zone
             what = f"from row {number + 1} on, values cannot be read ({_first_line(error)})"
             raise config.refusal(f"{what}; write the file again") from None
         for row in rows:

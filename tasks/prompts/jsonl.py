@@ -60,6 +60,8 @@ class JsonlSource:
         lines = [question for question in self._others if question not in self._excluded]
         if not lines:
             cure = "lower prompts.held_out or give more lines"
+            if self._config.held_out_file is not None:
+                cure = "all their questions are held out; name another file or split"
             raise self._config.refusal(f"no line of the file is left to train on; {cure}")
         return lines
 

@@ -33,6 +33,12 @@ class SandboxFailed(RollflowError):
     """
 
 
+class SandboxLost(SandboxFailed):
+    """Raised if a sandbox ended, or gave no answer, while it ran a program. In a sandbox without isolation the program
+    may be the cause.
+    """
+
+
 class Capability(StrEnum):
     """An ability that only some kinds of sandbox have."""
 
@@ -106,7 +112,8 @@ class Sandbox(Protocol):
         """Run a program and wait for its end.
 
         Raises:
-            SandboxFailed: the sandbox failed, or is closed.
+            SandboxFailed: the sandbox is closed.
+            SandboxLost: the sandbox failed.
         """
 
     async def upload(self, path: str, data: bytes) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed, SandboxLost
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
 
@@ -198,7 +198,13 @@ class NamespaceSandbox:
             "timeout": program.timeout,
             "keep_children": program.keep_children,
         }
-        found, output = await self._ask(request, program.stdin, program.timeout, program.channel)
+        was_closed = self._is_closed
+        try:
+            found, output = await self._ask(request, program.stdin, program.timeout, program.channel)
+        except SandboxFailed as error:
+            if was_closed:
+                raise
+            raise SandboxLost(str(error)) from None
         stdout = found["stdout"]
         return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from rollflow.tasks.sandboxes.config import MIB, RunCodeSandbox
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 START_SECONDS = 10.0  # deadline of the first program
 LONGEST_ANSWER = 300  # most characters of an answer in an error
+LARGEST_ANSWER = 2**26  # most bytes of an answer
 
 
 class RunCodeSandboxes:
@@ -57,8 +59,11 @@ class RunCodeSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program on the server; see `Sandboxes.run`."""
-        answer = await self._post(build_body(program, files or {}, self._config.memory_bytes), program.timeout)
-        return read_answer(answer)
+        body = build_body(program, files or {}, self._config.memory_bytes)
+        try:
+            return read_answer(await self._post(body, program.timeout))
+        except TooLong:  # the server does not limit what a program prints
+            return ExecResult(ProgramEnd.OUTPUT, -9, b"", b"", 0.0)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -78,21 +83,30 @@ class RunCodeSandboxes:
         return self._client
 
     async def _post(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request until the server answers it; `seconds` is the deadline of the program."""
+        """Send a request until the server answers it; `seconds` is the deadline of the program.
+
+        Raises:
+            SandboxFailed: the server gave no answer, or an invalid one.
+            TooLong: the answer has more than `LARGEST_ANSWER` bytes.
+        """
         limit, pause = seconds + self._config.wait_seconds, FIRST_PAUSE
         for attempt in range(self._config.tries):
             if attempt:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:
-                async with self._places, asyncio.timeout(limit):
-                    answer = await self._open().post(self._config.url, json=body)
-            except (httpx.TransportError, TimeoutError) as error:
+                async with (
+                    self._places,
+                    asyncio.timeout(limit),
+                    self._open().stream("POST", self._config.url, json=body) as answer,
+                ):
+                    content = await _read_content(answer)
+            except (httpx.RequestError, TimeoutError) as error:
                 reason = f"no answer within {limit:g} s" if isinstance(error, TimeoutError) else f"no answer: {error}"
                 continue
             if answer.status_code < 500:
-                return _read_json(answer)
-            reason = f"status {answer.status_code}: {_shorten(answer.text)}"
+                return _read_json(answer.status_code, content)
+            reason = f"status {answer.status_code}: {_shorten(content.decode(errors='replace'))}"
         raise SandboxFailed(f"{self._config.tries} tries failed, the last with {reason}")
 
 
@@ -168,10 +182,11 @@ def read_answer(answer: Mapping[str, Any]) -> ExecResult:
     if answer.get("status") not in ("Success", "Failed") or not isinstance(run, Mapping):
         raise SandboxFailed(f"the server answered {answer.get('status')!r}: {_shorten(str(answer.get('message', '')))}")
     stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
-    seconds = float(run.get("execution_time") or 0.0)
+    seconds = run.get("execution_time")
+    seconds = float(seconds) if isinstance(seconds, float) else 0.0
     if run.get("status") == "TimeLimitExceeded":
         return ExecResult(ProgramEnd.TIMEOUT, -9, stdout, stderr, seconds)
-    if run.get("status") != "Finished" or not isinstance(run.get("return_code"), int):
+    if run.get("status") != "Finished" or type(run.get("return_code")) is not int:
         raise SandboxFailed(f"the server answered a run with {run.get('status')!r}: {_shorten(str(run.get('stderr')))}")
     return ExecResult(ProgramEnd.EXITED, run["return_code"], stdout, stderr, seconds)
 
@@ -196,13 +211,27 @@ def _read_start() -> str:
     return text.partition('\nif __name__ == "__main__"')[0]
 
 
-def _read_json(answer: httpx.Response) -> dict[str, Any]:
+class TooLong(Exception):
+    """Raised if an answer has more than `LARGEST_ANSWER` bytes."""
+
+
+async def _read_content(answer: httpx.Response) -> bytes:
+    content = bytearray()
+    async for part in answer.aiter_bytes():
+        content += part
+        if len(content) > LARGEST_ANSWER:
+            raise TooLong
+    return bytes(content)
+
+
+def _read_json(status: int, content: bytes) -> dict[str, Any]:
     try:
-        found = answer.json()
-    except ValueError:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
         found = None
-    if answer.status_code != 200 or not isinstance(found, dict):
-        raise SandboxFailed(f"the server answered with status {answer.status_code}: {_shorten(answer.text)}")
+    if status != 200 or not isinstance(found, dict):
+        text = _shorten(content[: 4 * LONGEST_ANSWER].decode(errors="replace"))
+        raise SandboxFailed(f"the server answered with status {status}: {text}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ import pytest
 
 from rollflow.flows.commands.cli import main
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.sandboxes import build_sandboxes
+from rollflow.tasks.sandboxes import build_sandboxes, run_code
 from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, Sandboxes, SandboxFailed
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RunCodeSandbox
 from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes, read_answer
@@ -150,6 +151,50 @@ async def test_bad_bodies_are_refused(sandboxes: Sandboxes) -> None:
         assert (await client.post(f"{url}/run_code", content=endless)).status_code == 422
 
 
+async def test_slow_or_broken_body_frees_its_place(sandboxes: Sandboxes, caplog: pytest.LogCaptureFixture) -> None:
+    """A caller that never sends its body does not block the others."""
+
+    async def send(url: str, *, and_wait: bool) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        writer.write(b"POST /run_code HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        await writer.drain()
+        answer = await reader.readline() if and_wait else b""
+        writer.close()
+        return answer
+
+    bounds = ServerBounds(at_once=1, body_seconds=0.5)
+    async with serve_in_background(sandboxes, bounds=bounds) as url, httpx.AsyncClient() as client:
+        await send(url, and_wait=False)
+        assert b" 408 " in await send(url, and_wait=True)
+        body = {"code": "print(1)", "language": "python"}
+        assert (await client.post(f"{url}/run_code", json=body, timeout=LONG)).json()["status"] == "Success"
+    assert "Exception in ASGI application" not in caplog.text
+
+
+async def test_endless_headers_are_refused(sandboxes: Sandboxes) -> None:
+    async with serve_in_background(sandboxes, token="secret") as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+        writer.write(b"POST /run_code HTTP/1.1\r\nHost: x\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(b"x" * 2**14)
+                await writer.drain()
+        async with asyncio.timeout(LONG):
+            assert b" 400 " in await reader.readline()
+        writer.close()
+
+
+async def test_null_byte_in_a_path_is_refused(post: Callable[..., Any]) -> None:
+    content = base64.b64encode(b"1").decode()
+    found = await post(code="import os; print(os.listdir())", files={"a\0b": content})
+    assert (found["status"], found["message"]) == (
+        "SandboxError",
+        "files: 'a\\x00b' cannot be written: Invalid argument",
+    )
+    found = await post(code="open('a', 'w').write('1')", fetch_files=["a\0b", "../a", "/etc/passwd", "a"])
+    assert found["files"] == {"a": content}
+
+
 def test_token_file_is_private(tmp_path: Path) -> None:
     file = tmp_path / "token"
     token = read_token(file)
@@ -204,6 +249,39 @@ async def test_client_retries_only_lost_requests(statuses: tuple[int, ...], requ
         with pytest.raises(SandboxFailed, match=str(statuses[requests - 1])):
             await client.run(Program(code="1"))
     assert len(answers.seen) == requests
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "headers"),
+    [
+        (200, b"[" * 100_000, {}),
+        (200, b"not gzip", {"Content-Encoding": "gzip"}),
+        (302, b"", {"Location": "file:///etc/passwd"}),
+        (200, b'{"status": "Success", "run_result": {"status": "Finished", "return_code": true}}', {}),
+        (200, b'{"status": "Success", "run_result": {"status": "Finished", "return_code": "0"}}', {}),
+        (200, b'{"status": ["Success"], "run_result": 1}', {}),
+    ],
+    ids=["deep", "gzip", "redirect", "truth", "text", "types"],
+)
+async def test_invalid_answer_gives_no_verdict(status: int, content: bytes, headers: dict[str, str]) -> None:
+    client = build_client(Answers())
+    answer = httpx.MockTransport(lambda _: httpx.Response(status, headers=headers, stream=httpx.ByteStream(content)))
+    client._client = httpx.AsyncClient(transport=answer)
+    client._config = client._config.model_copy(update={"tries": 1})
+    with pytest.raises(SandboxFailed):
+        await client.run(Program(code="1"))
+
+
+async def test_program_that_prints_too_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may not limit the output of a program; the program is then scored, not judged again."""
+    monkeypatch.setattr(run_code, "LARGEST_ANSWER", 1000)
+    run = {"status": "Finished", "return_code": 0, "stdout": "x" * 2000, "stderr": "", "execution_time": "soon"}
+    client = build_client(Answers())
+    answer = httpx.MockTransport(lambda _: httpx.Response(200, json={"status": "Success", "run_result": run}))
+    client._client = httpx.AsyncClient(transport=answer)
+    assert (await client.run(Program(code="1"))).end is ProgramEnd.OUTPUT
+    monkeypatch.setattr(run_code, "LARGEST_ANSWER", 3000)
+    assert (await client.run(Program(code="1"))).succeeded
 
 
 def test_answer_without_a_run_gives_no_verdict_on_the_program() -> None:

@@ -37,6 +37,7 @@ RIGHT = [
     "b",
     "B) Paris",
     "B. Paris",
+    "B.  \n Paris",
     "Paris",
     "paris.",
     "**B**",
@@ -123,6 +124,8 @@ def test_reference_is_a_letter_or_an_option(reference: dict[str, Any], letter: s
         {"answer": "A", "options": "Rome"},
         {"answer": "A", "options": {"A": "Rome", "a": "Paris"}},
         {"answer": "same", "options": ["same", "same"]},
+        {"answer": "A", "options": ["B", "A"]},
+        {"answer": "Rome" + " " * 100_000 + "Paris", "options": CITIES},
     ],
 )
 def test_wrong_reference_is_refused(reference: dict[str, Any]) -> None:

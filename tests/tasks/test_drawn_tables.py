@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,26 @@ def test_invalid_text_of_a_table_is_refused(tmp_path: Path) -> None:
     sentence = check(tmp_path / "mine.parquet")
     assert sentence is not None
     assert "row 1: column 'problem' has invalid values (In chunk 0: Invalid: Invalid UTF8" in sentence
+
+
+def test_unknown_time_zone_of_a_table_is_refused(tmp_path: Path) -> None:
+    times = pa.array([0], pa.timestamp("s", tz="Mars/Phobos"))
+    pq.write_table(pa.table({"problem": ["1"], "solution": ["1"], "time": times}), tmp_path / "mine.parquet")
+    sentence = check(tmp_path / "mine.parquet")
+    assert sentence is not None
+    assert "from row 1 on, values cannot be read ('Mars/Phobos'); write the file again" in sentence
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_file_that_may_never_end_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    sentence = check(path)
+    assert sentence is not None
+    assert sentence.endswith("cannot be read: it is no regular file; name a file")
 
 
 def test_check_and_run_refuse_a_table_with_equal_errors(

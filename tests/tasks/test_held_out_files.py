@@ -14,6 +14,7 @@ from rollflow.flows.locations import attach_run
 from rollflow.flows.preflight import preflight
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, Corrupt
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.prompt_check import read_files
 from rollflow.tasks.run.prompt_pins import PINS, TablePin
@@ -92,6 +93,14 @@ def test_error_names_the_faulty_held_out_file(tmp_path: Path) -> None:
         read_files(parse_config({"prompts": [source], "reward": {"kind": "exact"}}), read_file)
     start = f"prompts.held_out_path = {source['held_out_path']!r}: line 2: answer is null"
     assert str(refused.value).startswith(start)
+
+
+def test_file_that_holds_itself_out_is_refused(tmp_path: Path) -> None:
+    source = source_of(tmp_path)
+    source["held_out_path"] = source["path"]
+    prompts = RunPrompts(parse_config({"prompts": [source]}).prompts, 0, 4, lambda *_: [1], 100, read_file)
+    with pytest.raises(ConfigError, match=r"no line of the file is left to train on; all their questions are held out"):
+        prompts.prompt(0)
 
 
 @pytest.mark.parametrize("key", ["held_out_path", "held_out_split"])

@@ -196,6 +196,12 @@ def test_response_that_follows_nothing_scores_zero(response: str, outcome: str) 
         ({"instruction_id_list": ["punctuation:none"], "kwargs": [{}]}, "no constraint 'punctuation:none'"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "has no 'keywords'"),
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 3}]}, "wrong value"),
+        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "abc"}]}, "'abc' is no list of words"),
+        ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": []}]}, "[] is no list of words"),
+        (
+            {"instruction_id_list": ["keywords:forbidden_words"], "kwargs": [{"forbidden_words": "abc"}]},
+            "'abc' is no list of words",
+        ),
         (
             {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]},
             "detects no languages",

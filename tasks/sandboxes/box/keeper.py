@@ -209,6 +209,8 @@ def variables_of(request: Request) -> dict[str, str]:
 
 def open_beneath(path: str, flags: int, mode: int = 0) -> int:
     """Open a path below the sandbox's folder; links that lead out of the folder are refused."""
+    if "\0" in path:
+        raise ValueError("the path contains a null byte")
     folder = os.open(FOLDER, os.O_PATH)
     try:
         how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, BENEATH)

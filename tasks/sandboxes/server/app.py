@@ -3,7 +3,7 @@
 - A request without the token is answered with 401, before its body is read. `GET /v1/ping` needs no token.
 - Without a token, a request of a web page is refused, because a page of any site could send programs here.
 - At most `at_once` requests run and `queue` requests wait; a further one is answered with 503 and a sentence.
-- Every request has a deadline: `queue_seconds` to wait, and then its own time-outs.
+- Every request has a deadline: `queue_seconds` to wait, `body_seconds` to send its body, and then its own time-outs.
 - If the caller hangs up, its program is killed.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 
 from rollflow.tasks.sandboxes.base import Sandboxes
 from rollflow.tasks.sandboxes.server.run_code import RunCodeRequest, RunCodeResponse, run_code
@@ -36,6 +37,7 @@ class ServerBounds:
     queue_seconds: float = 120.0
     memory_bytes: int = 256 * 2**20
     body_bytes: int = BODY_FACTOR * 64 * 2**20
+    body_seconds: float = 60.0
 
 
 class Gate:
@@ -78,6 +80,10 @@ class TooLarge(Exception):
     """Raised if the body of a request is too large."""
 
 
+class TooSlow(Exception):
+    """Raised if the body of a request arrives too slowly."""
+
+
 def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> FastAPI:
     """Build the application on sandboxes that are started; with `token` None, every caller may run programs."""
     app = FastAPI(title="rollflow sandboxes", openapi_url=None, docs_url=None, redoc_url=None)
@@ -96,12 +102,16 @@ def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> 
             return JSONResponse({"detail": "a web page sent the request; pages may not run programs"}, 403)
         try:
             async with gate.enter():
-                body = RunCodeRequest.model_validate_json(await read_body(request, bounds.body_bytes))
+                body = RunCodeRequest.model_validate_json(await read_body(request, bounds))
                 answer = await run_for_caller(request, sandboxes, body, bounds.memory_bytes)
         except Full as error:
             return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
         except TooLarge as error:
             return JSONResponse({"detail": str(error)}, 413)
+        except TooSlow as error:
+            return JSONResponse({"detail": str(error)}, 408)
+        except ClientDisconnect:
+            return JSONResponse({"detail": "the caller is gone"}, 400)
         except ValidationError as error:
             return JSONResponse(
                 {"detail": error.errors(include_url=False, include_context=False, include_input=False)}, 422
@@ -124,13 +134,22 @@ def has_token(header: str, token: str) -> bool:
     return hmac.compare_digest(value.strip().encode(), token.encode())
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """Read a body of at most `most` bytes; raise `TooLarge` otherwise."""
+async def read_body(request: Request, bounds: ServerBounds) -> bytes:
+    """Read a body.
+
+    Raises:
+        TooLarge: the body has more than `bounds.body_bytes`.
+        TooSlow: the body was not complete after `bounds.body_seconds`.
+    """
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise TooLarge(f"the body has more than {most} bytes")
+    try:
+        async with asyncio.timeout(bounds.body_seconds):
+            async for part in request.stream():
+                data += part
+                if len(data) > bounds.body_bytes:
+                    raise TooLarge(f"the body has more than {bounds.body_bytes} bytes")
+    except TimeoutError:
+        raise TooSlow(f"the body was not complete after {bounds.body_seconds:g} s") from None
     return bytes(data)
 
 

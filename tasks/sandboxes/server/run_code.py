@@ -15,7 +15,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, Sandbox, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.base import (
+    Capability,
+    ExecResult,
+    Program,
+    ProgramEnd,
+    Sandbox,
+    Sandboxes,
+    SandboxFailed,
+    SandboxLost,
+)
 
 MIB = 2**20
 COMPILER = "g++"
@@ -110,6 +119,11 @@ async def run_code(sandboxes: Sandboxes, request: RunCodeRequest, memory_bytes: 
         return _refuse(f"files: the content of a file is not base64: {error}")
     except OSError as error:
         return _refuse(f"files: {error.filename!r} cannot be written: {error.strerror}")
+    except SandboxLost as error:
+        if Capability.ISOLATION in sandboxes.capabilities:
+            return _refuse(f"the sandbox failed: {error}")
+        killed = CommandRunResult(status="Finished", return_code=-9, stderr=f"the sandbox ended: {error}\n")
+        return RunCodeResponse(status="Failed", run_result=killed)
     except SandboxFailed as error:
         return _refuse(f"the sandbox failed: {error}")
 

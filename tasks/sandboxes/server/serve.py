@@ -63,6 +63,7 @@ class SandboxServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http="h11",  # it bounds the size of headers
                 log_level="warning",
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,

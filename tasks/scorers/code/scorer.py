@@ -3,7 +3,7 @@
 The reference of a response has a column `cases` (see `cases`). The value is the share of cases that the program passes,
 or with `reward.all_or_nothing` 1 if it passes all cases, otherwise 0. A fault that the program may have caused, such as
 a timeout, makes its case fail. If a sandbox fails, its case runs again, up to `TRIES` times in all; then the outcome of
-the response is "unjudged".
+the response is "unjudged". In sandboxes without isolation the case fails instead, because a program can end them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes import build_sandboxes
-from rollflow.tasks.sandboxes.base import ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.base import Capability, ProgramEnd, Sandboxes, SandboxFailed, SandboxLost
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
 from rollflow.tasks.scorers.config import CodeReward
@@ -98,9 +98,12 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
     for attempt in range(TRIES):
         try:
             return await case.judge(sandboxes, program, seconds)
-        except SandboxFailed:
-            if attempt == TRIES - 1:
-                raise
+        except SandboxFailed as error:
+            if attempt < TRIES - 1:
+                continue
+            if isinstance(error, SandboxLost) and Capability.ISOLATION not in sandboxes.capabilities:
+                return CaseResult(False, f"its sandbox ended {TRIES} times: {error}", ProgramEnd.EXITED, 0.0)
+            raise
     raise AssertionError("the last try of a case returns or raises")
 
 

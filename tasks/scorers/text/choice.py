@@ -73,7 +73,10 @@ def find_gold(reference: Mapping[str, Any]) -> str:
     found = _read_choice(answer, options)
     if len(found) != 1:
         raise ValueError(f"the answer {answer!r} is not one of the letters {', '.join(options)} or their texts")
-    return found.pop()
+    [letter] = found
+    if (said := _clean(answer).strip("()").upper()) in options and said != letter:
+        raise ValueError(f"the answer {answer!r} is a letter, and the text of option {letter}")
+    return letter
 
 
 def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
@@ -117,7 +120,7 @@ def _in_parentheses(text: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _clean(text: str) -> str:
-    text = WRAP.sub(r"\1", text).replace("$", "").strip().strip("*_`\"' ")
+    text = " ".join(WRAP.sub(r"\1", text).replace("$", "").split()).strip("*_`\"' ")
     return re.sub(r"^(?:option|choice|answer)\s*:?\s+(?=\(?[A-Za-z]\b)", "", text, flags=re.IGNORECASE).strip()
 
 

@@ -45,6 +45,7 @@ def _compare(count: int, relation: str, number: int) -> bool:
 
 
 def _has_keywords(text: str, keywords: list[str]) -> bool:
+    _check_list(keywords)
     return all(word.lower() in text.lower() for word in keywords)
 
 
@@ -52,7 +53,14 @@ def _has_keyword_often(text: str, keyword: str, frequency: int, relation: str) -
     return _compare(len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency)
 
 
+def _check_list(words: object) -> None:
+    """Raise `TypeError` for one text, whose letters would be taken for the words, and for no word."""
+    if not isinstance(words, list | tuple) or not words:
+        raise TypeError(f"{words!r} is no list of words")
+
+
 def _lacks_words(text: str, forbidden_words: list[str]) -> bool:
+    _check_list(forbidden_words)
     return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
 
 
