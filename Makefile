@@ -1,5 +1,5 @@
-# install: an exact environment in .venv; run: the quick start; check: the quick loop; test: every check; soak: what takes
-# longer; chaos: kills; gpu: what a GPU computes. A second call installs nothing. Which tests are where: docs/testing.md.
+# install: an exact environment in .venv, once; run: the quick start; check: the quick loop; test: most tests; full: all
+# tests but those of soak, as in CI; soak: whole runs; chaos: kills; gpu: checks of a GPU. See docs/testing.md.
 
 PYTHON ?= python3.11
 ARGS ?=
@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BESIDE := -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := install
-.PHONY: install run lint check test soak chaos gpu audit-pins sbom clean
+.PHONY: install run lint check test full soak chaos gpu audit-pins sbom clean
 
 install: $(STAMP)
 
@@ -43,9 +43,13 @@ lint: $(STAMP)
 
 # The quick loop: lint and what needs no server and little time.
 check: lint
-	@$(PYTEST) $(BESIDE) -m "not slow and not soak and not long and not many" $(ARGS)
+	@$(PYTEST) $(BESIDE) -m "not slow and not soak and not long and not many and not full" $(ARGS)
 
 test: lint
+	@$(PYTEST) $(BESIDE) -m "not full and not soak" $(ARGS)
+
+# What CI runs: also the tests that take the longest.
+full: lint
 	@$(PYTEST) $(BESIDE) $(ARGS)
 
 # Whole runs under fire, one after the other, and all cases of the tests that draw the most.

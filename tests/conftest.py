@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.counts import ALL
+from tests.support.full_tests import mark_listed
 
 if TYPE_CHECKING:
     from rollflow.flows.services.process import PrefectServer
@@ -27,14 +28,21 @@ settings.load_profile("calm")
 # wait for them for ever.
 os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
+# Tests create many objects and few reference cycles. With Python's default thresholds, the collector takes a fifth of
+# the CPU time of the simulations.
+gc.set_threshold(100_000, 20, 20)
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Name each test's group at the end of its id, where pytest-xdist looks for it.
 
-    pytest-xdist 3.8 does so itself, in an attribute that pytest has not read since 9.2, so that its groups come apart
-    and nobody says so (pytest-xdist issue 1386). `tests/test_groups.py` watches over it.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Mark the tests that only `make full` runs, and name each test's group at the end of its id for pytest-xdist.
+
+    pytest-xdist 3.8 puts the group into an attribute that pytest does not read since 9.2. Without the name in the id,
+    the tests of a group run in several processes, without an error (pytest-xdist issue 1386). `tests/test_groups.py`
+    tests that the groups stay together.
     """
+    mark_listed(items, complete=config.args == config.getini("testpaths"))
+    yield
     if not config.getoption("loadgroup", False):
         return
     for item in items:

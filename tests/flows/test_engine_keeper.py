@@ -114,7 +114,7 @@ def test_evaluation_engine_starts_when_due_and_restarts(kept: Kept) -> None:
     kept.until(lambda: EVALUATION not in kept.joined, due)
     kept.until(lambda: kept.joined == [0, 1, EVALUATION], due)
     assert process(EVALUATION) != before
-    assert kept.recovered == ["engine-evaluation"]
+    kept.until(lambda: kept.recovered == ["engine-evaluation"], due)
 
 
 def test_engine_death_keeps_its_actor(kept: Kept) -> None:
