@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rollflow.flows.views.config_history import UNSET, flat_history
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import RECENT
-from rollflow.flows.views.reward_alarms import list_parts
+from rollflow.flows.views.reward_alarms import SHOWN_PARTS, list_parts
 from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
 from rollflow.storage.policies import PolicyVersion
@@ -180,7 +180,8 @@ def _list_domain_metrics(versions: Sequence[PolicyVersion], domains: Collection[
         for what, metric in DOMAIN_CURVES.items()
     }
     for domain in domains:
-        names |= {f"part {part} of {domain}": name for part, name in list_parts(versions, domain, domains).items()}
+        parts = islice(list_parts(versions, domain, domains).items(), SHOWN_PARTS)
+        names |= {f"part {part} of {domain}": name for part, name in parts}
     known = {name for version in versions for name in version.metrics}
     return {name: metric for name, metric in names.items() if metric in known}
 

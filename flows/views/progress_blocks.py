@@ -7,12 +7,10 @@ from itertools import islice
 
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import length_bias
-from rollflow.flows.views.reward_alarms import list_parts
+from rollflow.flows.views.reward_alarms import SHOWN_PARTS, list_parts
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.rollout.evaluation import read_evaluations, safe_name
 from rollflow.tasks.run.context import RunContext
-
-PARTS = 8  # largest number of reward parts in a row
 
 
 def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
@@ -43,7 +41,7 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
 
 
 def _domain_figures(versions: Sequence[PolicyVersion], domains: Sequence[str]) -> dict[str, object]:
-    """Return the mean reward of each of several domains, and the means of the first `PARTS` reward parts."""
+    """Return the mean reward of each of several domains, and the means of the first `SHOWN_PARTS` reward parts."""
     names = {f"reward, {domain}": f"reward_{safe_name(domain)}" for domain in domains if len(domains) > 1}
     parts = [
         (f"{part}, {domain}" if len(domains) > 1 else part, name)
@@ -51,7 +49,7 @@ def _domain_figures(versions: Sequence[PolicyVersion], domains: Sequence[str]) -
         for part, name in list_parts(versions, domain, domains).items()
     ]
     found = dict[str, object]()
-    for shown, name in (*names.items(), *parts[:PARTS]):
+    for shown, name in (*names.items(), *parts[:SHOWN_PARTS]):
         values = [version.metrics[name] for version in versions if name in version.metrics]
         found[shown] = f"{sum(values) / len(values):.3f}" if values else ""
     return found

@@ -23,6 +23,7 @@ ACCURACY_RISE = 0.02  # largest rise of the accuracy that counts as none
 PART_SHARE = 0.9  # smallest share of one part in the rises of all parts
 ROOM = 0.05  # a part whose mean is nearer to its best value (1, or 0 for a penalty) cannot rise
 LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # smallest change of the mean response length: factor, and tokens
+SHOWN_PARTS = 8  # largest number of a domain's reward parts in tables and charts
 SUM = "answer"  # part that the scorer of a form adds: the value before the penalty
 PENALTY = "format"
 

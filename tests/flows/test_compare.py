@@ -13,12 +13,26 @@ import numpy as np
 import pytest
 
 from rollflow.flows.commands.cli import main
-from rollflow.flows.views.compare import ComparedRun, VersionCurve, describe_same_weights, diff_configs, group_seeds
+from rollflow.flows.tracking.mlflow_run import VERSION
+from rollflow.flows.tracking.status_writer import points_of
+from rollflow.flows.views.compare import (
+    ComparedRun,
+    VersionCurve,
+    describe_same_weights,
+    diff_configs,
+    group_seeds,
+    read_compared,
+)
 from rollflow.flows.views.compare_page import SECTIONS, SHOWN, compare_page
+from rollflow.flows.views.progress_blocks import block_rows
+from rollflow.flows.views.summary import summarize
+from rollflow.storage.audit.audit import audit
+from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.run.context import RunContext
+from tests.support import small_run
 from tests.support.described import change_config
 from tests.support.refused import refused
-from tests.support.small_run import prepare_small, train_small
+from tests.support.small_run import SUMS, prepare_small, train_small
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +95,40 @@ def test_page_of_long_runs_is_small_and_self_contained() -> None:
     assert len(page.encode()) < 2**20
     assert "<script" not in page
     assert "http" not in page
+
+
+def test_page_has_charts_of_domains_and_parts() -> None:
+    run = made_up("a", 11)
+    assert "Domains and reward parts" not in compare_page([run])
+    more = dict.fromkeys(("reward of sums", "part short of sums", "response length of sums"), run.curves["reward"])
+    page = compare_page([replace(run, curves={**run.curves, **more})])
+    assert "Domains and reward parts" in page
+    assert all(f"{name} by policy version" in page for name in more)
+
+
+@pytest.mark.long
+def test_parts_of_a_run_reach_every_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the rows of a batch by the learner to the log, MLflow, the run's page, the comparison and the summary."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    build = small_run.trajectory
+    parts = {"short": 0.5, "rules.no_comma": 1.0}
+    monkeypatch.setattr(small_run, "trajectory", lambda *given: replace(build(*given), reward_parts=parts))
+    two = [SUMS, {"kind": "reasoning-gym", "family": "gcd"}]
+    context = prepare_small(tmp_path, versions=2, prompts=two)
+    train_small(context)
+    metrics = context.policies.find(2).metrics
+    assert (metrics["part_basic_arithmetic_short"], metrics["part_gcd_rules.no_comma"]) == (0.5, 1.0)
+    assert {"reward_basic_arithmetic", "accuracy_gcd", "response_length_gcd"} <= metrics.keys()
+    points = list(points_of(context, VERSION, range(1, 3)))
+    assert [point.metrics["rollout/part_gcd_short"] for point in points] == [0.5, 0.5]
+    [row] = block_rows(context, [(1, 2)])
+    assert (row["short, gcd"], row["reward, gcd"]) == ("0.500", f"{metrics['reward_gcd']:.3f}")
+    [run] = read_compared([context])
+    assert run.curves["part short of gcd"].values.tolist() == [0.5, 0.5]
+    assert run.result["part short of gcd, last 5"] == "0.500"
+    assert not any("no_comma" in name for name in run.curves)
+    summary = summarize(context, audit(context.store), {}, RolloutStatus(), {})
+    assert summary["alarms"] == []
 
 
 def test_seeds_of_a_setting_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
