@@ -172,7 +172,7 @@ def pack_group(group: TrajectoryGroup) -> PackedGroup:
     """Convert the rows of a complete group to columns, so that a commit only has to join columns."""
     counts = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
     parts, arrays = _pack(group)
-    return PackedGroup(group.key, parts, *counts, arrays)
+    return PackedGroup(group.key, parts, *counts, arrays, group.pass_rate)
 
 
 def _pack(group: TrajectoryGroup) -> tuple[tuple[bytes, ...], optional_columns.Arrays]:

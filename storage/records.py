@@ -198,6 +198,14 @@ class Trajectory:
         return Bools.of(self.loss_mask).data.count(1)
 
 
+class PassRate(NamedTuple):
+    """The number of a finished group's responses that are correct. `prompt` is the index of the group's prompt."""
+
+    prompt: int
+    correct: int
+    responses: int
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
     """The trajectories of one dispatch. The trajectories of a group share one advantage baseline, and are trained on or
@@ -227,6 +235,14 @@ class TrajectoryGroup:
         """The number of tokens that the policy sampled, over all trajectories."""
         return sum(t.response_tokens for t in self.trajectories)
 
+    @property
+    def pass_rate(self) -> PassRate | None:
+        """The group's pass rate; None if the outcome of a response is unknown. An episode counts once, no matter how
+        many branches it has.
+        """
+        outcomes = [t.outcome for t in self.trajectories if t.branch is None]
+        return None if None in outcomes else PassRate(self.key.prompt, outcomes.count(Outcome.CORRECT), len(outcomes))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
@@ -242,6 +258,7 @@ class PackedGroup:
     surplus_tokens: int
     # name of an optional column -> its values for the group's rows
     optional: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    pass_rate: PassRate | None = None
 
 
 FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a complete group, packed or not

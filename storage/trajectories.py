@@ -25,7 +25,7 @@ from rollflow.storage.log.run_log import AttachedObject, Log, Writer
 from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing
-from rollflow.storage.records import Discard, FinishedGroup, StoredObject
+from rollflow.storage.records import Discard, FinishedGroup, PassRate, StoredObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class StagedBatch:
     groups: tuple[FinishedGroup, ...]
     issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in the order of dispatch
     discards: tuple[Discard, ...] = ()
+    filtered_rates: tuple[PassRate, ...] = ()  # pass rates of the filtered groups among `discards`
 
 
 class TrajectoryStore:
@@ -70,6 +71,7 @@ class TrajectoryStore:
                 issued=staged.issued,
                 discards=staged.discards,
                 surplus_tokens=sum(group.surplus_tokens for group in staged.groups),
+                rates=committed_rates(staged),
             )
 
         entry = writer.append(body, attached)
@@ -169,6 +171,12 @@ def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
 def committed_group(group: FinishedGroup) -> TrainedGroup:
     """Return the record of a group for the log entry of its batch."""
     return TrainedGroup(*group.key, group.started_version, group.newest_version, group.response_tokens)
+
+
+def committed_rates(staged: StagedBatch) -> tuple[PassRate, ...]:
+    """Return the pass rates for the log entry of a batch, as far as they are known."""
+    rates = (group.pass_rate for group in staged.groups)
+    return (*staged.filtered_rates, *(rate for rate in rates if rate is not None))
 
 
 def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:

@@ -49,6 +49,7 @@ from rollflow.storage.log.entries import (
     BatchVoided,
     ConfigChanged,
     Entry,
+    EpochStarted,
     Pruned,
     RunCreated,
     VersionPublished,
@@ -178,6 +179,8 @@ class _Audit:
                 self._begin(entry.body, looking)
             case ConfigChanged() if counts:
                 self._change(entry.body, n)
+            case EpochStarted() if counts:
+                self.expecting.check_epoch(self.store, n, entry.body)
             case BatchCommitted():
                 self._check(entry, counts)
                 named = NamedObject(entry.body.file, n, "batch", newest, batch=entry.body)
@@ -304,7 +307,8 @@ class _Audit:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
         if named.rules is None:  # in a second check, keep the rules that were in force at the object's entry
             state = self.fold.state
-            rules = Rules(state.alpha, state.group_size, self.responses, self.expecting.expect_rows(named.batch))
+            asked, rated = self.expecting.expect_rows(named.batch), bool(state.epochs)
+            rules = Rules(state.alpha, state.group_size, self.responses, asked, rated=rated)
             named = replace(named, rules=rules)
         looking.add(named)
 

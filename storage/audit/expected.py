@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.storage.records import DiscardReason, Prompt
+from rollflow.storage.log.entries import EpochStarted
+from rollflow.storage.records import DiscardReason, PassRate, Prompt
 from rollflow.storage.token_arrays import ANY_TOKEN
 
 
@@ -40,6 +41,8 @@ class ExpectedPrompts:
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response
+    # (source, previous epoch and its entry, pass rates of prompts since then) -> the epoch that must follow
+    propose_epoch: Callable[[int, EpochStarted | None, int | None, Mapping[int, PassRate]], EpochStarted] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,15 @@ from rollflow.storage.audit.expected import BatchLimits, Expected
 from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.log.configs import RecordedConfig
-from rollflow.storage.log.entries import BatchCommitted, decode, entry_path
+from rollflow.storage.log.entries import BatchCommitted, EpochStarted, decode, entry_path
+from rollflow.storage.log.pass_rates import PassRates
+from rollflow.storage.log.reading import read_entries
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
+from rollflow.storage.records import PassRate
 
 LONG = 4  # a prompt that is open for more than LONG * (alpha + 1) batches is overdue
+SHOWN = 5  # the largest number of questions that a violation names
 MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
@@ -72,8 +76,52 @@ class Expecting:
         held = frozenset(index for index, (_, is_held_out) in found.items() if is_held_out)
         return ExpectedRows(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
 
+    def check_epoch(self, run: ObjectStore, n: int, body: EpochStarted) -> None:
+        """Report entry `n` if its epoch is not the one that follows from the entries before it."""
+        propose = self._prompts.propose_epoch if self._prompts else None
+        if propose is None:
+            return
+        try:
+            last, rates = _read_since(run, body.before, n)
+            proposed = propose(body.source, last, body.before, rates)
+        except (Missing, Corrupt):  # an unreadable entry is reported elsewhere
+            return
+        except ConfigError as error:
+            self._give_up(f"prompts are not checked, because {error}")
+            return
+        wrong, lost = sorted({*body.skipped} - {*proposed.skipped}), sorted({*proposed.skipped} - {*body.skipped})
+        shown = f"it skips {_list_some(wrong)} without reason, and does not skip {_list_some(lost)}"
+        if wrong or lost or body.asked != proposed.asked:
+            what = (
+                f"epoch {body.number} of source {body.source} asks {body.asked} questions instead of {proposed.asked}"
+            )
+            self._report.add("lineage", entry_path(n), f"{what}: {shown}")
+
     def _give_up(self, why: str) -> None:
         self._prompts, self._report.unchecked = None, why
+
+
+def _read_since(run: ObjectStore, before: int | None, n: int) -> tuple[EpochStarted | None, Mapping[int, PassRate]]:
+    """Return the epoch that entry `before` started, and the pass rates of the entries after it and before entry `n`."""
+    if before is None:
+        return None, {}
+    last = decode(run.get(entry_path(before)), before, run.get).entry.body
+    if not isinstance(last, EpochStarted):
+        raise Corrupt(f"{entry_path(before)} starts no epoch")
+    rates = PassRates()
+    for number, found in read_entries(run, before + 1):
+        if number >= n:
+            break
+        if not isinstance(found, bytes):
+            raise Corrupt(f"{entry_path(number)} cannot be read")
+        rates.add(decode(found, number, run.get).entry)
+    return last, rates.rates
+
+
+def _list_some(questions: Sequence[int]) -> str:
+    """Name the first of some questions."""
+    more = f" and {len(questions) - SHOWN} more" if len(questions) > SHOWN else ""
+    return f"questions {', '.join(map(str, questions[:SHOWN]))}{more}" if questions else "no question"
 
 
 @dataclass(slots=True)

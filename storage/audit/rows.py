@@ -20,7 +20,7 @@ from rollflow.storage.audit.optional_rows import check_optional
 from rollflow.storage.audit.report import RowCounts, ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted
-from rollflow.storage.records import GroupKey
+from rollflow.storage.records import GroupKey, Outcome, PassRate
 
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]
@@ -36,6 +36,7 @@ class Rules:
     group_size: int  # G
     responses: int  # number of responses that are started for a group, of which `group_size` are kept
     asked: ExpectedRows = NOT_ASKED
+    rated: bool = False  # True if an entry must have the pass rates of its groups, because epochs depend on them
 
 
 def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
@@ -71,6 +72,7 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
     tokens = _Tokens.of(batch)
     if not samples and body.groups:
         yield from _sums(batch, body, tokens)
+        yield from _check_rates(batch, body, rated=rules.rated)
     yield from _values(batch, tokens, version)
     judges_all = rules.asked.limits is not None and rules.asked.limits.judges_all
     yield from check_optional(batch, rules.asked.vocabulary, judges_all=judges_all)
@@ -135,6 +137,30 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
         if tuple(found) != recorded:
             of = "oldest start version, newest version and number of tokens"
             yield "lineage", f"group {_name(group.key)} has {of} {tuple(found)}; the entry of its batch says {recorded}"
+
+
+def _check_rates(batch: TrajectoryBatch, body: BatchCommitted, *, rated: bool) -> Iterator[Found]:
+    """Compare the pass rates in the entry with the outcomes of the batch's trajectories; older runs have no rates."""
+    column = batch.optional("outcome")
+    outcomes = [None] * len(batch) if column is None else column.to_pylist()
+    of_group: dict[int, list[str | None]] = {}
+    for prompt, outcome, branch in zip(batch.table["index"].to_pylist(), outcomes, batch.branches, strict=True):
+        if not branch:
+            of_group.setdefault(prompt, []).append(outcome)
+    known = {
+        prompt: PassRate(prompt, found.count(Outcome.CORRECT), len(found))
+        for prompt, found in of_group.items()
+        if None not in found
+    }
+    recorded = {rate.prompt: rate for rate in body.rates if rate.prompt in of_group}
+    if recorded != known and (recorded or rated):
+        wrong = min(prompt for prompt in of_group if recorded.get(prompt) != known.get(prompt))
+        what = f"prompt {wrong} has {_describe_rate(known.get(wrong))}; the entry of its batch says"
+        yield "lineage", f"the group of {what} {_describe_rate(recorded.get(wrong))}"
+
+
+def _describe_rate(rate: PassRate | None) -> str:
+    return f"{rate.correct} of {rate.responses} responses correct" if rate else "no known pass rate"
 
 
 def _number_groups(batch: TrajectoryBatch) -> Array:

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.retention import Kind
-from rollflow.storage.records import Discard, GroupKey, StoredObject
+from rollflow.storage.records import Discard, GroupKey, PassRate, StoredObject
 
 Role = Literal["creator", "supervisor", "scheduler", "learner"]
 
@@ -83,7 +83,8 @@ class BatchCommitted:
     """The commit of batch `number`, on which version `number` is trained to become version `number + 1`.
 
     `issued` lists the prompts that were dispatched for the first time since the scheduler's last commit, in the order
-    of dispatch. `discards` lists the dispatches that were discarded since the scheduler's last commit.
+    of dispatch. `discards` lists the dispatches that were discarded since the scheduler's last commit. `rates` has the
+    pass rates of the batch's groups and of the filtered groups among `discards`, as far as they are known.
     """
 
     number: int
@@ -93,7 +94,30 @@ class BatchCommitted:
     issued: tuple[int, ...]
     discards: tuple[Discard, ...] = ()
     surplus_tokens: int = 0  # number of tokens in extra responses that were generated and not used
+    rates: tuple[PassRate, ...] = ()
     kind: Literal["batch-committed"] = "batch-committed"
+
+
+@dataclass(frozen=True, slots=True)
+class EpochStarted:
+    """Starts epoch `number` of a prompt source: each question of the source is asked once, except those in `skipped`.
+
+    The epoch's prompts have the positions from `start` to `start + asked - 1` of the source. `skipped` lists the
+    numbers of the skipped questions in ascending order.
+    """
+
+    source: int
+    number: int
+    start: int
+    asked: int
+    skipped: tuple[int, ...] = ()
+    before: int | None = None  # the entry that started the source's previous epoch
+    kind: Literal["epoch-started"] = "epoch-started"
+
+    @property
+    def end(self) -> int:
+        """The position after the epoch's last prompt."""
+        return self.start + self.asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +183,7 @@ class ConfigChanged:
 
 
 Body = Annotated[
-    RunCreated | Claimed | ConfigChanged | BatchCommitted | BatchVoided | VersionPublished | Pruned,
+    RunCreated | Claimed | ConfigChanged | EpochStarted | BatchCommitted | BatchVoided | VersionPublished | Pruned,
     Field(discriminator="kind"),
 ]
 

@@ -11,6 +11,8 @@ The rules keep these invariants:
 - Exactly once: a dispatch is *open* from its issue until it is committed or discarded. The prompts of a source are
   issued in order. A discarded prompt is issued again, as the next attempt, if the discard reason allows another
   attempt.
+- Epochs: a source that skips solved questions issues no prompt beyond the end of its newest epoch. Its epochs follow
+  each other without a gap, and each epoch asks or skips the same number of questions.
 - Freshness: every group of batch b was started under a version >= b - alpha, and no token of the group comes from a
   version that did not exist.
 - Order: version v is trained on batch v - 1, as committed by the newest entry of that batch. A batch that was trained
@@ -30,6 +32,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from rollflow.storage.log.entries import (
@@ -38,6 +41,7 @@ from rollflow.storage.log.entries import (
     Body,
     Claimed,
     ConfigChanged,
+    EpochStarted,
     Pruned,
     Role,
     RunCreated,
@@ -45,6 +49,7 @@ from rollflow.storage.log.entries import (
     VersionPublished,
     WrittenEntry,
 )
+from rollflow.storage.log.fates import check_rates, close_dispatch, count_trained, follow_discard, issue_prompt
 from rollflow.storage.log.retention import KINDS, Retention
 from rollflow.storage.log.state import (
     NOBODY,
@@ -53,17 +58,18 @@ from rollflow.storage.log.state import (
     ConfigPlace,
     Deposed,
     EntryRefused,
+    EpochPlace,
     GroupTooOld,
     RunState,
-    RunTotals,
     Superseded,
 )
-from rollflow.storage.records import Discard, DiscardReason, GroupKey, StoredObject
+from rollflow.storage.records import DiscardReason, StoredObject
 
 WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each kind of entry
     RunCreated: ("creator",),
     Claimed: ("supervisor", "scheduler", "learner"),
     ConfigChanged: ("supervisor",),
+    EpochStarted: ("scheduler",),
     BatchCommitted: ("scheduler",),
     BatchVoided: ("scheduler", "learner"),
     VersionPublished: ("learner",),
@@ -109,6 +115,8 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
     match body:
         case ConfigChanged():
             _change(after, body)
+        case EpochStarted():
+            _start_epoch(after, body)
         case BatchCommitted():
             _commit(after, body)
         case BatchVoided():
@@ -145,6 +153,15 @@ def _create(s: RunState, body: RunCreated) -> None:
     s.run_id, s.configs, s.fixed = body.run_id, (ConfigPlace(0, 0),), _hash_fixed(body.config)
     _configure(s, body.config)
     s.issued, s.filtered = [0] * body.sources, [0] * body.sources
+    s.epochs = {source: EpochPlace() for source in range(body.sources) if _skips_solved(body.config, source)}
+
+
+def _skips_solved(config: Mapping[str, Any], source: int) -> bool:
+    """Return whether a config lets a prompt source skip solved questions; a recorded config may lack the key."""
+    prompts = config.get("prompts")
+    section = prompts[source] if isinstance(prompts, list | tuple) and source < len(prompts) else None
+    every = section.get("solved_every", 1) if isinstance(section, Mapping) else 1
+    return isinstance(every, int) and every > 1
 
 
 def _change(s: RunState, body: ConfigChanged) -> None:
@@ -229,6 +246,29 @@ def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
     s.claims[role] = Claim(s.n, body.under, body.who, body.cluster, body.host, body.process)
 
 
+def _start_epoch(s: RunState, body: EpochStarted) -> None:
+    last = s.epochs.get(body.source)
+    if last is None:
+        raise EntryRefused(f"source {body.source} has no epochs, because it skips no solved questions")
+    before = None if last.entry == NOBODY else last.entry
+    _need(
+        (body.number, body.start, body.before) == (last.number + 1, last.end, before),
+        f"epoch {body.number} of source {body.source} does not follow epoch {last.number}",
+    )
+    skipped, questions = body.skipped, body.asked + len(body.skipped)
+    _need(
+        body.asked >= 0
+        and questions > 0
+        and (not skipped if before is None else questions == last.asked + last.skipped),
+        f"epoch {body.number} of source {body.source} asks {body.asked} questions and skips {len(skipped)}",
+    )
+    _need(
+        all(0 <= one < questions for one in skipped) and all(a < b for a, b in pairwise(skipped)),
+        f"epoch {body.number} of source {body.source} skips questions that do not exist, or not in ascending order",
+    )
+    s.epochs[body.source] = EpochPlace(s.n, body.number, body.end, body.asked, len(skipped))
+
+
 def _commit(s: RunState, body: BatchCommitted) -> None:
     number = body.number
     _need(number == s.next_batch or number in s.holes, f"batch {number} cannot be formed now")
@@ -239,14 +279,15 @@ def _commit(s: RunState, body: BatchCommitted) -> None:
         f"need {len(body.groups) * s.group_size}",
     )
     for prompt in body.issued:
-        _issue(s, prompt)
+        issue_prompt(s, prompt)
+    check_rates(s, body)
     for discard in body.discards:
-        _close(s, *discard.key)
+        close_dispatch(s, *discard.key)
         s.totals.count(discard.reason, discard.response_tokens)
-        _after_discard(s, discard)
+        follow_discard(s, discard)
     for group in body.groups:
         _check_fresh(s, number, group)
-        _close(s, group.prompt, group.attempt)
+        close_dispatch(s, group.prompt, group.attempt)
     behind = {group.prompt: s.behind.pop(group.prompt) for group in body.groups if group.prompt in s.behind}
     s.waiting[number] = CommittedBatch(s.n, body.file, body.rows, body.groups, body.surplus_tokens, behind)
     if number in s.holes:
@@ -297,7 +338,7 @@ def _publish(s: RunState, body: VersionPublished) -> None:
             f"version {number} names another batch than the one it must be trained on",
         )
         assert batch is not None
-        _count_trained(s.totals, number - 1, batch)
+        count_trained(s.totals, number - 1, batch)
         for group in batch.groups if s.redraws else ():
             s.redraws.pop(group.prompt, None)
     stateful = bool(body.state) or not s.retention.stores_state(number)
@@ -316,46 +357,6 @@ def _prune(s: RunState, body: Pruned) -> None:
         )
         del s.held[version][kind]
     s.held = {version: kinds for version, kinds in s.held.items() if kinds}
-
-
-# --- fates of dispatches: a batch has thousands, so a message is built only when it is needed -----------------------
-
-
-def _issue(s: RunState, prompt: int) -> None:
-    """Record a prompt's first dispatch; the prompt must be the next one of its source."""
-    source, sources = prompt % len(s.issued), len(s.issued)
-    if prompt != s.issued[source] * sources + source:
-        raise EntryRefused(f"prompt {prompt} is not the next prompt of source {source}")
-    s.issued[source] += 1
-    s.open[prompt] = 0
-
-
-def _close(s: RunState, prompt: int, attempt: int) -> None:
-    """Remove a dispatch from the open dispatches, because the dispatch was committed or discarded."""
-    if s.open.get(prompt) != attempt:
-        raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
-    del s.open[prompt]
-
-
-def _after_discard(s: RunState, discard: Discard) -> None:
-    """Open the next attempt of a discarded prompt, or count the prompt as filtered."""
-    prompt = discard.key.prompt
-    if discard.reason.issued_again:
-        s.open[prompt] = discard.key.attempt + 1
-        if discard.slow:
-            s.behind[prompt] = s.behind.get(prompt, 0) + 1
-    else:
-        s.filtered[prompt % len(s.filtered)] += 1
-        s.behind.pop(prompt, None)
-        s.redraws.pop(prompt, None)
-
-
-def _count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> None:
-    for group in batch.groups:
-        totals.count("trained", group.tokens)
-        totals.staleness[number - group.started] += 1
-    totals.surplus_tokens += batch.surplus_tokens
-    totals.rows += batch.rows
 
 
 def _forget_kept(s: RunState) -> None:

@@ -16,7 +16,7 @@ from rollflow.storage.log.entries import Role, TrainedGroup
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
-FOLD = 3  # version of the rules and of `RunState`; snapshots with another version are not read
+FOLD = 4  # version of the rules and of `RunState`; snapshots with another version are not read
 NOBODY = -1  # stands for the entry of a claim if the role was never claimed
 
 
@@ -53,6 +53,16 @@ class ConfigPlace(NamedTuple):
 
     entry: int
     version: int
+
+
+class EpochPlace(NamedTuple):
+    """The newest epoch of a prompt source that skips solved questions: its entry, and what the entry says."""
+
+    entry: int = NOBODY
+    number: int = -1
+    end: int = 0  # the position after the epoch's last prompt
+    asked: int = 0
+    skipped: int = 0  # number of skipped questions
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +117,7 @@ class RunState:
     next_batch: int = 0
     issued: list[int] = field(default_factory=list)  # per source: the first position that was never dispatched
     filtered: list[int] = field(default_factory=list)  # per source: the number of filtered groups
+    epochs: dict[int, EpochPlace] = field(default_factory=dict)  # source that skips solved questions -> newest epoch
     # prompt with an open dispatch -> attempt of that dispatch, in the order of issue
     open: dict[int, int] = field(default_factory=dict)
     # prompt with an open dispatch -> how often the prompt was discarded as slow
@@ -156,7 +167,7 @@ class RunState:
     def copy(self) -> RunState:
         """Return a copy that can be changed."""
         other = copy.copy(self)
-        for name in ("claims", "formed", "open", "behind", "waiting", "redraws"):
+        for name in ("claims", "formed", "epochs", "open", "behind", "waiting", "redraws"):
             setattr(other, name, dict(getattr(self, name)))
         for name in ("issued", "filtered", "holes"):
             setattr(other, name, list(getattr(self, name)))

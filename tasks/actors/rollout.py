@@ -154,6 +154,7 @@ class RolloutActor:
             environment_ports=build_ports(self.config, self.context.tokenizer),
             vocabulary=vocabulary,
             spans=self._spans,
+            start_epoch=self._start_epoch,
         )
         scheduler = RolloutScheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
@@ -346,6 +347,10 @@ class RolloutActor:
             store_skipped(self.context.store, found)
         else:
             store_evaluation(self.context.store, found)
+
+    async def _start_epoch(self, source: int, position: int) -> int:
+        assert self.prompts.epochs is not None, "the run exists"
+        return await asyncio.to_thread(self.prompts.epochs.start, self.writer, source, position)
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Commit a batch to storage, then put the batch into the channel for the learner."""

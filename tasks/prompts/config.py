@@ -74,6 +74,19 @@ class FileBase(PromptBase):
         description="column in which a row may name its own scorer, which is [rewards.NAME]; a row without a name "
         "has the scorer of the source",
     )
+    solved_every: int = Field(
+        1,
+        ge=1,
+        description="a solved question is asked in one of so many epochs, which are passes over the questions; 1: in "
+        "every epoch",
+    )
+    solved_from: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="smallest share of correct responses in a group with which its question is solved; it needs "
+        "solved_every",
+    )
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
         """Return the name of the scorer of a row: the one in the row's `reward_column`, or the source's."""

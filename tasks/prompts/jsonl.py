@@ -36,7 +36,7 @@ def read_bytes(config: FileBase, path: str) -> bytes:
 
 
 class JsonlSource:
-    """A `QuestionSource` that reads a file. Each pass visits every training line of the file once, in random order.
+    """A `QuestionSource` that reads a file. Each epoch asks every training line of the file once, in random order.
 
     A share of the lines is held out, or all lines of another file, in their order.
     """
@@ -76,6 +76,15 @@ class JsonlSource:
     def held_out(self, count: int) -> list[Question]:
         """Return the first `count` held-out questions."""
         return list(self._held.values())[:count]
+
+    @property
+    def count(self) -> int:
+        """Number of training questions."""
+        return len(self._lines)
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Return the numbers of all training questions in the order of this epoch."""
+        return _shuffle_lines(f"{self._seed}:training:{epoch}", len(self._lines))
 
     def describe_rows(self) -> str:
         """Say how many rows are trained on, held out, and left out because another row with their key is held out."""

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
@@ -24,6 +25,9 @@ from rollflow.tasks.prompts.base import Encoder, Question, Reader
 from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 from rollflow.tasks.prompts.messages import list_messages
+
+if TYPE_CHECKING:
+    from rollflow.tasks.prompts.epochs import Epochs
 
 log = logging.getLogger(__name__)
 TRIES, LEAP = 64, 100_003  # number and distance of the positions to try until a prompt is short enough
@@ -48,6 +52,9 @@ class RunPrompts:
         Args:
             longest: largest number of tokens of a prompt. read: returns the content of a source's prompt file. split:
             the attribute by which questions are compared with held-out questions.
+
+        Attributes:
+            epochs: the epochs on the run's record; None before the run is created.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -55,6 +62,7 @@ class RunPrompts:
         self.sources = [
             build_source(config, seed, share, read, held) for config, held in zip(configs, self._excluded, strict=True)
         ]
+        self.epochs: Epochs | None = None
         self._held_out = held_out
         self._encode = encode
         self._longest = longest
@@ -71,10 +79,13 @@ class RunPrompts:
     def find(self, index: int) -> tuple[Prompt, Question]:
         """Return the training prompt at `index` and the question from which the prompt was made."""
         position, which = divmod(index, len(self.sources))
-        return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, position)
+        place = self.epochs.locate(which, position) if self.epochs else position
+        return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, place)
 
     def question(self, index: int) -> Question:
-        """Return the training question at `index`, even if its prompt would be too long."""
+        """Return the training question at `index` if no epoch skips a question, even if its prompt would be too
+        long.
+        """
         position, which = divmod(index, len(self.sources))
         return self.sources[which].training(position)
 

@@ -11,10 +11,14 @@ redundant groups. Once the tail has enough prompts for a batch, the next round i
 prompts. The batch of a long round waits for all its groups and has no redundant groups. Tail batching omits no prompt;
 it trains slow prompts together with other slow prompts. A run's last round is always long and issues the prompts in the
 tail first, so that the run does not omit its slowest prompts.
+
+A source that skips solved questions issues a new prompt only if the prompt's epoch has started, so an epoch has to
+start before its first prompt (`find_missing_epoch`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,13 +43,20 @@ class IssueOrder:
     """Chooses the prompts to issue. See the module's docstring."""
 
     def __init__(
-        self, limits: RolloutLimits, cursor: Cursor, again: Iterable[GroupKey], behind: Iterable[tuple[int, int]] = ()
+        self,
+        limits: RolloutLimits,
+        cursor: Cursor,
+        again: Iterable[GroupKey],
+        behind: Iterable[tuple[int, int]] = (),
+        epochs: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Begin with the dispatches in `again`, which were in flight when the run stopped.
 
         Args:
             behind: the number of times that each prompt of `again` was preempted.
+            epochs: the end of the newest epoch of each source that skips solved questions.
         """
+        self._epoch_ends = dict(epochs)
         self._limits = limits
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
@@ -75,6 +86,17 @@ class IssueOrder:
     def count_extra_groups(self, batch: int) -> int:
         """Return the number of redundant groups to start for this batch."""
         return 0 if self._is_long_for(batch) else self._limits.redundant_groups
+
+    def find_missing_epoch(self) -> tuple[int, int] | None:
+        """Return the source and the position of the next new prompt if the prompt's epoch has to start first."""
+        if self._again or not self._epoch_ends:
+            return None
+        source, position = self._mixture.find_next()
+        return (source, position) if position >= self._epoch_ends.get(source, math.inf) else None
+
+    def note_epoch(self, source: int, end: int) -> None:
+        """Record that an epoch of a source has started; `end` is the position after its last prompt."""
+        self._epoch_ends[source] = end
 
     def next_issue(self, batch: int) -> Issue:
         """Return the next dispatch for this batch; the first dispatch for a batch begins a round."""

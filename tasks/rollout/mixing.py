@@ -41,12 +41,17 @@ class Mixture:
         """The counts of issued and filtered prompts, to be committed with a batch."""
         return Cursor(tuple(self._issued), tuple(self._filtered))
 
-    def next(self) -> int:
-        """Issue the next prompt and return its index."""
+    def find_next(self) -> tuple[int, int]:
+        """Return the source of the next prompt, and its position in the source."""
         kept = [issued - gone for issued, gone in zip(self._issued, self._filtered, strict=True)]
         source = self._slots.first_free(kept)
+        return source, self._issued[source]
+
+    def next(self) -> int:
+        """Issue the next prompt and return its index."""
+        source, position = self.find_next()
         self._issued[source] += 1
-        return (self._issued[source] - 1) * len(self._issued) + source
+        return position * len(self._issued) + source
 
     def note_filtered(self, index: int) -> None:
         """Record that this prompt's group was filtered, which frees a slot of the prompt's source."""

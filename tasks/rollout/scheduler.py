@@ -8,7 +8,8 @@
 
 What each loop waits for, and what ends its wait:
 
-- `_admit` waits for room: a new version, the end of a response or of a group, or a new batch makes room.
+- `_admit` waits for room: a new version, the end of a response or of a group, or a new batch makes room. It also waits
+  until the log has the entry of a new epoch, if a source skips solved questions.
 - A dispatch waits for engines and for the verifier. Both waits are bounded: a dead engine raises an error, and the
   verifier has a deadline.
 - `_form_batches` waits for N fresh groups, then for the commit, then for room in the channel.
@@ -33,7 +34,16 @@ from dataclasses import dataclass, field
 from rollflow.storage.batch import pack_group
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.state import RunState
-from rollflow.storage.records import Cursor, Discard, DiscardReason, FinishedGroup, GroupKey, Prompt, TrajectoryGroup
+from rollflow.storage.records import (
+    Cursor,
+    Discard,
+    DiscardReason,
+    FinishedGroup,
+    GroupKey,
+    PassRate,
+    Prompt,
+    TrajectoryGroup,
+)
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.environments.base import Environment
@@ -66,6 +76,8 @@ class ResumePoint:
     voids: int = 0  # number of batches that were voided so far
     behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt in `again` and the number of its preemptions
     redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that made weights NaN
+    # pairs of a source that skips solved questions, and the position after the last prompt of its newest epoch
+    epochs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
@@ -78,6 +90,7 @@ class ResumePoint:
             voids=state.voids,
             behind=tuple(state.behind.items()),
             redraws=tuple(state.redraws.items()),
+            epochs=tuple((source, epoch.end) for source, epoch in state.epochs.items()),
         )
 
 
@@ -86,7 +99,9 @@ class SchedulerPorts:
     """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
 
     `commit` stores a batch durably and puts the batch into the channel. `pack` prepares a group for its batch as soon
-    as the group is complete. A simulation stores nothing, so it passes a `pack` that changes nothing.
+    as the group is complete. A simulation stores nothing, so it passes a `pack` that changes nothing. `start_epoch`
+    starts the epoch of a source that contains a position, and returns the epoch's end; it is needed if a source skips
+    solved questions.
     """
 
     prompt: Callable[[int], Prompt]
@@ -97,6 +112,7 @@ class SchedulerPorts:
     environment_ports: EnvironmentPorts = NO_PORTS
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     spans: Spans = field(default_factory=Spans)
+    start_epoch: Callable[[int, int], Awaitable[int]] | None = None
 
 
 class RolloutScheduler:
@@ -110,7 +126,7 @@ class RolloutScheduler:
         self.due = BatchesToForm(resume.number, missing, limits.batches)
         self.voids = resume.voids  # once another batch is voided, the run needs a new scheduler
         self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
-        self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind)
+        self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind, resume.epochs)
         self._redraws = dict(resume.redraws)
         self._starts = RunningByVersion()
         self._formation = Formation(limits, self.buffer, self._starts)
@@ -131,6 +147,7 @@ class RolloutScheduler:
         self._left_behind: set[GroupRollout] = set()  # running groups that were preempted
         self._generating = 0  # number of unfinished responses of all running groups
         self._discards: list[Discard] = []
+        self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups among `_discards`
         self._filtered_in_a_row = 0
         self._unjudged_in_a_row = Counter[str]()  # scorer -> its unjudged groups since a judged one
         self._unjudged_of: Counter[int] = Counter()  # prompt -> its dispatches that were unjudged since it was scored
@@ -174,13 +191,17 @@ class RolloutScheduler:
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         """Start the groups that admission allows, and try again after each change."""
         while True:
-            self._start_groups(tasks)
+            await self._start_groups(tasks)
             await self._room.wait()
             self._room.clear()
 
-    def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         while (room := self._decide_admission()).opens:
-            self._start(room.batch, tasks)
+            if (missing := self._order.find_missing_epoch()) is None:
+                self._start(room.batch, tasks)
+            else:
+                assert self._ports.start_epoch is not None, "a source skips solved questions"
+                self._order.note_epoch(missing[0], await self._ports.start_epoch(*missing))
         self.counts.held.note(asyncio.get_running_loop().time(), holds=room.is_held)
 
     def _decide_admission(self) -> AdmissionDecision:
@@ -294,6 +315,7 @@ class RolloutScheduler:
     def _discard_filtered(self, group: TrajectoryGroup, why: str) -> None:
         self.counts.filtered[why] += 1
         self._filtered_in_a_row += 1
+        self._filtered_rates += [] if group.pass_rate is None else [group.pass_rate]
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
             raise ConfigError(  # a restart would not help, because the same prompts would be filtered again
@@ -334,8 +356,9 @@ class RolloutScheduler:
         groups = self.buffer.take(self.limits.groups, in_order=self.limits.batch_order == "started")
         self._advance()
         discards, self._discards = tuple(self._discards), []
+        rates, self._filtered_rates = tuple(self._filtered_rates), []
         self._order.forget_slowness(group.key.prompt for group in groups)
-        return StagedBatch(number, groups, self._order.take_issued(), discards)
+        return StagedBatch(number, groups, self._order.take_issued(), discards, rates)
 
     def _must_wait(self, number: int) -> bool:
         running = (rollout.number for rollout in self._running.values() if rollout not in self._left_behind)

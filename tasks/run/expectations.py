@@ -98,6 +98,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
         held_out={tuple(prompt.input.flat): prompt.id for prompt in prompts.held_out()},
         vocabulary=read_vocabulary(context.policy_folder),
         stops=frozenset(stop_tokens(context.policy_folder)),
+        propose_epoch=prompts.epochs.propose if prompts.epochs else None,
     )
 
 

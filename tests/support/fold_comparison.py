@@ -52,6 +52,11 @@ def compare_dispatches(model: Model, state: RunState) -> None:
     assert list(state.open) == [key.prompt for key in model.open]
     assert state.cursor.issued == tuple(model.issued[source] for source in range(model.sources))
     assert state.cursor.filtered == tuple(map(model.filtered, range(model.sources)))
+    assert state.epochs.keys() == {source for source in range(model.sources) if model.skips(source)}
+    for source, place in state.epochs.items():
+        newest = model.epochs(source)[-1:]
+        assert place.end == model.may_issue(source)
+        assert (place.entry, place.number) == (newest[0]["n"], newest[0]["body"]["number"]) if newest else (-1, -1)
     assert state.behind == model.left_behind([key.prompt for key in model.open])
     assert state.redraws == model.to_draw_anew()
     assert state.not_finite == len({n for n, _ in model.rejected if n > state.published})

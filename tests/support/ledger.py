@@ -27,7 +27,8 @@ from rollflow.storage.log.run_log import Log, Writer
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, GroupKey, StopReason, StoredObject, Trajectory
-from rollflow.storage.trajectories import StagedBatch, committed_group
+from rollflow.storage.trajectories import StagedBatch, committed_group, committed_rates
+from tests.support.epoch_rules import check_epochs
 from tests.support.expected import limits_for
 from tests.support.fold_comparison import compare_dispatches
 from tests.support.log_model import Model
@@ -46,7 +47,8 @@ class Ledger:
         self.case = case
         self.store = MemoryStore(f"schedule {uuid.uuid4().hex}")
         self.log = Log(self.store)
-        config = {"async_ratio": case.async_ratio, "group_size": case.group_size}
+        prompts = [{"solved_every": source.solved_every} for source in case.sources]
+        config = {"async_ratio": case.async_ratio, "group_size": case.group_size, "prompts": prompts}
         self.log.create(RunCreated("test", config, "", len(case.shares)))
         self.log.claim("supervisor")
         self.learner = self.log.claim("learner")
@@ -86,7 +88,8 @@ class Ledger:
         self._check_groups(staged)
         groups, rows = tuple(map(committed_group, staged.groups)), len(staged.groups) * self.case.group_size
         file = replace(MADE_UP, path=f"trajectories/{staged.number:08d}-{writer.claim}-made-up.arrow")
-        body = BatchCommitted(staged.number, file, rows, groups, staged.issued, staged.discards)
+        rates = committed_rates(staged)
+        body = BatchCommitted(staged.number, file, rows, groups, staged.issued, staged.discards, rates=rates)
         entry = self._read(writer.append(lambda state, stored: body))
         assert isinstance(entry.body, BatchCommitted)
         assert [group.key for group in entry.body.groups] == [group.key for group in staged.groups]
@@ -167,6 +170,7 @@ class Ledger:
         """Check the whole log once more."""
         self.log.follow()
         self._check_state(self.log.state)
+        check_epochs(self.model, self.case)
         self.model.check_end(self.case.batches, self.case.groups, self.log.state.in_flight)
 
     def close(self) -> None:

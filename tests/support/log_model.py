@@ -31,6 +31,7 @@ WRITERS = {
     "run-created": {"creator"},
     "claimed": {"supervisor", "scheduler", "learner"},
     "config-changed": {"supervisor"},
+    "epoch-started": {"scheduler"},
     "batch-committed": {"scheduler"},
     "batch-voided": {"scheduler", "learner"},
     "version-published": {"learner"},
@@ -125,6 +126,19 @@ class Model:
     def holes(self) -> list[int]:
         return [number for number in range(self.formed) if number not in self.alive]
 
+    def epochs(self, source: int) -> list[Json]:
+        """Return the entries that started epochs of a source."""
+        return [e for e in self.entries if e["body"]["kind"] == "epoch-started" and e["body"]["source"] == source]
+
+    def skips(self, source: int) -> bool:
+        """Return whether a source skips solved questions."""
+        sections = self.entries[0]["body"]["config"].get("prompts", [])
+        return source < len(sections) and sections[source].get("solved_every", 1) > 1
+
+    def may_issue(self, source: int) -> float:
+        """Return how many prompts of a source the epochs so far contain."""
+        return sum(entry["body"]["asked"] for entry in self.epochs(source)) if self.skips(source) else math.inf
+
     def filtered(self, source: int) -> int:
         return sum(1 for key, fate in self.fates.items() if fate == "filtered" and key.prompt % self.sources == source)
 
@@ -194,6 +208,7 @@ class Model:
         need(role in self.claims and claim == self.claims[role]["n"], "deposed")
         {
             "config-changed": self._change,
+            "epoch-started": self._start_epoch,
             "batch-committed": self._commit,
             "batch-voided": self._void,
             "version-published": self._publish,
@@ -212,11 +227,32 @@ class Model:
             starts = [group[2] for group in entry["body"]["groups"]]
             need(all(number - started <= new["async_ratio"] for started in starts), "a batch waits that gets too old")
 
+    def _start_epoch(self, body: Json) -> None:
+        source, skipped = body["source"], body["skipped"]
+        need(0 <= source < self.sources and self.skips(source), "a source without epochs")
+        earlier = self.epochs(source)
+        need(body["number"] == len(earlier), "not the next epoch")
+        need(body["before"] == (earlier[-1]["n"] if earlier else None), "names another entry")
+        need(body["start"] == self.may_issue(source), "a gap between epochs")
+        questions = body["asked"] + len(skipped)
+        sizes = {one["body"]["asked"] + len(one["body"]["skipped"]) for one in earlier}
+        need(body["asked"] >= 0 and questions > 0 and sizes <= {questions}, "another number of questions")
+        need(skipped == sorted(set(skipped)) and set(skipped) <= set(range(questions)), "what it skips")
+        need(bool(earlier) or not skipped, "nothing is solved yet")
+
+    def _check_rates(self, body: Json) -> None:
+        size, rated = self.config["group_size"], [prompt for prompt, *_ in body["rates"]]
+        finished = {group[0] for group in body["groups"]}
+        finished |= {key[0] for key, reason, *_ in body["discards"] if reason == "filtered"}
+        need(len(rated) == len(set(rated)) and set(rated) <= finished, "a pass rate of another prompt")
+        need(all(0 <= correct <= of == size for _, correct, of in body["rates"]), "an impossible pass rate")
+
     def _commit(self, body: Json) -> None:
         number = body["number"]
         need(number == self.formed or number in self.holes, "not a number to form")
         need(bool(body["groups"]), "no groups")
         need(body["rows"] == len(body["groups"]) * self.config["group_size"], "rows")
+        self._check_rates({"rates": [], **body})
         trial = Model(self.entries, fates=dict(self.fates), issued=Counter(self.issued))
         trial.settle(body, "batch")
         for *_, started, newest, _ in body["groups"]:
@@ -228,6 +264,7 @@ class Model:
         for prompt in body["issued"]:
             place, source = divmod(prompt, self.sources)
             need(prompt >= 0 and place == self.issued[source], "out of its source's order")
+            need(place < self.may_issue(source), "beyond the epochs of its source")
             self.issued[source] += 1
             self.fates[GroupKey(prompt, 0)] = "open"
         for key, reason, _, tokens in body["discards"]:

@@ -21,6 +21,8 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.prompts.config import FilePrompts
+from rollflow.tasks.prompts.epochs import Epochs
 from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
@@ -28,6 +30,7 @@ from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, Sche
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+from tests.support.epoch_rules import Questions
 from tests.support.ledger import Ledger
 
 SOON = 1e-3
@@ -81,6 +84,8 @@ class Case:
     filter: str = "none"
     in_flight: InFlight = "continue"
     shares: tuple[float, ...] = (1.0,)
+    questions: tuple[int, ...] = ()  # number of questions of each source that skips solved ones; 0: it skips none
+    solved_every: int = 3
     sigma: float = 1.0
     slowing: float = 0.0
     train_seconds: tuple[float, ...] = (0.3,)
@@ -94,6 +99,12 @@ class Case:
     stops: tuple[Stop, ...] = ()
     attempts: int = 10**6
     seed: int = 0
+
+    @property
+    def sources(self) -> list[FilePrompts]:
+        """The sources of prompts, as far as they skip solved questions."""
+        every = [self.solved_every if questions else 1 for questions in self.questions]
+        return [FilePrompts(path=f"{which}.jsonl", solved_every=one) for which, one in enumerate(every)]
 
     @property
     def limits(self) -> RolloutLimits:
@@ -189,8 +200,10 @@ class Life:
         case = self.case
         self.engines = {place: self._engine(place) for place in range(len(case.speeds))}
         self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
-        ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is)
+        start = self._start_epoch
+        ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is, start_epoch=start)
         self.writer = self.ledger.scheduling()
+        self.epochs = Epochs(self.writer.log, case.sources, [Questions(count, case.seed) for count in case.questions])
         self.scheduler = RolloutScheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
         hooks = VersionCallbacks(self.scheduler.note_published, lambda _: self.scheduler.wake())
         sync = WeightSync(self.proxy, self, case.in_flight, hooks)
@@ -212,6 +225,12 @@ class Life:
         held = [*scheduler._running, *scored, *order._again, *order._left, *order._tail]
         await self.ledger.commit(self.writer, staged, held)
 
+    async def _start_epoch(self, source: int, position: int) -> int:
+        await asyncio.sleep(self.case.commit_seconds)
+        end = self.epochs.start(self.writer, source, position)
+        await asyncio.sleep(self.case.commit_seconds)
+        return end
+
     async def _learn(self) -> None:
         ledger, seconds = self.ledger, self.case.train_seconds
         while ledger.version < self.case.batches:
@@ -230,6 +249,8 @@ class Life:
         return number >= self.case.batches or version >= number - self.case.async_ratio
 
     def _prompt(self, index: int) -> Prompt:
+        position, source = divmod(index, len(self.case.shares))
+        self.epochs.locate(source, position)
         return Prompt(f"p{index}", index, "", "", ModelInput.of((index,)))
 
     async def _score(self, request: ScoreRequest) -> Score:

@@ -8,6 +8,7 @@ The schedules of `test_scheduler` also go through batch files and the audit; the
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any, Literal
 
 import pytest
@@ -46,6 +47,8 @@ def possible(case: Case) -> Case:
         changes |= {"on_stale": "drop", "batch_order": "finished"}
     if case.filter == "spread" and case.group_size == 1:
         changes["filter"] = "above 0"
+    if case.questions:
+        changes["questions"] = tuple(islice(cycle(case.questions), len(case.shares)))
     return replace(case, **changes)
 
 
@@ -76,6 +79,8 @@ CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "staleness_from": st.sampled_from(["started", "oldest-token"]),
     "filter": st.sampled_from(list(FILTERS)),
     "shares": st.sampled_from([(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1)]),
+    "questions": st.sampled_from([(), (1,), (2,), (3, 0), (0, 4, 2), (7,)]),
+    "solved_every": st.sampled_from([2, 3]),
 }
 TIMES: dict[str, st.SearchStrategy[Any]] = {
     "fetch_seconds": TENTHS,
@@ -91,7 +96,10 @@ TROUBLE = {
     "attempts": st.just(10**6),  # few attempts would end the run, as they should
 }
 ALIKE = {  # what may be chosen at alpha = 0 without leaving anything behind
-    **{name: CHOICES[name] for name in ("on_stale", "batch_order", "staleness_from", "filter", "shares")},
+    **{
+        name: CHOICES[name]
+        for name in ("on_stale", "batch_order", "staleness_from", "filter", "shares", "questions", "solved_every")
+    },
     "async_ratio": st.just(0.0),
 }
 WAITING = {
@@ -104,6 +112,8 @@ WAITING = {
             "staleness_from",
             "filter",
             "shares",
+            "questions",
+            "solved_every",
         )
     },
     "on_stale": st.just("wait"),

@@ -1,0 +1,63 @@
+"""The rules for the fates of dispatches: issued, discarded, committed, trained on.
+
+A batch has thousands of groups, so these rules build an error message only when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState, RunTotals
+from rollflow.storage.records import Discard, DiscardReason, GroupKey
+
+
+def issue_prompt(s: RunState, prompt: int) -> None:
+    """Record a prompt's first dispatch; the prompt must be the next one of its source."""
+    source, sources = prompt % len(s.issued), len(s.issued)
+    if prompt != s.issued[source] * sources + source:
+        raise EntryRefused(f"prompt {prompt} is not the next prompt of source {source}")
+    if source in s.epochs and s.issued[source] >= s.epochs[source].end:
+        raise EntryRefused(f"prompt {prompt} is beyond the newest epoch of source {source}")
+    s.issued[source] += 1
+    s.open[prompt] = 0
+
+
+def close_dispatch(s: RunState, prompt: int, attempt: int) -> None:
+    """Remove a dispatch from the open dispatches, because the dispatch was committed or discarded."""
+    if s.open.get(prompt) != attempt:
+        raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
+    del s.open[prompt]
+
+
+def follow_discard(s: RunState, discard: Discard) -> None:
+    """Open the next attempt of a discarded prompt, or count the prompt as filtered."""
+    prompt = discard.key.prompt
+    if discard.reason.issued_again:
+        s.open[prompt] = discard.key.attempt + 1
+        if discard.slow:
+            s.behind[prompt] = s.behind.get(prompt, 0) + 1
+    else:
+        s.filtered[prompt % len(s.filtered)] += 1
+        s.behind.pop(prompt, None)
+        s.redraws.pop(prompt, None)
+
+
+def count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> None:
+    """Count the groups of batch `number`, on which a version was trained."""
+    for group in batch.groups:
+        totals.count("trained", group.tokens)
+        totals.staleness[number - group.started] += 1
+    totals.surplus_tokens += batch.surplus_tokens
+    totals.rows += batch.rows
+
+
+def check_rates(s: RunState, body: BatchCommitted) -> None:
+    """Check that each pass rate is one of a group that the entry commits or filters, and that it is possible."""
+    if not body.rates:
+        return
+    filtered = [one.key.prompt for one in body.discards if one.reason is DiscardReason.FILTERED]
+    finished = Counter([*filtered, *(group.prompt for group in body.groups)])
+    possible = all(0 <= rate.correct <= rate.responses == s.group_size for rate in body.rates)
+    if not possible or not Counter(rate.prompt for rate in body.rates) <= finished:
+        raise EntryRefused(f"the entry of batch {body.number} has pass rates that are not those of its groups")

@@ -1,0 +1,39 @@
+"""Collects the pass rates of prompts from a range of a run's log.
+
+The entry of a batch has the pass rates of the batch's groups, and of the groups that were filtered since the last
+commit of the scheduler. The newest group of a prompt counts. The groups of a voided batch do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollflow.storage.log.entries import BatchCommitted, BatchVoided, Entry
+from rollflow.storage.records import PassRate
+
+
+@dataclass(slots=True)
+class PassRates:
+    """The pass rate of each prompt that has one, from the entries that were added."""
+
+    rates: dict[int, PassRate] = field(default_factory=dict)  # prompt -> pass rate of its newest group
+    _batches: dict[int, set[int]] = field(default_factory=dict)  # entry of a batch -> prompts of its groups
+
+    @classmethod
+    def collect(cls, entries: Iterable[Entry]) -> PassRates:
+        """Collect the pass rates from entries in their order."""
+        found = cls()
+        for entry in entries:
+            found.add(entry)
+        return found
+
+    def add(self, entry: Entry) -> None:
+        """Add the pass rates of the next entry."""
+        match entry.body:
+            case BatchCommitted() as body:
+                self.rates |= {rate.prompt: rate for rate in body.rates}
+                self._batches[entry.n] = {group.prompt for group in body.groups}
+            case BatchVoided() as body:
+                for prompt in self._batches.pop(body.entry, ()):
+                    self.rates.pop(prompt, None)

@@ -1,0 +1,193 @@
+"""Epochs of prompt sources that ask solved questions less often (`prompts.solved_every`).
+
+    epoch 0    asks every question
+    epoch k    asks every unsolved question, and each solved question in one of `solved_every` epochs
+
+A question is *solved* if its group in the previous epoch had at least the pass rate `solved_from`, or if the previous
+epoch skipped the question. A question whose group is not finished counts as unsolved. Of any `solved_every` epochs in a
+row at least one asks a given question.
+
+The scheduler appends an entry `EpochStarted` to the log before it issues the first prompt of an epoch. The entry
+follows from the entries before it, so an audit can compute it again. A restarted scheduler reads the entry, and issues
+the same prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from rollflow.storage.errors import Corrupt
+from rollflow.storage.log.entries import EpochStarted, entry_path
+from rollflow.storage.log.pass_rates import PassRates
+from rollflow.storage.log.reading import get_entry, iterate_written
+from rollflow.storage.log.run_log import Log, Writer
+from rollflow.storage.log.state import NOBODY, EntryRefused, EpochPlace, RunState
+from rollflow.storage.records import PassRate, StoredObject
+from rollflow.tasks.prompts.config import FileBase
+
+CACHED = 8  # number of epochs whose questions are kept in memory
+
+
+class EpochSource(Protocol):
+    """A prompt source with a finite number of questions, which are numbered from 0."""
+
+    @property
+    def count(self) -> int:
+        """Number of training questions."""
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Return the numbers of all training questions in the order of this epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipRule:
+    """When a question is solved, and how often a solved question is asked."""
+
+    every: int
+    solved_from: float
+
+    @classmethod
+    def of(cls, config: FileBase) -> SkipRule:
+        """Read the rule of a prompt source."""
+        return cls(config.solved_every, config.solved_from)
+
+    def is_solved(self, rate: PassRate) -> bool:
+        """Return whether a group with this pass rate solves its question."""
+        return rate.correct / rate.responses >= self.solved_from
+
+    def choose_skipped(self, number: int, solved: Iterable[int]) -> tuple[int, ...]:
+        """Return the solved questions that epoch `number` skips, in ascending order."""
+        return tuple(sorted({question for question in solved if (question + number) % self.every}))
+
+
+def list_asked(order: Sequence[int], skipped: Iterable[int]) -> list[int]:
+    """Return the places in an epoch's order of the questions that the epoch asks."""
+    gone = frozenset(skipped)
+    return [place for place, question in enumerate(order) if question not in gone]
+
+
+class _Head(NamedTuple):
+    """What is kept of an entry `EpochStarted`."""
+
+    number: int
+    start: int
+    end: int
+    before: int | None
+
+
+class Epochs:
+    """The epochs on record of a run's sources that skip solved questions. See the module's docstring."""
+
+    def __init__(self, log: Log, configs: Sequence[object], sources: Sequence[object]) -> None:
+        """Find the sources among `configs` that skip solved questions; `sources` has the questions of each."""
+        self._log, self._count = log, len(configs)
+        self._rules = {which: SkipRule.of(one) for which, one in enumerate(configs) if skips_solved(one)}
+        self._sources: dict[int, EpochSource] = {which: sources[which] for which in self._rules}  # type: ignore[misc]
+        self._heads: dict[int, _Head] = {}  # entry -> what is kept of it
+        self._asked = lru_cache(CACHED)(self._read_asked)
+
+    def locate(self, source: int, position: int) -> int:
+        """Return the position that this prompt of a source would have if no epoch skipped a question.
+
+        Raises:
+            Corrupt: no epoch on record contains the prompt.
+        """
+        if source not in self._rules:
+            return position
+        if position >= self._log.state.epochs[source].end:
+            self._log.follow()
+        place = self._log.state.epochs[source]
+        entry = None if place.entry == NOBODY or position >= place.end else place.entry
+        while entry is not None:
+            head = self._read_head(entry)
+            if position >= head.start:
+                return head.number * self._sources[source].count + self._asked(source, entry)[position - head.start]
+            entry = head.before
+        raise Corrupt(f"prompt {position} of source {source} belongs to no epoch of {self._log.store.uri}")
+
+    def start(self, writer: Writer, source: int, position: int) -> int:
+        """Append the entry of the epoch that contains a position, unless it is on record; return the epoch's end.
+
+        Raises:
+            Deposed: the run has another scheduler now.
+        """
+        log = writer.log
+        while (newest := log.state.epochs[source]).end <= position:
+            decision = _Decision(self, log, source, newest)
+            decision.read_rates(log.state.n)  # most entries are read before the append, which keeps other appends out
+            try:
+                writer.append(decision)
+            except EntryRefused:
+                if log.state.epochs[source] == newest:
+                    raise
+        self.locate(source, position)  # reads the epoch, so that no dispatch has to wait for storage
+        return newest.end
+
+    def propose(
+        self, source: int, last: EpochStarted | None, entry: int | None, rates: Mapping[int, PassRate]
+    ) -> EpochStarted:
+        """Return the epoch that must follow epoch `last`, the epoch of this entry of the log.
+
+        Args:
+            rates: the pass rates, by prompt, that the log has between that entry and the new epoch's entry.
+        """
+        questions = self._sources[source]
+        if last is None:
+            return EpochStarted(source, 0, 0, questions.count)
+        order = questions.order(last.number)
+        solved = set(last.skipped)
+        for position, place in enumerate(list_asked(order, last.skipped), last.start):
+            rate = rates.get(position * self._count + source)
+            if rate is not None and self._rules[source].is_solved(rate):
+                solved.add(order[place])
+        skipped = self._rules[source].choose_skipped(last.number + 1, solved)
+        return EpochStarted(source, last.number + 1, last.end, questions.count - len(skipped), skipped, entry)
+
+    def _read_head(self, entry: int) -> _Head:
+        if entry not in self._heads:
+            body = read_epoch(self._log, entry)
+            self._heads[entry] = _Head(body.number, body.start, body.end, body.before)
+        return self._heads[entry]
+
+    def _read_asked(self, source: int, entry: int) -> list[int]:
+        body = read_epoch(self._log, entry)
+        return list_asked(self._sources[source].order(body.number), body.skipped)
+
+
+class _Decision:
+    """Decides the next epoch of a source from all entries before it; an append calls it for each of its tries."""
+
+    def __init__(self, epochs: Epochs, log: Log, source: int, newest: EpochPlace) -> None:
+        self._epochs, self._log, self._source, self._newest = epochs, log, source, newest
+        self._entry = None if newest.entry == NOBODY else newest.entry
+        self._last = None if self._entry is None else read_epoch(log, self._entry)
+        self._rates, self._read = PassRates(), newest.entry
+
+    def read_rates(self, n: int) -> None:
+        """Read the pass rates up to entry `n`."""
+        if self._last is not None:
+            for written in iterate_written(self._log, self._read + 1, n):
+                self._rates.add(written.entry)
+            self._read = n
+
+    def __call__(self, state: RunState, _: StoredObject | None) -> EpochStarted:
+        if state.epochs[self._source] != self._newest:
+            raise EntryRefused(f"the next epoch of source {self._source} has started already")
+        self.read_rates(state.n)
+        return self._epochs.propose(self._source, self._last, self._entry, self._rates.rates)
+
+
+def skips_solved(config: object) -> bool:
+    """Return whether a prompt source asks solved questions less often than others."""
+    return isinstance(config, FileBase) and config.solved_every > 1
+
+
+def read_epoch(log: Log, entry: int) -> EpochStarted:
+    """Read an epoch's entry; raise `Corrupt` if the entry is damaged or starts no epoch."""
+    body = get_entry(log, entry).entry.body
+    if not isinstance(body, EpochStarted):
+        raise Corrupt(f"{entry_path(entry)} starts no epoch")
+    return body
