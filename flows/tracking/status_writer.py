@@ -30,6 +30,7 @@ from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import CpuUsage, store_usage
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
+from rollflow.tasks.prompts.epochs import share_skipped
 from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations
 from rollflow.tasks.run.context import RunContext
 
@@ -201,6 +202,7 @@ class StatusWriter:
             staleness=dict(progress.staleness),
             domains={domain: trained[domain] for domain in config.shares},
             shares=config.shares,
+            skipped=share_skipped(progress.state, [source.domain for source in config.prompts]),
             tokens_per_second=progress.tokens_per_second_now,
             tokens_per_second_total=progress.tokens_per_second,
             buffer_groups=rollout.buffered + rollout.waiting * config.groups,

@@ -140,6 +140,8 @@ def _figure_table(status: RunStatus, width: int) -> Table:
     table.add_row("staleness", staleness_bar(status.staleness, width - 24))
     if len(status.domains) > 1:
         table.add_row("domains", _domains(status))
+    if status.skipped:
+        table.add_row("skipped", Text(_format_skipped(status.skipped)))
     speed = Text(f"{status.tokens_per_second:,.0f}", style="bold") + Text(
         f" tokens/s   {status.tokens_per_second_total:,.0f} over the run", style="dim"
     )
@@ -148,6 +150,11 @@ def _figure_table(status: RunStatus, width: int) -> Table:
     buffer.append(f" {status.buffer_groups}", style="bold").append(f" of {status.buffer_capacity} groups", style="dim")
     table.add_row("buffer", buffer.append(f"   {status.in_flight_groups} in flight", style="dim"))
     return table
+
+
+def _format_skipped(shares: Mapping[str, float]) -> str:
+    """Format the share of solved questions that the newest epoch of each domain skips."""
+    return "   ".join(f"{share:.0%} of the questions of {domain} are solved" for domain, share in shares.items())
 
 
 def _reward(status: RunStatus, width: int) -> Text:
@@ -357,6 +364,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
             for name, d in domains.items()
         )
         rows.append(("domains", Text("   ".join(shown))))
+    if newest := {name: list(shares.values())[-1] for name, shares in (summary.get("skipped") or {}).items() if shares}:
+        rows.append(("skipped", Text(_format_skipped(newest))))
     if summary.get("idle"):
         rows.append(("idle", Text("   ".join(f"{name} {share:.0%}" for name, share in summary["idle"].items()))))
     rows += _wait_rows(summary)

@@ -45,7 +45,8 @@ class RunStatus:
     (oldest first). `accuracy` has pairs `(version, held-out accuracy)` of version 0 and of the newest evaluated
     versions. `pass_at` maps k to the pass@k of the newest evaluation; it is empty if each prompt has one sample.
     `staleness` counts trained groups by the staleness of their oldest response, and `domains` counts them by domain.
-    `shares` has the configured share of each domain. `tokens_per_second` is a mean over the newest versions,
+    `shares` has the configured share of each domain. `skipped` has the share of solved questions that the newest epoch
+    of a domain skips. `tokens_per_second` is a mean over the newest versions,
     `tokens_per_second_total` a mean over the whole run. `buffer_groups` is the number of groups that are ready for the
     learner, `buffer_capacity` the largest possible number. `alarms` has a sentence for each present sign of reward
     hacking. `flow_run` is the id of the flow run of the supervisor that
@@ -63,6 +64,7 @@ class RunStatus:
     staleness: Mapping[int, int] = field(default_factory=dict)
     domains: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    skipped: Mapping[str, float] = field(default_factory=dict)
     tokens_per_second: float = 0.0
     tokens_per_second_total: float = 0.0
     buffer_groups: int = 0

@@ -17,6 +17,7 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
+from rollflow.tasks.prompts.epochs import list_epochs
 from rollflow.tasks.rollout.evaluation import DomainResult, read_evaluations, read_skipped
 from rollflow.tasks.run.context import RunContext
 
@@ -66,6 +67,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "async_ratio": context.config.async_ratio,
         "fates": dict(report.fates),
         "domains": domain_shares(report.domains, context.config.shares, stored[-1].domains if stored else {}),
+        "skipped": _list_skipped(context),
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "discarded_tokens": report.discarded_tokens,
@@ -75,6 +77,22 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "seed": context.config.seed,
         "storage": context.store.uri,
     }
+
+
+def _list_skipped(context: RunContext) -> dict[str, dict[int, float]]:
+    """List which share of its questions each epoch skipped, by the domain of each source that skips solved questions.
+
+    A second source of a domain is listed with its number.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for source in context.log.state.epochs:
+        domain = context.config.prompts[source].domain
+        shares = {
+            epoch.number: round(len(epoch.skipped) / (epoch.asked + len(epoch.skipped)), 4)
+            for epoch in list_epochs(context.log, source)
+        }
+        found[domain if domain not in found else f"{domain} {source}"] = shares
+    return found
 
 
 def count_no_signal(trained: Sequence[PolicyVersion]) -> dict[str, int]:

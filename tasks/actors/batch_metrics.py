@@ -11,8 +11,11 @@ import pyarrow.compute as pc
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.log.state import RunState
 from rollflow.storage.records import Discard, Outcome
+from rollflow.tasks.prompts.epochs import share_skipped
 from rollflow.tasks.rollout.evaluation import safe_name
+from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers.base import MOST_PARTS
 
 
@@ -91,6 +94,12 @@ def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
     totals = np.concatenate([[0], np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))])
     counts: npt.NDArray[np.int64] = np.diff(totals[np.concatenate([[0], ends])])
     return counts
+
+
+def compute_skip_metrics(state: RunState, config: RunConfig) -> dict[str, float]:
+    """Compute the share of its questions that the newest epoch of each domain skips, because they are solved."""
+    shares = share_skipped(state, [source.domain for source in config.prompts])
+    return {f"skipped_{safe_name(domain)}": share for domain, share in shares.items()}
 
 
 def _find_correct(batch: TrajectoryBatch) -> npt.NDArray[np.bool_]:

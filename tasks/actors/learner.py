@@ -37,7 +37,7 @@ from rollflow.storage.log.run_log import Writer
 from rollflow.storage.log.state import Deposed, EntryRefused
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore, verify
-from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, compute_domain_metrics
+from rollflow.tasks.actors.batch_metrics import compute_batch_metrics, compute_domain_metrics, compute_skip_metrics
 from rollflow.tasks.actors.channel import BatchFeed, RayChannel
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
@@ -173,6 +173,7 @@ class LearnerActor:
         batch, entry = self._next_batch(number)
         metrics = compute_batch_metrics(batch, self.batches.read_commit(entry), self.batches.discards(entry), number)
         metrics |= compute_domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+        metrics |= compute_skip_metrics(self.context.log.state, self.config)
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.sections import Imported, Section, refuse
 
+PLACE = "{question}"  # the part of a template that the question replaces
+
 
 class PromptBase(Section):
     """The keys of all sources."""
@@ -23,6 +25,11 @@ class PromptBase(Section):
         "sources' weights",
     )
     chat: bool = Field(False, description="whether the tokenizer's chat template is applied to each question")
+    template: str | None = Field(
+        None,
+        description='text that is asked instead of each question, with the question in place of "{question}"; of a '
+        "list of messages it replaces the last one",
+    )
     system: str | None = Field(
         None, description="system message that the chat template puts before each question; it needs chat = true"
     )
@@ -39,6 +46,12 @@ class PromptBase(Section):
         """Return the name of the scorer of a question with this reference; "" is the scorer of `[reward]`."""
         return self.reward or ""
 
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if self.template is not None and PLACE not in self.template:
+            refuse("prompts.template", self.template, f"it has no place for the question; write {PLACE} in it")
+        return self
+
 
 class ReasoningGymPrompts(PromptBase):
     """Procedurally generated prompts of one reasoning-gym family."""
@@ -53,6 +66,34 @@ class ReasoningGymPrompts(PromptBase):
     def domain(self) -> str:
         """Name of this source in statistics."""
         return self.family
+
+
+class DifficultyRange(Section):
+    """The rows of a file that are trained on, by a number in a column; other rows are left out."""
+
+    column: str = Field("pass_rate", min_length=1, description="column of the file with a number in each row")
+    min: float | None = Field(
+        None, allow_inf_nan=False, description="smallest number of a row that is trained on; default: no limit"
+    )
+    max: float | None = Field(
+        None, allow_inf_nan=False, description="largest number of a row that is trained on; default: no limit"
+    )
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.min is None and self.max is None:
+            refuse("prompts.difficulty", self.column, "it has no limit; set min or max")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            refuse("prompts.difficulty.min", self.min, f"it must not be above max = {self.max}; choose a smaller min")
+        return self
+
+    def contains(self, number: float) -> bool:
+        """Return whether a row with this number is trained on."""
+        return (self.min is None or number >= self.min) and (self.max is None or number <= self.max)
+
+    def __str__(self) -> str:
+        limits = [f"{name} = {value:g}" for name, value in (("min", self.min), ("max", self.max)) if value is not None]
+        return f"{self.column}, {', '.join(limits)}"
 
 
 class FileBase(PromptBase):
@@ -74,6 +115,12 @@ class FileBase(PromptBase):
         description="column in which a row may name its own scorer, which is [rewards.NAME]; a row without a name "
         "has the scorer of the source",
     )
+    difficulty: DifficultyRange | None = None
+    near_duplicates: Literal["count", "drop"] = Field(
+        "count",
+        description="what happens to a training question that is a near duplicate of a held-out question: it is only "
+        "counted, or it is left out",
+    )
     solved_every: int = Field(
         1,
         ge=1,
@@ -87,6 +134,12 @@ class FileBase(PromptBase):
         description="smallest share of correct responses in a group with which its question is solved; it needs "
         "solved_every",
     )
+
+    @model_validator(mode="after")
+    def _check_solved(self) -> Self:
+        if self.solved_every == 1 and self.solved_from != 1.0:
+            refuse("prompts.solved_from", self.solved_from, "it needs solved_every; set solved_every = 2 or more")
+        return self
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
         """Return the name of the scorer of a row: the one in the row's `reward_column`, or the source's."""
@@ -181,6 +234,7 @@ class FilePrompts(FileBase):
         if self.held_out_path is None and self.held_out_split is None:
             return None
         keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": self.held_out_split}
+        keys |= {"difficulty": None}  # it chooses what is trained on
         if self.held_out_path is None:
             return HeldOutFile(**keys)
         suffix = Path(self.held_out_path).suffix.lower()

@@ -14,6 +14,7 @@ the same prompts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -178,6 +179,28 @@ class _Decision:
             raise EntryRefused(f"the next epoch of source {self._source} has started already")
         self.read_rates(state.n)
         return self._epochs.propose(self._source, self._last, self._entry, self._rates.rates)
+
+
+def share_skipped(state: RunState, domains: Sequence[str]) -> dict[str, float]:
+    """Return the share of its questions that the newest epoch of each domain skips; `domains` has the domain of each
+    source. A domain whose sources skip no solved questions is left out.
+    """
+    asked, skipped = Counter[str](), Counter[str]()
+    for source, epoch in state.epochs.items():
+        asked[domains[source]] += epoch.asked
+        skipped[domains[source]] += epoch.skipped
+    return {domain: skipped[domain] / max(asked[domain] + skipped[domain], 1) for domain in asked}
+
+
+def list_epochs(log: Log, source: int) -> list[EpochStarted]:
+    """List the epochs of a source, oldest first, as far as the log was read; raise `Corrupt` if an entry is damaged."""
+    found: list[EpochStarted] = []
+    place = log.state.epochs.get(source, EpochPlace())
+    entry = None if place.entry == NOBODY else place.entry
+    while entry is not None:
+        found.append(read_epoch(log, entry))
+        entry = found[-1].before
+    return found[::-1]
 
 
 def skips_solved(config: object) -> bool:

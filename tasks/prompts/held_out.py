@@ -23,6 +23,7 @@ class HeldOut:
     def __init__(self, split: Split = "key") -> None:
         self.split = split
         self._keys: set[str] = set()
+        self.questions: list[Question] = []  # all held-out questions that were added
 
     def identity(self, question: Question) -> str:
         """Return the text or key that must be distinct among the held-out questions of a source."""
@@ -31,6 +32,7 @@ class HeldOut:
     def add(self, question: Question) -> None:
         """Add a question to the held-out questions."""
         self._keys.update(self._keys_of(question))
+        self.questions.append(question)
 
     def __contains__(self, question: Question) -> bool:
         return not self._keys.isdisjoint(self._keys_of(question))

@@ -9,17 +9,20 @@ blank lines are ignored.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Asked, Message, Question, Reader
 from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.messages import describe_asked, read_asked
+from rollflow.tasks.prompts.near_duplicates import NearIndex
 
 
 def read_bytes(config: FileBase, path: str) -> bytes:
@@ -50,6 +53,7 @@ class JsonlSource:
         else:
             kept = int(len(lines) * config.held_out)
             held, self._others = lines[:kept], lines[kept:]
+        self._left_out: dict[str, int] = {}  # why rows are not trained on -> number of such rows
         self._held = {excluded.identity(question): question for question in held}
         for question in held:
             excluded.add(question)
@@ -58,10 +62,21 @@ class JsonlSource:
     def _lines(self) -> list[Question]:
         """The lines of the training questions; no source of the run holds out one of these questions."""
         lines = [question for question in self._others if question not in self._excluded]
+        self._left_out["their question is held out"] = len(self._others) - len(lines)
+        if (limits := self._config.difficulty) is not None:
+            kept = [one for one in lines if limits.contains(read_difficulty(self._config, one.reference))]
+            self._left_out[f"they are outside prompts.difficulty ({limits})"] = len(lines) - len(kept)
+            lines = kept
+        if self._config.near_duplicates == "drop":
+            index = NearIndex(self._excluded.questions)
+            kept = [question for question in lines if not index.find(question)]
+            self._left_out["they are near duplicates of held-out questions"] = len(lines) - len(kept)
+            lines = kept
         if not lines:
             cure = "lower prompts.held_out or give more lines"
             if self._config.held_out_file is not None:
                 cure = "all their questions are held out; name another file or split"
+            cure += ", or widen prompts.difficulty" if self._config.difficulty else ""
             raise self._config.refusal(f"no line of the file is left to train on; {cure}")
         return lines
 
@@ -87,13 +102,13 @@ class JsonlSource:
         return _shuffle_lines(f"{self._seed}:training:{epoch}", len(self._lines))
 
     def describe_rows(self) -> str:
-        """Say how many rows are trained on, held out, and left out because another row with their key is held out."""
+        """Say how many rows are trained on, held out, and left out, and why."""
         unit, asked = self._config.unit, Counter(question.canonical_key for question in self._lines)
-        left_out, repeated = len(self._others) - len(self._lines), len(self._lines) - len(asked)
+        repeated = len(self._lines) - len(asked)
+        left_out = [f"{count:,} {unit}s are left out because {why}" for why, count in self._left_out.items()]
         return (
             f"{self._config.key} = {self._config.path!r}: {len(self._lines):,} {unit}s are trained on, of which "
-            f"{repeated:,} repeat a question; {len(self._held):,} questions are held out, and {left_out:,} {unit}s "
-            "are left out because their question is held out"
+            f"{repeated:,} repeat a question; {len(self._held):,} questions are held out, and {', '.join(left_out)}"
         )
 
     def _at(self, position: int, stream: str) -> Question:
@@ -132,6 +147,23 @@ def judged_part(config: FileBase, answer: str) -> str:
             f"the answer does not contain {mark!r}, the text of prompts.answer_after; correct the answer or the key"
         )
     return answer.rpartition(mark)[2].strip() if mark else answer
+
+
+def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
+    """Return the number of a row by which `prompts.difficulty` chooses rows; raise `ValueError` if there is none.
+
+    In a CSV file the number is text.
+    """
+    assert config.difficulty is not None
+    name = config.difficulty.column
+    value = row.get(name)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"column {name!r} of prompts.difficulty is no number ({json.dumps(value)[:40]}); correct it")
+    return number
 
 
 def _read_question(config: FileBase, number: int, line: str) -> Question:

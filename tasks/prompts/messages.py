@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollflow.tasks.prompts.base import Asked, Message
-from rollflow.tasks.prompts.config import FilePrompts
+from rollflow.tasks.prompts.config import PLACE, FilePrompts, PromptBase
 
 ROLES = ("system", "user", "assistant")
 
@@ -67,6 +67,16 @@ def find_question_fault(config: FilePrompts, row: Mapping[str, Any]) -> str | No
     if system and asked[0]["role"] == "system":
         return f"{config.label('system')} and the first message are both system messages; give one of them"
     return None
+
+
+def apply_template(config: PromptBase, asked: Asked) -> Asked:
+    """Put a question into the template of its source; of a list of messages, the last one is the question."""
+    if config.template is None:
+        return asked
+    if isinstance(asked, str):
+        return config.template.replace(PLACE, asked)
+    last = {**asked[-1], "content": config.template.replace(PLACE, asked[-1]["content"])}
+    return [*asked[:-1], last]
 
 
 def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:

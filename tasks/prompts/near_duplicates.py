@@ -1,4 +1,4 @@
-"""Counts the held-out questions that have a near duplicate among the training questions.
+"""Finds training questions that are near duplicates of held-out questions.
 
 Equal questions have equal keys. Two questions that differ in one word may have different keys, although one of them
 reveals the answer of the other. The overlap of two questions is the share of the held-out question's `N`-word sequences
@@ -13,10 +13,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import split_words
-from rollflow.tasks.prompts.run_prompts import RunPrompts
+
+if TYPE_CHECKING:
+    from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 N = 3
 NEAR = 0.8
@@ -44,30 +47,36 @@ class NearDuplicates:
         )
 
 
+class NearIndex:
+    """Finds the held-out questions of which a training question is a near duplicate."""
+
+    def __init__(self, held: Sequence[Question]) -> None:
+        """Map each n-gram that is not part of a template to its questions; also count each question's n-grams."""
+        index: dict[Gram, list[int]] = defaultdict(list)
+        for which, question in enumerate(held):
+            for gram in _list_grams(question):
+                index[gram].append(which)
+        most = max(1, TEMPLATE * len(held))
+        self._index = {gram: having for gram, having in index.items() if len(having) <= most}
+        self._sizes = Counter(which for having in self._index.values() for which in having)
+
+    def find(self, question: Question) -> list[int]:
+        """Return the numbers of the held-out questions with which a training question overlaps by `NEAR` or more."""
+        shared = Counter(which for gram in _list_grams(question) for which in self._index.get(gram, ()))
+        return [which for which, count in shared.items() if count >= NEAR * self._sizes[which]]
+
+
 def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS) -> NearDuplicates:
     """Compare the held-out questions with the first `trained` training questions, as many as `seconds` allow."""
     held = prompts.held_out_questions()
-    index, sizes = _index(held)
-    near: set[int] = set()
+    index, near = NearIndex(held), set[int]()
     looked_at, deadline = 0, time.monotonic() + seconds
     for position in range(min(trained, MOST)):
         if time.monotonic() > deadline:
             break
-        shared = Counter(which for gram in _list_grams(prompts.question(position)) for which in index.get(gram, ()))
-        near.update(which for which, count in shared.items() if count >= NEAR * sizes[which])
+        near.update(index.find(prompts.question(position)))
         looked_at += 1
     return NearDuplicates(len(near), len(held), looked_at)
-
-
-def _index(held: Sequence[Question]) -> tuple[dict[Gram, list[int]], list[int]]:
-    """Map each n-gram that is not part of a template to its questions; also count each question's n-grams."""
-    index: dict[Gram, list[int]] = defaultdict(list)
-    for which, question in enumerate(held):
-        for gram in _list_grams(question):
-            index[gram].append(which)
-    own = {gram: having for gram, having in index.items() if len(having) <= max(1, TEMPLATE * len(held))}
-    sizes = Counter(which for having in own.values() for which in having)
-    return own, [sizes[which] for which in range(len(held))]
 
 
 def _list_grams(question: Question) -> set[Gram]:

@@ -16,7 +16,7 @@ from typing import Any
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.base import Asked
 from rollflow.tasks.prompts.config import FileBase, FilePrompts
-from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines
+from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines, read_difficulty
 from rollflow.tasks.prompts.messages import find_question_fault, read_asked
 
 DEEPEST = 100  # deepest nesting of a row that can be sent to another process
@@ -100,6 +100,11 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
     if wrong := _find_question_fault(config, row) or _find_answer_fault(config, row):
         return wrong
     asked = read_asked(config, row) if isinstance(config, FilePrompts) else row["question"]
+    if config.difficulty is not None:
+        try:
+            read_difficulty(config, row)
+        except ValueError as error:
+            return str(error)
     if "answer" not in row:  # the column may be missing if the scorer needs no reference answer
         return PromptRow(number, asked, {"family": None, **row})
     try:

@@ -22,9 +22,9 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
 from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
-from rollflow.tasks.prompts.config import ColumnSumsPrompts, PromptConfig
+from rollflow.tasks.prompts.config import PLACE, ColumnSumsPrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
-from rollflow.tasks.prompts.messages import list_messages
+from rollflow.tasks.prompts.messages import apply_template, list_messages
 
 if TYPE_CHECKING:
     from rollflow.tasks.prompts.epochs import Epochs
@@ -147,8 +147,12 @@ class RunPrompts:
     def texts(self, count: int) -> list[str]:
         """Return the texts and answers of `count` demonstrations, from which a tokenizer's vocabulary is built."""
         places = [self._assign_place(index) for index in range(count)]
-        questions = [self.sources[which].demonstration(position) for which, position in places]
-        return [text for q in questions for text in (q.text, q.answer)]
+        found = list[str]()
+        for which, position in places:
+            question, config = self.sources[which].demonstration(position), self.configs[which]
+            text = question.text if config.template is None else config.template.replace(PLACE, question.text)
+            found += [text, question.answer]
+        return found
 
     def _assign_place(self, index: int) -> tuple[int, int]:
         """Assign a demonstration to the source that is furthest below its share, by smooth weighted round-robin."""
@@ -165,8 +169,9 @@ class RunPrompts:
     def _build_prompt(self, which: int, name: str, index: int, question: Question) -> Prompt:
         config, domain = self.configs[which], self.configs[which].domain
         assert self._encode is not None, "the prompts were opened without an encoder"
-        read = ModelInput.of(self._encode(question.asked, config.chat, config.system))
-        scorer, messages = config.scorer_of(question.reference), list_messages(question.asked, config.system)
+        asked = apply_template(config, question.asked)
+        read = ModelInput.of(self._encode(asked, config.chat, config.system))
+        scorer, messages = config.scorer_of(question.reference), list_messages(asked, config.system)
         return Prompt(f"{domain}/{name}", index, domain, question.text, read, question.reference, scorer, messages)
 
     def _first_fit(

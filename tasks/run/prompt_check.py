@@ -23,6 +23,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
 from rollflow.tasks.prompts.config import FileBase, PromptBase
 from rollflow.tasks.prompts.jsonl import JsonlSource, numbered_lines
+from rollflow.tasks.prompts.messages import apply_template
 from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
@@ -103,7 +104,10 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
                 if wrong := fault(question.reference):
                     raise ConfigError(f"prompts.{which}: question {shorten_value(question.text)}: {wrong}")
         room = _compute_room(config, tokenizer)
-        lengths = [len(tokenizer.encode_prompt(question.asked, source.chat, source.system)) for question in asked]
+        lengths = [
+            len(tokenizer.encode_prompt(apply_template(source, question.asked), source.chat, source.system))
+            for question in asked
+        ]
         if long := [length for length in lengths if not 0 < length <= room]:
             what = (
                 f"{len(long)} of the first {len(asked)} prompts are too long (for example "
@@ -239,7 +243,7 @@ def _count_tokens(source: FileBase, tokenizer: PolicyTokenizer) -> Callable[[Pro
             if not checked and not isinstance(row.question, str) and row.question[0]["role"] == "system":
                 checked = True
                 tokenizer.template.check(row.question[0]["content"])
-            return len(tokenizer.encode_prompt(row.question, source.chat, source.system))
+            return len(tokenizer.encode_prompt(apply_template(source, row.question), source.chat, source.system))
         except ConfigError as error:
             raise source.refusal(f"{source.unit} {row.line}: {error}") from None
 

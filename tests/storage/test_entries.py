@@ -76,6 +76,7 @@ def test_entry_json_is_stable() -> None:
             "issued": [8],
             "discards": [],
             "surplus_tokens": 0,
+            "rates": [],
             "kind": "batch-committed",
         },
     }

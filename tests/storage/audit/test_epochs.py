@@ -1,0 +1,190 @@
+"""Tests that an audit proves the epochs of a source that skips solved questions, and finds planted faults.
+
+The prompts, the log and the scheduler's epochs are real; responses and versions are artificial.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.audit.expected import Expected
+from rollflow.storage.log.entries import BatchCommitted, Entry, EpochStarted
+from rollflow.storage.records import Outcome, TrajectoryGroup
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.expectations import expected_of
+from tests.support.forger import Forger
+from tests.support.log_actors import Learner
+from tests.support.log_runs import forget, of_kind
+from tests.support.small_run import GROUPS, batch, prepare_small
+
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("alterations")]
+EVERY, BATCHES = 3, 20
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """Make a run of five epochs: of nine questions, those of an even number are solved whenever they are asked."""
+    home = tmp_path_factory.mktemp("home")
+    file = home / "questions.jsonl"
+    rows = ({"question": f"What is {one} plus {one}?", "answer": str(2 * one)} for one in range(12))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = {"kind": "jsonl", "path": str(file), "held_out": 0.25, "solved_every": EVERY}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        context = prepare_small(home, "epochs", BATCHES, prompts=[source])
+        supervisor = context.log.claim("supervisor")
+        learner, writer = Learner(context.store, supervisor.claim), context.log.claim("scheduler")
+        prompts = context.prompts()
+        assert prompts.epochs is not None
+        learner.publish()
+        for number in range(BATCHES):
+            for position in range(number * GROUPS, number * GROUPS + GROUPS + 1):
+                prompts.epochs.start(writer, 0, position)
+            staged = batch(context, number)
+            context.batches.commit(writer, replace(staged, groups=judged(context, staged)))
+            learner.log.follow()
+            learner.publish()
+        forget(context.store)
+        yield context
+
+
+def judged(context: RunContext, staged: StagedBatch) -> tuple[TrajectoryGroup, ...]:
+    """Judge the responses: all are correct if the question has an even number, else none."""
+    prompts, groups = context.prompts(), []
+    for group in staged.groups:
+        assert isinstance(group, TrajectoryGroup)
+        assert prompts.epochs is not None
+        epoch, place = divmod(prompts.epochs.locate(0, group.key.prompt), 9)
+        solved = prompts.sources[0].order(epoch)[place] % 2 == 0  # type: ignore[attr-defined]
+        outcome = Outcome.CORRECT if solved else Outcome.WRONG
+        rows = tuple(replace(one, outcome=outcome, reward=float(solved)) for one in group.trajectories)
+        groups.append(replace(group, trajectories=rows))
+    return tuple(groups)
+
+
+@pytest.fixture
+def forger(finished: RunContext, tmp_path: Path) -> Forger:
+    shutil.copytree(finished.store.uri, tmp_path / "altered")
+    return Forger(RunContext(str(tmp_path / "altered"), tmp_path / "cache"))
+
+
+def violations(context: RunContext) -> list[str]:
+    """Return what a deep audit finds; limits are left out, because the versions are artificial."""
+    fresh = RunContext(context.uri, context.cache)
+    expected = expected_of(fresh)
+    assert expected.unchecked == ""
+    return [one.what for one in audit(fresh.store, deep=True, expected=Expected(prompts=expected.prompts)).violations]
+
+
+def test_run_asks_each_question_once_an_epoch(finished: RunContext) -> None:
+    assert violations(finished) == []
+    epochs = [entry.body for entry in of_kind(finished.store, EpochStarted)]
+    assert len(epochs) >= 5
+    asked = defaultdict[int, list[str]](list)
+    for index in range(GROUPS * BATCHES):
+        number = next(e.number for e in epochs if isinstance(e, EpochStarted) and e.start <= index < e.end)
+        asked[number].append(finished.prompts().prompt(index).text)
+    for epoch in epochs[:-1]:
+        assert isinstance(epoch, EpochStarted)
+        assert len(asked[epoch.number]) == len(set(asked[epoch.number])) == 9 - len(epoch.skipped)
+        assert {one % 2 for one in epoch.skipped} <= {0}
+        assert bool(epoch.skipped) == (epoch.number > 0)
+
+
+def altered_epoch(change: Callable[[EpochStarted], EpochStarted], number: int = 2) -> Callable[[Forger], None]:
+    def alter(forger: Forger) -> None:
+        def changed(entry: Entry) -> Entry:
+            body = entry.body
+            return (
+                replace(entry, body=change(body)) if isinstance(body, EpochStarted) and body.number == number else entry
+            )
+
+        forger.log(lambda entries: [changed(entry) for entry in entries])
+
+    return alter
+
+
+def skip_other(body: EpochStarted) -> EpochStarted:
+    """Skip an unsolved question instead of a solved one."""
+    unsolved = next(one for one in range(1, 9, 2) if one not in body.skipped)
+    return replace(body, skipped=tuple(sorted([*body.skipped[1:], unsolved])))
+
+
+def leave_out_epoch(forger: Forger) -> None:
+    forger.log(lambda entries: [e for e in entries if not (isinstance(e.body, EpochStarted) and e.body.number == 2)])
+
+
+def change_rates(change: Callable[[BatchCommitted], BatchCommitted]) -> Callable[[Forger], None]:
+    return lambda forger: forger.batch(3, change)
+
+
+def use_skipped_question(forger: Forger) -> None:
+    """Let a group of epoch 1 answer a question that the epoch skips."""
+    context = forger.context
+    epoch = next(
+        e.body for e in of_kind(context.store, EpochStarted) if isinstance(e.body, EpochStarted) and e.body.number
+    )
+    assert isinstance(epoch, EpochStarted)
+    prompts = context.prompts()
+    order = prompts.sources[0].order(1)  # type: ignore[attr-defined]
+    skipped = next(place for place, question in enumerate(order) if question in epoch.skipped)
+    prompts.epochs = None
+    other = prompts.prompt(9 + skipped)
+    number = epoch.start // GROUPS + 1
+
+    def changed(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        [first, *rest] = groups
+        length = len(context.prompts().prompt(first.key.prompt).tokens)
+        quiet = len(other.tokens)
+        rows = (
+            replace(
+                one,
+                tokens=(*other.tokens, *one.tokens[length:]),
+                loss_mask=(*[False] * quiet, *one.loss_mask[length:]),
+                logprobs=(*[0.0] * quiet, *one.logprobs[length:]),
+                versions=(*[-1] * quiet, *one.versions[length:]),
+            )
+            for one in first.trajectories
+        )
+        return [replace(first, trajectories=tuple(rows)), *rest]
+
+    forger.rows(number, changed)
+
+
+@pytest.mark.parametrize(
+    ("alter", "why"),
+    [
+        (altered_epoch(skip_other), "without reason, and does not skip question"),
+        (altered_epoch(lambda body: replace(body, skipped=(), asked=9)), "does not skip questions"),
+        (altered_epoch(lambda body: replace(body, skipped=body.skipped[1:])), "asks"),
+        (leave_out_epoch, "beyond the newest epoch of source 0"),
+        (change_rates(lambda body: replace(body, rates=())), "no known pass rate"),
+        (
+            change_rates(lambda body: replace(body, rates=tuple(rate._replace(correct=2) for rate in body.rates))),
+            "the entry of its batch says 2 of 4 responses correct",
+        ),
+        (use_skipped_question, "prompt"),
+    ],
+    ids=[
+        "unsolved skipped",
+        "solved asked",
+        "fewer asked",
+        "entry missing",
+        "rates missing",
+        "other rates",
+        "skipped used",
+    ],
+)
+def test_audit_finds_altered_epoch(forger: Forger, alter: Callable[[Forger], None], why: str) -> None:
+    alter(forger)
+    found = violations(forger.context)
+    assert any(why in what for what in found), found
