@@ -42,7 +42,7 @@ def trained(rows: Sequence[Any], held_out: float = 0.0, **keys: Any) -> set[str]
     [
         ({"min": 0.2, "max": 0.4}, [2, 3, 4]),
         ({"min": 0.9}, [9, 10]),
-        ({"max": 0.0}, [0]),
+        ({"max": 0}, [0]),
         ({"min": 0.25}, range(3, 11)),
     ],
 )
