@@ -25,6 +25,7 @@ from rollflow.storage.log.entries import (
     Claimed,
     ConfigChanged,
     Entry,
+    EpochStarted,
     Pruned,
     RunCreated,
     VersionPublished,
@@ -84,6 +85,9 @@ def describe_entry(entry: Entry) -> str:
             )
         case ConfigChanged():
             return change_sentence(RecordedConfig.of(entry))
+        case EpochStarted():
+            skipped = f"{len(body.skipped):,} solved questions are skipped"
+            return f"epoch {body.number} of source {body.source} started: {body.asked:,} questions, {skipped}"
         case BatchCommitted():
             return _describe_batch(body)
         case BatchVoided():

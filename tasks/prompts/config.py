@@ -115,7 +115,9 @@ class FileBase(PromptBase):
         description="column in which a row may name its own scorer, which is [rewards.NAME]; a row without a name "
         "has the scorer of the source",
     )
-    difficulty: DifficultyRange | None = None
+    difficulty: DifficultyRange | None = Field(
+        None, description="range of a number in a column; rows outside it are not trained on; default: all rows are"
+    )
     near_duplicates: Literal["count", "drop"] = Field(
         "count",
         description="what happens to a training question that is a near duplicate of a held-out question: it is only "
