@@ -3,8 +3,8 @@ working folder.
 
     | key | what counts as a path |
     |---|---|
-    | `prompts.path` of kind "jsonl"; `path` and `held_out_path` of kind "file" | every value; with format = "hub", only
-      one with the suffix of a table |
+    | `prompts.path` of kind "jsonl"; `path`, `held_out_path` and `evaluation_sets.NAME.path` of kind "file" | every
+      value; with format = "hub", only one with the suffix of a table |
     | `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
     | `store.uri` | a value without a scheme |
     | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
@@ -63,6 +63,9 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
         if isinstance(source, dict) and source.get("kind") in ("jsonl", "file"):
             anchor: Anchor = _anchor_file if source.get("format") != "hub" else _anchor_suffixed
             candidates += [(f"prompts.{position}", source, key, anchor) for key in ("path", "held_out_path")]
+            sets = source.get("evaluation_sets")
+            for name, one in sets.items() if isinstance(sets, dict) else ():
+                candidates.append((f"prompts.{position}.evaluation_sets.{name}", one, "path", anchor))
     for place, table, last, anchor in candidates:
         if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:
             yield (f"{place}.{last}", table, last), anchor

@@ -364,6 +364,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
             for name, d in domains.items()
         )
         rows.append(("domains", Text("   ".join(shown))))
+    if sets := summary.get("evaluation_sets"):
+        rows.append(("sets", Text("   ".join(f"{name} {accuracy:.1%}" for name, accuracy in sets.items()))))
     if newest := {name: list(shares.values())[-1] for name, shares in (summary.get("skipped") or {}).items() if shares}:
         rows.append(("skipped", Text(_format_skipped(newest))))
     if summary.get("idle"):

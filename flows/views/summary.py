@@ -53,6 +53,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "run_id": context.run_id,
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
+        "evaluation_sets": {name: one.accuracy for name, one in stored[-1].sets.items()} if stored else {},
         "not_evaluated": {one.version: one.reason for one in read_skipped(context.store)},
         "versions": versions,
         "no_signal": count_no_signal(trained),

@@ -246,7 +246,8 @@ class _Audit:
     def _prompts(self, body: RunCreated) -> Iterator[StoredObject]:
         """Yield the prompt files that are stored with the run."""
         held_out = [pin["held_out"] for pin in body.prompts if isinstance(pin.get("held_out"), Mapping)]
-        for pin in (*body.prompts, *held_out):
+        sets = [one for pin in body.prompts for one in dict(pin.get("evaluation_sets") or {}).values()]
+        for pin in (*body.prompts, *held_out, *sets):
             described = pin.get("kept"), pin.get("size"), pin.get("sha256")
             match described:
                 case (None | "", _, _):

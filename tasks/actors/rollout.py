@@ -183,6 +183,7 @@ class RolloutActor:
                 ports,
                 self.config.accuracy_shares,
                 by_value=settings.correct == "value",
+                sets=self.prompts.evaluation_sets(),
             ),
             keep=lambda found: asyncio.to_thread(self._store_result, found),
             slots=self.config.engine.max_concurrent_requests,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.row_config import DifficultyRange, EvaluationSet
 from rollflow.tasks.runtime.sections import Imported, Section, refuse
 
 PLACE = "{question}"  # the part of a template that the question replaces
@@ -66,34 +68,6 @@ class ReasoningGymPrompts(PromptBase):
     def domain(self) -> str:
         """Name of this source in statistics."""
         return self.family
-
-
-class DifficultyRange(Section):
-    """The rows of a file that are trained on, by a number in a column; other rows are left out."""
-
-    column: str = Field("pass_rate", min_length=1, description="column of the file with a number in each row")
-    min: float | None = Field(
-        None, allow_inf_nan=False, description="smallest number of a row that is trained on; default: no limit"
-    )
-    max: float | None = Field(
-        None, allow_inf_nan=False, description="largest number of a row that is trained on; default: no limit"
-    )
-
-    @model_validator(mode="after")
-    def _check_limits(self) -> Self:
-        if self.min is None and self.max is None:
-            refuse("prompts.difficulty", self.column, "it has no limit; set min or max")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            refuse("prompts.difficulty.min", self.min, f"it must not be above max = {self.max}; choose a smaller min")
-        return self
-
-    def contains(self, number: float) -> bool:
-        """Return whether a row with this number is trained on."""
-        return (self.min is None or number >= self.min) and (self.max is None or number <= self.max)
-
-    def __str__(self) -> str:
-        limits = [f"{name} = {value:g}" for name, value in (("min", self.min), ("max", self.max)) if value is not None]
-        return f"{self.column}, {', '.join(limits)}"
 
 
 class FileBase(PromptBase):
@@ -168,6 +142,17 @@ class FileBase(PromptBase):
         """The file that contains the held-out questions, or None if they are a share of the rows of `path`."""
         return None
 
+    @property
+    def set_files(self) -> dict[str, HeldOutFile]:
+        """The file of each evaluation set, by the set's name."""
+        return {}
+
+    @property
+    def files(self) -> tuple[FileBase, ...]:
+        """All files of the source: its own, and those with held-out questions."""
+        held_out = () if self.held_out_file is None else (self.held_out_file,)
+        return (self, *held_out, *self.set_files.values())
+
     def label(self, name: str) -> str:
         """Return the words by which error messages name the column of `question` or `answer`."""
         return name
@@ -227,6 +212,11 @@ class FilePrompts(FileBase):
         description='split of a "saved" or "hub" data set whose rows are held out, in their order; default: none',
     )
 
+    evaluation_sets: dict[str, EvaluationSet] = Field(
+        default_factory=dict,
+        description="further files or splits that are held out and evaluated, each under a name of its own",
+    )
+
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
@@ -235,13 +225,27 @@ class FilePrompts(FileBase):
         """The file or split that contains the held-out questions, or None if they are a share of the rows of `path`."""
         if self.held_out_path is None and self.held_out_split is None:
             return None
-        keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": self.held_out_split}
-        keys |= {"difficulty": None}  # it chooses what is trained on
-        if self.held_out_path is None:
+        return self._build_held_out(self.held_out_path, self.held_out_split)
+
+    @property
+    def set_files(self) -> dict[str, HeldOutFile]:
+        """The file or split of each evaluation set, by the set's name."""
+        return {
+            name: self._build_held_out(one.path, one.split, one.columns, f"prompts.evaluation_sets.{name}")
+            for name, one in self.evaluation_sets.items()
+        }
+
+    def _build_held_out(
+        self, path: str | None, split: str | None, columns: dict[str, str] | None = None, section: str = ""
+    ) -> HeldOutFile:
+        """Describe a file or split with held-out questions; `section` is the config section that names it."""
+        keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": split, "section": section}
+        keys |= {"difficulty": None, "evaluation_sets": {}}  # these are keys of what is trained on
+        keys |= {} if columns is None else {"columns": columns}
+        if path is None:
             return HeldOutFile(**keys)
-        suffix = Path(self.held_out_path).suffix.lower()
-        other = {"path": self.held_out_path, "format": SUFFIXES.get(suffix, self.format), "subset": None}
-        return HeldOutFile(**keys | other)
+        suffix = Path(path).suffix.lower()
+        return HeldOutFile(**keys | {"path": path, "format": SUFFIXES.get(suffix, self.format), "subset": None})
 
     @property
     def chosen_format(self) -> Format | None:
@@ -283,10 +287,13 @@ class HeldOutFile(FilePrompts):
     """The file or split with the held-out questions of another source; it is no source of its own."""
 
     split_key: ClassVar[str] = "prompts.held_out_split"
+    section: str = ""  # the section of the evaluation set; "" for the held-out questions of the source itself
 
     @property
     def key(self) -> str:
         """The config key that names the file, and the split if there is one."""
+        if self.section:
+            return f"{self.section}.path" if self.split is None else f"{self.section}.split = {self.split!r} of path"
         return "prompts.held_out_path" if self.split is None else f"split {self.split!r} of prompts.path"
 
 
@@ -354,3 +361,16 @@ PromptConfig = Annotated[
     ReasoningGymPrompts | JsonlPrompts | FilePrompts | ColumnSumsPrompts | SortingPrompts | ImportPrompts,
     Field(discriminator="kind"),
 ]
+
+
+def find_set_faults(sources: Sequence[PromptConfig]) -> Iterator[tuple[str, str, str]]:
+    """Yield key, value and cure of each evaluation set whose name cannot name a metric, or is taken."""
+    taken = {source.domain for source in sources}
+    for which, source in enumerate(sources):
+        for name in source.evaluation_sets if isinstance(source, FilePrompts) else ():
+            key = f"prompts.{which}.evaluation_sets"
+            if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII):
+                yield key, name, "the name of a set has letters, digits, - and _; rename the set"
+            elif name in taken:
+                yield key, name, "another set or source has this name; rename the set"
+            taken.add(name)

@@ -55,7 +55,8 @@ class JsonlSource:
             held, self._others = lines[:kept], lines[kept:]
         self._left_out: dict[str, int] = {}  # why rows are not trained on -> number of such rows
         self._held = {excluded.identity(question): question for question in held}
-        for question in held:
+        self.sets = {name: read_questions(file, read(file)) for name, file in config.set_files.items()}
+        for question in [*held, *(one for questions in self.sets.values() for one in questions)]:
             excluded.add(question)
 
     @cached_property
@@ -91,6 +92,11 @@ class JsonlSource:
     def held_out(self, count: int) -> list[Question]:
         """Return the first `count` held-out questions."""
         return list(self._held.values())[:count]
+
+    def evaluation_set(self, name: str, count: int) -> list[Question]:
+        """Return the first `count` distinct questions of an evaluation set."""
+        distinct = {self._excluded.identity(question): question for question in reversed(self.sets[name])}
+        return list(reversed(distinct.values()))[:count]
 
     @property
     def count(self) -> int:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollflow.storage.errors import ConfigError
@@ -22,8 +23,9 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
 from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
-from rollflow.tasks.prompts.config import PLACE, ColumnSumsPrompts, PromptConfig
+from rollflow.tasks.prompts.config import PLACE, ColumnSumsPrompts, FilePrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
+from rollflow.tasks.prompts.jsonl import JsonlSource
 from rollflow.tasks.prompts.messages import apply_template, list_messages
 
 if TYPE_CHECKING:
@@ -116,6 +118,25 @@ class RunPrompts:
         if not prompts:
             raise self._build_no_held_out_error()
         return prompts
+
+    def evaluation_sets(self) -> dict[str, list[Prompt]]:
+        """Return the prompts of each evaluation set, whose domain is the set's name.
+
+        Their indices follow those of the held-out prompts. A prompt that is too long is omitted or refused.
+        """
+        found: dict[str, list[Prompt]] = {}
+        index = self._held_out
+        for which, (config, source) in enumerate(zip(self.configs, self.sources, strict=True)):
+            for name, one in config.evaluation_sets.items() if isinstance(config, FilePrompts) else ():
+                assert isinstance(source, JsonlSource)
+                asked = enumerate(source.evaluation_set(name, one.prompts), index)
+                prompts = [self._build_prompt(which, "", place, question) for place, question in asked]
+                prompts = [replace(prompt, id=f"{name}/{prompt.index}", domain=name) for prompt in prompts]
+                index += len(prompts)
+                if config.too_long == "refuse" and (long := [one for one in prompts if not self._fits(one)]):
+                    raise self._build_too_long_error(which, long[0])
+                found[name] = [prompt for prompt in prompts if self._fits(prompt)]
+        return found
 
     def count_held_out(self) -> int:
         """Count the held-out questions; raise `ConfigError` if there are none."""

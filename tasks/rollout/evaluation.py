@@ -62,6 +62,8 @@ class Evaluation:
     With several domains, accuracy, reward and pass@k are means of the domains, each weighted by its share of the
     trained groups (`evaluation.mean`). `domains` has the result on each domain.
 
+    `sets` has the result on each evaluation set with a name; they do not count towards `accuracy`.
+
     `pass_at` maps k = 2, 4, 8, ..., up to the number of responses per prompt, to pass@k: the chance that at least one
     of k responses is right.
     """
@@ -74,12 +76,13 @@ class Evaluation:
     pinned: bool  # True if every token came from `version`
     pass_at: Mapping[int, float] = field(default_factory=dict)  # k -> pass@k; empty with one response per prompt
     domains: Mapping[str, DomainResult] = field(default_factory=dict)  # empty with one domain
+    sets: Mapping[str, DomainResult] = field(default_factory=dict)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics for MLflow, which allows no @ in the name of a metric."""
         found = {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
-        for domain, result in self.domains.items():
+        for domain, result in [*self.domains.items(), *self.sets.items()]:
             found |= {f"accuracy_{safe_name(domain)}": result.accuracy, f"reward_{safe_name(domain)}": result.reward}
         return found
 
@@ -217,6 +220,7 @@ class Evaluator:
     # domain -> its weight in the accuracy; empty: every response has the same weight
     shares: Mapping[str, float] = field(default_factory=dict)
     by_value: bool = False  # True: a response is right if its reward is 1; False: if its outcome is "correct"
+    sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
         """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns.
@@ -224,11 +228,16 @@ class Evaluator:
         Raises:
             Unjudged: nobody could judge a response, so an accuracy would count it as wrong.
         """
-        asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]
+        every = [*self.prompts, *(prompt for prompts in self.sets.values() for prompt in prompts)]
+        asked = [(prompt, sample) for prompt in every for sample in range(self.samples)]
         done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
         if missing := [score.reason for score, _ in done if score.outcome is Outcome.UNJUDGED]:
             raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
+        main = len(self.prompts) * self.samples
         judged = [(prompt.domain, score) for (prompt, _), (score, _) in zip(asked, done, strict=True)]
+        sets = self._summarise_sets(judged[main:])
+        judged, pinned = judged[:main], all(v == version for _, versions in done for v in versions)
+        done = done[:main]
         by_domain = {domain: [score for one, score in judged if one == domain] for domain, _ in judged}
         domains = {domain: self._summarise(scores) for domain, scores in by_domain.items()}
         total = combine(domains, self.shares) if self.shares else self._summarise([score for _, score in judged])
@@ -238,14 +247,22 @@ class Evaluator:
             reward=total.reward,
             responses=len(done),
             mean_tokens=sum(len(versions) for _, versions in done) / len(done),
-            pinned=all(v == version for _, versions in done for v in versions),
+            pinned=pinned,
             pass_at=total.pass_at,
             domains={
                 domain: DomainResult(one.accuracy, one.reward, len(by_domain[domain]))
                 for domain, one in domains.items()
                 if len(domains) > 1
             },
+            sets=sets,
         )
+
+    def _summarise_sets(self, judged: Sequence[tuple[str, Score]]) -> dict[str, DomainResult]:
+        """Summarise the scores of the evaluation sets; each score has its set's name."""
+        names = [name for name, prompts in self.sets.items() if prompts]
+        scores_of = {name: [score for one, score in judged if one == name] for name in names}
+        found = {name: self._summarise(scores) for name, scores in scores_of.items()}
+        return {name: DomainResult(one.accuracy, one.reward, len(scores_of[name])) for name, one in found.items()}
 
     def _summarise(self, scores: Sequence[Score]) -> _Summary:
         """Summarise the scores of whole prompts, each with its samples one after another."""

@@ -22,7 +22,7 @@ from rollflow.tasks.engines.config import EngineBase, EngineConfig, Transformers
 from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
-from rollflow.tasks.prompts.config import FileBase, PromptConfig, SortingPrompts
+from rollflow.tasks.prompts.config import FileBase, PromptConfig, SortingPrompts, find_set_faults
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.run.cluster_config import ClusterConfig
 from rollflow.tasks.runtime.names import RecipeName
@@ -281,6 +281,7 @@ class RunConfig(Section):
         for which, source in enumerate(self.prompts):
             if source.reward is not None and source.reward not in self.rewards:
                 yield refusal(f"prompts.{which}.reward", source.reward, self.explain_missing(source.reward))
+        yield from (refusal(*fault) for fault in find_set_faults(self.prompts))
         if len({config.judge_tries > 0 for config in self.scorers.values()}) > 1:
             cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
             yield refusal("reward.judge_tries", self.reward.judge_tries, cure)

@@ -93,9 +93,10 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
         prompt, question = prompts.find(index)
         return prompt, prompts.is_held_out(index % len(prompts.sources), question)
 
+    held_out = [*prompts.held_out(), *(one for found in prompts.evaluation_sets().values() for one in found)]
     return ExpectedPrompts(
         ask=ask,
-        held_out={tuple(prompt.input.flat): prompt.id for prompt in prompts.held_out()},
+        held_out={tuple(prompt.input.flat): prompt.id for prompt in held_out},
         vocabulary=read_vocabulary(context.policy_folder),
         stops=frozenset(stop_tokens(context.policy_folder)),
         propose_epoch=prompts.epochs.propose if prompts.epochs else None,

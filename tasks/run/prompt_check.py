@@ -47,7 +47,7 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
         ConfigError: a row cannot be asked or scored.
     """
     sources = [source for source in config.prompts if isinstance(source, FileBase)]
-    files = dict.fromkeys(file for source in sources for file in (source, source.held_out_file) if file is not None)
+    files = dict.fromkeys(file for source in sources for file in source.files)
     with ReferenceChecker() as checker:
         rows: dict[FileBase, list[PromptRow]] = {
             file: read_rows(file, read(file), _Judgeable(config, file, checker)) for file in files

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,6 +76,7 @@ class TablePin(KeptFile):
 
     kind: Literal["file"] = "file"
     held_out: KeptFile | None = None
+    evaluation_sets: Mapping[str, KeptFile] = Field(default_factory=dict)  # name of the set -> the record of its file
 
 
 class FamilyPin(PinBase):
@@ -127,7 +128,10 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
             case FilePrompts():
                 other = source.held_out_file
                 held_out = KeptFile(**_describe_file(config, other, read, split)) if other else None
-                pins.append(TablePin(**_describe_file(config, source, read, split), held_out=held_out))
+                files = source.set_files.items()
+                sets = {name: KeptFile(**_describe_file(config, file, read, split)) for name, file in files}
+                described = _describe_file(config, source, read, split)
+                pins.append(TablePin(**described, held_out=held_out, evaluation_sets=sets))
             case ReasoningGymPrompts():
                 pins.append(FamilyPin(split=split, version=package_version(PACKAGE), sha256=prompts.sha256(which)))
             case ColumnSumsPrompts():
@@ -162,8 +166,8 @@ def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], re
     for source, pin in zip(config.prompts, pins, strict=True):
         if not isinstance(source, FileBase):
             continue
-        for file in (source, source.held_out_file):
-            if file is not None and (kept := _find_record(file, source, pin).kept):
+        for file in source.files:
+            if kept := _find_record(file, source, pin).kept:
                 store.put(kept, read(file))
 
 
@@ -179,7 +183,7 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
         owner, found = next(
             (owner, pin)
             for owner, pin in zip(config.prompts, pins, strict=True)
-            if isinstance(owner, FileBase) and source in (owner, owner.held_out_file)
+            if isinstance(owner, FileBase) and source in owner.files
         )
         pin = _find_record(source, owner, found)
         return _read_kept(store, pin) if pin.kept else _read_unchanged(source, pin)
@@ -188,8 +192,11 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
 
 
 def _find_record(file: FileBase, source: FileBase, pin: Pin) -> KeptFile:
-    """Return the record of a source's file: of the source itself, or of its held-out questions."""
-    record = pin.held_out if isinstance(pin, TablePin) and file != source else pin
+    """Return the record of a source's file: of the source itself, of its held-out questions, or of a set."""
+    record: object = pin
+    if isinstance(pin, TablePin) and file != source:
+        sets = (pin.evaluation_sets[name] for name, one in source.set_files.items() if one == file)
+        record = next(sets, pin.held_out)
     assert isinstance(record, KeptFile)
     return record
 
