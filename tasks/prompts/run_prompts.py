@@ -81,15 +81,17 @@ class RunPrompts:
     def find(self, index: int) -> tuple[Prompt, Question]:
         """Return the training prompt at `index` and the question from which the prompt was made."""
         position, which = divmod(index, len(self.sources))
-        place = self.epochs.locate(which, position) if self.epochs else position
+        place = self._locate(which, position)
         return self._first_fit(which, f"{index:08d}", index, self.sources[which].training, place)
 
     def question(self, index: int) -> Question:
-        """Return the training question at `index` if no epoch skips a question, even if its prompt would be too
-        long.
-        """
+        """Return the training question at `index`, even if its prompt would be too long."""
         position, which = divmod(index, len(self.sources))
-        return self.sources[which].training(position)
+        return self.sources[which].training(self._locate(which, position))
+
+    def _locate(self, which: int, position: int) -> int:
+        """Return the position of a prompt in a source that skips no questions."""
+        return self.epochs.locate(which, position) if self.epochs else position
 
     def is_held_out(self, which: int, question: Question) -> bool:
         """Return whether the source with number `which` must not train on the question."""

@@ -243,6 +243,15 @@ def _add_keeping(commands: Commands) -> None:
     export.add_argument("version", type=int, metavar="VERSION", help="number of the version, e.g. 150")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
 
+    rates = commands.add(
+        "rates",
+        "Write the pass rate of each question that a run asked",
+        "The file has one JSON object per line, and can be a source of prompts with a range of difficulty.",
+        "rollflow rates rated.jsonl",
+    )
+    _run_argument(rates)
+    rates.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
+
     gc = commands.add(
         "gc",
         "Delete the objects in storage that a run does not need",

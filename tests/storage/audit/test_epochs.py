@@ -5,7 +5,6 @@ The prompts, the log and the scheduler's epochs are real; responses and versions
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,58 +16,25 @@ import pytest
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.audit.expected import Expected
 from rollflow.storage.log.entries import BatchCommitted, Entry, EpochStarted
-from rollflow.storage.records import Outcome, TrajectoryGroup
-from rollflow.storage.trajectories import StagedBatch
+from rollflow.storage.records import TrajectoryGroup
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
+from tests.support.epoch_run import BATCHES, make_epoch_run
 from tests.support.forger import Forger
-from tests.support.log_actors import Learner
 from tests.support.log_runs import forget, of_kind
-from tests.support.small_run import GROUPS, batch, prepare_small
+from tests.support.small_run import GROUPS
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("alterations")]
-EVERY, BATCHES = 3, 20
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
-    """Make a run of five epochs: of nine questions, those of an even number are solved whenever they are asked."""
     home = tmp_path_factory.mktemp("home")
-    file = home / "questions.jsonl"
-    rows = ({"question": f"What is {one} plus {one}?", "answer": str(2 * one)} for one in range(12))
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    source = {"kind": "jsonl", "path": str(file), "held_out": 0.25, "solved_every": EVERY}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLFLOW_HOME", str(home))
-        context = prepare_small(home, "epochs", BATCHES, prompts=[source])
-        supervisor = context.log.claim("supervisor")
-        learner, writer = Learner(context.store, supervisor.claim), context.log.claim("scheduler")
-        prompts = context.prompts()
-        assert prompts.epochs is not None
-        learner.publish()
-        for number in range(BATCHES):
-            for position in range(number * GROUPS, number * GROUPS + GROUPS + 1):
-                prompts.epochs.start(writer, 0, position)
-            staged = batch(context, number)
-            context.batches.commit(writer, replace(staged, groups=judged(context, staged)))
-            learner.log.follow()
-            learner.publish()
+        context = make_epoch_run(home)
         forget(context.store)
         yield context
-
-
-def judged(context: RunContext, staged: StagedBatch) -> tuple[TrajectoryGroup, ...]:
-    """Judge the responses: all are correct if the question has an even number, else none."""
-    prompts, groups = context.prompts(), []
-    for group in staged.groups:
-        assert isinstance(group, TrajectoryGroup)
-        assert prompts.epochs is not None
-        epoch, place = divmod(prompts.epochs.locate(0, group.key.prompt), 9)
-        solved = prompts.sources[0].order(epoch)[place] % 2 == 0  # type: ignore[attr-defined]
-        outcome = Outcome.CORRECT if solved else Outcome.WRONG
-        rows = tuple(replace(one, outcome=outcome, reward=float(solved)) for one in group.trajectories)
-        groups.append(replace(group, trajectories=rows))
-    return tuple(groups)
 
 
 @pytest.fixture
