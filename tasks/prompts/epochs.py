@@ -89,6 +89,8 @@ class Epochs:
         self._sources: dict[int, EpochSource] = {which: sources[which] for which in self._rules}  # type: ignore[misc]
         self._heads: dict[int, _Head] = {}  # entry -> what is kept of it
         self._asked = lru_cache(CACHED)(self._read_asked)
+        for prompt in log.state.open if self._rules else ():  # so that no dispatch has to wait for storage
+            self.locate(prompt % self._count, prompt // self._count)
 
     def locate(self, source: int, position: int) -> int:
         """Return the position that this prompt of a source would have if no epoch skipped a question.
