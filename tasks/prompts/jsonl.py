@@ -95,8 +95,8 @@ class JsonlSource:
 
     def evaluation_set(self, name: str, count: int) -> list[Question]:
         """Return the first `count` distinct questions of an evaluation set."""
-        distinct = {self._excluded.identity(question): question for question in reversed(self.sets[name])}
-        return list(reversed(distinct.values()))[:count]
+        distinct = {self._excluded.identity(question): question for question in self.sets[name]}
+        return list(distinct.values())[:count]
 
     @property
     def count(self) -> int:

@@ -142,10 +142,9 @@ def test_template_surrounds_each_question() -> None:
 
     config = JsonlPrompts(path="q.jsonl", held_out=0.5, template="Question: {question}\nAnswer {x}: ")
     prompts = RunPrompts([config], 0, 4, encode, 9, lambda _: lines(ROWS[:2]))
-    [held] = prompts.held_out()
-    assert prompts.prompt(0).text in ("q0", "q1")
-    prompts.demonstration(0)
-    assert asked == [f"Question: {text}\nAnswer {{x}}: " for text in (held.text, *[prompts.prompt(0).text] * 2)]
+    [held], trained, (shown, _) = prompts.held_out(), prompts.prompt(0), prompts.demonstration(0)
+    assert {held.text, trained.text} == {"q0", "q1"}
+    assert asked == [f"Question: {one.text}\nAnswer {{x}}: " for one in (held, trained, shown)]
     assert prompts.texts(1)[0] == asked[-1]
 
 
