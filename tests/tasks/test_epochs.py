@@ -21,6 +21,8 @@ from rollflow.tasks.prompts.epochs import Epochs, SkipRule, list_asked
 from tests.support.counts import examples
 from tests.support.described import describe
 from tests.support.epoch_rules import Questions
+from tests.support.log_drawn import BODY
+from tests.support.log_model import read_log
 from tests.support.log_runs import of_kind
 
 FILE = StoredObject("made/up", 1, "0")
@@ -74,6 +76,11 @@ class Source:
         body = BatchCommitted(self.number, FILE, SIZE * len(groups), groups, tuple(prompts), gone, rates=rates)
         self.number += 1
         return self.writer.append(lambda state, _: body).n
+
+
+def refused_by_model(run: Source, body: EpochStarted | BatchCommitted) -> str:
+    """Return why the plain model of the log refuses an entry; "" if it accepts the entry."""
+    return read_log(run.store).why_not("scheduler", run.writer.claim, BODY.dump_python(body, mode="json"))
 
 
 def test_first_epoch_asks_every_question() -> None:
@@ -185,6 +192,8 @@ def test_prompt_beyond_the_epoch_is_not_committed() -> None:
     run.start()
     with pytest.raises(EntryRefused, match="prompt 3 is beyond the newest epoch of source 0"):
         run.commit(dict.fromkeys(range(4), 0))
+    body = BatchCommitted(0, FILE, SIZE, (TrainedGroup(3, 0, 0, 0, 7),), (0, 1, 2, 3))
+    assert refused_by_model(run, body) == "beyond the epochs of its source"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +216,7 @@ def test_epoch_that_contradicts_the_log_is_refused(change: Mapping[str, object])
     body = replace(EpochStarted(0, 1, 3, 3, (), run.log.state.epochs[0].entry), **change)  # type: ignore[arg-type]
     with pytest.raises(EntryRefused):
         run.writer.append(lambda state, _: body)
+    assert refused_by_model(run, body)
 
 
 @pytest.mark.parametrize("rates", [[(7, 1, SIZE)], [(0, 3, SIZE)], [(0, -1, SIZE)], [(0, 1, 1)], [(0, 1, SIZE)] * 2])
@@ -217,6 +227,7 @@ def test_impossible_pass_rates_are_refused(rates: list[tuple[int, int, int]]) ->
     body = BatchCommitted(0, FILE, SIZE, (TrainedGroup(0, 0, 0, 0, 7),), (0,), rates=told)
     with pytest.raises(EntryRefused, match="pass rates that are not those of its groups"):
         run.writer.append(lambda state, _: body)
+    assert "pass rate" in refused_by_model(run, body)
 
 
 @settings(max_examples=examples(200), deadline=None)

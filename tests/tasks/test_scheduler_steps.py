@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from rollflow.storage.errors import RollflowError
+from rollflow.storage.log.state import EpochPlace
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import (
     Cursor,
@@ -123,9 +124,10 @@ def test_preempted_prompt_waits_for_a_newer_version() -> None:
 
 def test_resume_point_follows_the_log() -> None:
     cursor, key = Cursor((9,), (2,)), GroupKey(8, 1)
-    there = {"in_flight": (key,), "holes": [1], "voids": 2, "behind": {8: 4}, "redraws": {8: 1}}
+    there: dict[str, Any] = {"in_flight": (key,), "holes": [1], "voids": 2, "behind": {8: 4}, "redraws": {8: 1}}
+    there["epochs"] = {0: EpochPlace(5, 1, end=12)}
     state: Any = SimpleNamespace(next_batch=3, cursor=cursor, **there)
-    told = {"missing": (1,), "voids": 2, "behind": ((8, 4),), "redraws": ((8, 1),)}
+    told = {"missing": (1,), "voids": 2, "behind": ((8, 4),), "redraws": ((8, 1),), "epochs": ((0, 12),)}
     assert ResumePoint.of_state(state) == ResumePoint(3, cursor, (key,), **told)  # type: ignore[arg-type]
     assert ResumePoint() == ResumePoint(0, Cursor(), (), missing=(), voids=0, behind=(), redraws=())
 
