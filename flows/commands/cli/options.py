@@ -249,7 +249,7 @@ def _add_keeping(commands: Commands) -> None:
         "The file has one JSON object per line, and can be a source of prompts with a range of difficulty.",
         "rollflow rates rated.jsonl",
     )
-    _run_argument(rates)
+    add_run_argument(rates)
     rates.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
 
     gc = commands.add(
