@@ -243,11 +243,9 @@ def _add_keeping(commands: Commands) -> None:
     export.add_argument("version", type=int, metavar="VERSION", help="number of the version, e.g. 150")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
 
+    about = "The file is JSON lines, and can be a source of prompts with a range of difficulty."
     rates = commands.add(
-        "rates",
-        "Write the pass rate of each question that a run asked",
-        "The file has one JSON object per line, and can be a source of prompts with a range of difficulty.",
-        "rollflow rates rated.jsonl",
+        "rates", "Write each question of a run with its pass rate", about, "rollflow rates rated.jsonl"
     )
     add_run_argument(rates)
     rates.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
