@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rollflow.flows.commands.cli.exit_codes import OK
 from rollflow.flows.commands.cli.process_log import print_process_log
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.config_history import change_sentence
+from rollflow.flows.views.pass_rates import list_rates
 from rollflow.storage.log.configs import RecordedConfig
 from rollflow.storage.log.entries import (
     BatchCommitted,
@@ -40,7 +42,10 @@ SHOWN = ("reward", "loss")  # names of the metrics that are shown for each versi
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the run's log, or the log lines of its processes."""
+    """Print the run's log, the log lines of its processes, or the pass rates of its questions."""
+    if options.rates:
+        print("\n".join(map(json.dumps, list_rates(chosen_run(options)))))
+        return OK
     show = print_process_log if options.processes else print_log
     show(chosen_run(options), follow=options.follow, as_json=options.json)
     return OK

@@ -22,7 +22,7 @@ from rollflow.tasks.prompts.base import Asked, Message, Question, Reader
 from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.messages import describe_asked, read_asked
-from rollflow.tasks.prompts.near_duplicates import NearIndex
+from rollflow.tasks.prompts.near_index import NearIndex
 
 
 def read_bytes(config: FileBase, path: str) -> bytes:

@@ -1,33 +1,15 @@
-"""Finds training questions that are near duplicates of held-out questions.
-
-Equal questions have equal keys. Two questions that differ in one word may have different keys, although one of them
-reveals the answer of the other. The overlap of two questions is the share of the held-out question's `N`-word sequences
-(n-grams) that also occur in the training question. Two questions with an overlap of `NEAR` or more are near duplicates.
-N-grams that occur in more than a tenth of the held-out questions are ignored, because they come from the wording that
-many questions share. A question with fewer than `N` words has a single n-gram of all its words.
-"""
+"""Counts the held-out questions that have a near duplicate among the training questions (`near_index`)."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from rollflow.tasks.prompts.base import Question
-from rollflow.tasks.prompts.keys import split_words
+from rollflow.tasks.prompts.near_index import NEAR, N, NearIndex
+from rollflow.tasks.prompts.run_prompts import RunPrompts
 
-if TYPE_CHECKING:
-    from rollflow.tasks.prompts.run_prompts import RunPrompts
-
-N = 3
-NEAR = 0.8
-TEMPLATE = 0.1
 MOST = 10_000  # largest number of training questions to compare
 SECONDS = 1.0
-
-Gram = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +29,6 @@ class NearDuplicates:
         )
 
 
-class NearIndex:
-    """Finds the held-out questions of which a training question is a near duplicate."""
-
-    def __init__(self, held: Sequence[Question]) -> None:
-        """Map each n-gram that is not part of a template to its questions; also count each question's n-grams."""
-        index: dict[Gram, list[int]] = defaultdict(list)
-        for which, question in enumerate(held):
-            for gram in _list_grams(question):
-                index[gram].append(which)
-        most = max(1, TEMPLATE * len(held))
-        self._index = {gram: having for gram, having in index.items() if len(having) <= most}
-        self._sizes = Counter(which for having in self._index.values() for which in having)
-
-    def find(self, question: Question) -> list[int]:
-        """Return the numbers of the held-out questions with which a training question overlaps by `NEAR` or more."""
-        shared = Counter(which for gram in _list_grams(question) for which in self._index.get(gram, ()))
-        return [which for which, count in shared.items() if count >= NEAR * self._sizes[which]]
-
-
 def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS) -> NearDuplicates:
     """Compare the held-out questions with the first `trained` training questions, as many as `seconds` allow."""
     held = prompts.held_out_questions()
@@ -77,8 +40,3 @@ def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS)
         near.update(index.find(prompts.question(position)))
         looked_at += 1
     return NearDuplicates(len(near), len(held), looked_at)
-
-
-def _list_grams(question: Question) -> set[Gram]:
-    words = split_words(question.text)
-    return {tuple(words[start : start + N]) for start in range(max(1, len(words) - N + 1))}

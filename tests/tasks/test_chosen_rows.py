@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.config import FilePrompts, JsonlPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.jsonl import JsonlSource
 from rollflow.tasks.prompts.messages import apply_template
-from rollflow.tasks.prompts.near_duplicates import NearIndex
+from rollflow.tasks.prompts.near_index import NearIndex
 from rollflow.tasks.prompts.rows import read_rows
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 

@@ -153,6 +153,7 @@ def _add_watching(commands: Commands) -> None:
     log.add_argument("--processes", action="store_true", help="print the log lines of the run's processes")
     log.add_argument("--follow", action="store_true", help="print new lines as they appear, until Ctrl-C")
     log.add_argument("--json", action="store_true", help="print one JSON object per line")
+    log.add_argument("--rates", action="store_true", help="print each question with its pass rate, as JSON lines")
 
     inspect = commands.add(
         "inspect",
@@ -242,13 +243,6 @@ def _add_keeping(commands: Commands) -> None:
     add_run_argument(export)
     export.add_argument("version", type=int, metavar="VERSION", help="number of the version, e.g. 150")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
-
-    about = "The file is JSON lines, and can be a source of prompts with a range of difficulty."
-    rates = commands.add(
-        "rates", "Write each question of a run with its pass rate", about, "rollflow rates rated.jsonl"
-    )
-    add_run_argument(rates)
-    rates.add_argument("file", type=Path, metavar="FILE", help="file to write; it must not exist")
 
     gc = commands.add(
         "gc",

@@ -1,4 +1,4 @@
-"""`rollflow rates` writes each asked question with its pass rate, as a source of prompts with a difficulty."""
+"""`rollflow log --rates` prints each asked question with its pass rate, as a source of prompts with a difficulty."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         yield make_epoch_run(home)
 
 
-def test_rates_can_be_the_difficulty_of_a_source(finished: RunContext, tmp_path: Path) -> None:
+def test_rates_can_be_the_difficulty_of_a_source(
+    finished: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rated.jsonl"
-    assert main(["rates", "epochs", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["log", "epochs", "--rates"]) == 0
+    path.write_text(capsys.readouterr().out)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == len({row["question"] for row in rows}) == 9
     assert {row["pass_rate"] for row in rows} == {0.0, 1.0}
@@ -45,18 +49,12 @@ def test_rates_can_be_the_difficulty_of_a_source(finished: RunContext, tmp_path:
     assert len(found) == 9
 
 
-def test_impossible_rates_get_a_one_sentence_error(
+def test_run_without_rates_gets_a_one_sentence_error(
     finished: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "there.jsonl").write_text("kept")
     prepare_small(tmp_path, "fresh")
-    for arguments, why in (
-        (["epochs", str(tmp_path / "there.jsonl")], "cannot be written: File exists; name a new file"),
-        (["fresh", str(tmp_path / "new.jsonl")], "its log has no pass rates; name a run that has trained"),
-    ):
-        assert main(["rates", *arguments]) == 2
-        assert why in capsys.readouterr().err
-    assert (tmp_path / "there.jsonl").read_text() == "kept"
+    assert main(["log", "fresh", "--rates"]) == 2
+    assert "its log has no pass rates; name a run that has trained" in capsys.readouterr().err
 
 
 def test_skipped_shares_are_reported_by_epoch(finished: RunContext) -> None:
