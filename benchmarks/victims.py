@@ -18,6 +18,7 @@ import psutil
 from rollflow.flows.services.process_title import flow_run_of
 
 ACTORS = {"engine": "EngineActor", "scheduler": "RolloutActor", "learner": "LearnerActor", "channel": "ChannelActor"}
+REWARD_ACTORS = {"reward actor": "RewardActor", "reward model": "ModelActor"}
 MODULES = {"reward worker": "rollflow.tasks.scorers.worker", "runner": "rollflow.flows.deployments"}
 # name of a stage's process -> the tag of its flow runs
 STAGES = {"rollout flow": "role:rollout", "reward flow": "role:reward", "train flow": "role:train"}
@@ -34,6 +35,7 @@ RECORDED_AS = {  # role -> its name in recoveries; the pool restarts reward work
     "rank": "learner",
     "channel": "channel",
     "reward actor": "reward",
+    "reward model": "reward-model-",
     "runner": "runner",
     "rollout flow": "rollout stage",
     "reward flow": "reward stage",
@@ -155,8 +157,8 @@ def _is(process: psutil.Process, role: str) -> bool:
     line = _line(process)
     if "guard.py" in line or process.status() == psutil.STATUS_ZOMBIE:
         return False
-    if role in ACTORS or role == "reward actor":
-        return line.startswith(f"ray::{ACTORS.get(role, 'RewardActor')}")
+    if role in ACTORS or role in REWARD_ACTORS:
+        return line.startswith(f"ray::{(ACTORS | REWARD_ACTORS)[role]}")
     if role in MODULES:
         return f"-m {MODULES[role]}" in line
     match role:

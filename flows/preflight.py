@@ -51,6 +51,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
 from rollflow.tasks.run.prompt_check import Tell, describe_files, fit_files, probe_sources, read_files
 from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
+from rollflow.tasks.run.reward_models import check_models, check_pinned
 from rollflow.tasks.run.scorer_trial import try_own_scorers
 from rollflow.tasks.run.user_code import check_own_parts
 from rollflow.tasks.sandboxes.config import RunCodeSandbox, SandboxConfig
@@ -92,7 +93,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     cluster.check_actor_options(config.cluster)
     notes = check_places(config, ask)
     _check_installed(config)
-    notes += _check_sandbox(config, ask)
+    notes += [*_check_sandbox(config, ask), *check_models(config, download)]
     read = read_once()
     rows = read_files(config, read)
     if config.policy.path is not None and find_policy(config.policy.path, download) is None:
@@ -136,6 +137,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
     """
     check_new_run(config, context.config)
     check_own_parts(config)
+    check_pinned(config, context)
     cluster.check_actor_options(config.cluster)
     check_addresses(config, context.uri)
     _check_installed(config)

@@ -22,6 +22,8 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import FORMAT, RunContext
 from rollflow.tasks.run.prompt_check import Tell
 from rollflow.tasks.run.prompt_pins import store_prompts
+from rollflow.tasks.run.reward_models import FOLDER as MODELS
+from rollflow.tasks.run.reward_models import read_models
 from rollflow.tasks.run.user_code import own_code
 from rollflow.tasks.runtime.names import is_number
 
@@ -42,7 +44,9 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     for note in found.notes:
         tell(note)
     policy = {f"policy/{name}": data for name, data in {**found.files, **found.weights}.items()}
-    _store_policy(context.store, policy, run_id)
+    models = read_models(config)
+    _store_files(context.store, "policy", policy, run_id)
+    _store_files(context.store, MODELS, models, run_id)
     store_prompts(context.store, config, found.pins, found.read)
     created = RunCreated(
         run_id=run_id,
@@ -51,6 +55,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         sources=len(config.prompts),
         prompts=tuple(pin.model_dump() for pin in found.pins),
         policy=tuple(_describe_stored(path, data) for path, data in policy.items()),
+        models=tuple(_describe_stored(path, data) for path, data in models.items()),
         probe_tokens=found.probe,
         code_version=package_version("rollflow"),
         format=FORMAT,
@@ -69,23 +74,24 @@ def _describe_stored(path: str, data: Data) -> StoredObject:
     return StoredObject(path, sum(map(len, parts)), hash_pieces(parts))
 
 
-def _store_policy(run: ObjectStore, policy: Mapping[str, Data], run_id: str) -> None:
-    """Write the policy's files to the run's storage; raise `ConfigError` if another command has written different files
-    under this run id.
+def _store_files(run: ObjectStore, prefix: str, files: Mapping[str, Data], run_id: str) -> None:
+    """Write the files of the policy or the reward models to the run's storage, below `prefix`; raise `ConfigError` if
+    another command has written different files under this run id.
 
     Another command with the same run id may be running, or may have died while it wrote the policy. Without this check,
     a run could get the weights or the chat template of another command's policy.
     """
 
     def refusal_of(path: str) -> ConfigError:
-        words = f"another policy was prepared under this id ({run.uri}/{path}); choose another id with --run-id"
+        what = "policy" if prefix == "policy" else "reward model"
+        words = f"another {what} was prepared under this id ({run.uri}/{path}); choose another id with --run-id"
         return ConfigError(f"run id {run_id!r}: {words}")
 
-    for path, data in policy.items():
+    for path, data in files.items():
         try:
             run.create(path, data)
         except Conflict:
             if hash_pieces(split_buffers(data)) != hashlib.sha256(run.get(path)).hexdigest():
                 raise refusal_of(path) from None
-    if foreign := {*run.list("policy")} - policy.keys():
+    if foreign := {*run.list(prefix)} - files.keys():
         raise refusal_of(min(foreign))

@@ -1,10 +1,11 @@
-"""Defines the flow of the reward stage, in which processes score responses."""
+"""Defines the flow of the reward stage, in which processes and reward models score responses."""
 
 from __future__ import annotations
 
 from prefect import flow, get_run_logger
 
 from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
+from rollflow.flows.keepalive.reward_models import ModelKeepers
 from rollflow.flows.locations import await_run
 from rollflow.flows.ray_cluster import cluster
 from rollflow.tasks.actors.reward import REWARD, start_reward
@@ -25,4 +26,8 @@ def reward(run: RunPlace, ray_address: str) -> int:
             redone=lambda status: ("the scores it had not given yet", 0),
             patience=NO_LIMIT,
         )
-        return int(ActorKeeper(context, reward_actor, get_run_logger().info).run())
+        log = get_run_logger().info
+        models = ModelKeepers(context, log)
+        scored = int(ActorKeeper(context, reward_actor, log).run(models.check))
+        models.finish()
+        return scored

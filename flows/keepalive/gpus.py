@@ -10,6 +10,8 @@ from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.reward_models import list_models, model_gpus
+from rollflow.tasks.scorers.config import name_section
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,12 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
 
     An engine gets `engine.tensor_parallel` GPUs, and the learner gets one GPU for each of its `train.ranks`. If
     `engine.tensor_parallel` and `train.ranks` are 1 and the cluster has too few GPUs, each engine and the learner get
-    an equal fraction of a GPU. Without GPUs, each share is 0.
+    an equal fraction of a GPU. Without GPUs, each share is 0. The GPUs that reward models reserve are left out.
 
     Raises:
-        ConfigError: an engine or the learner needs several GPUs, and the cluster or one node has too few.
+        ConfigError: an engine, the learner or a reward model needs GPUs, and the cluster or one node has too few.
     """
-    have, largest = sum(nodes), max(nodes, default=0.0)
+    have, largest = sum(nodes) - _count_model_gpus(config, sum(nodes)), max(nodes, default=0.0)
     if not have:
         return GpuShares(0.0, 0.0)
     engines, width, ranks = count_engines(config), width_of(config), config.train.ranks
@@ -64,9 +66,19 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
     return GpuShares(width, together)
 
 
+def _count_model_gpus(config: RunConfig, have: float) -> float:
+    """Return the number of GPUs that reward models reserve; raise `ConfigError` if they leave none of `have`."""
+    needed = model_gpus(config)
+    if needed and needed >= have:
+        section = next(name_section(name) for name, reward in list_models(config).items() if reward.gpus)
+        cure = "engines and learner need GPUs, too; lower gpus or workers, or set gpus = 0 to score on CPUs"
+        raise ConfigError(f"{section}.gpus: the reward models need {needed:g} GPUs of the cluster's {have:g}; {cure}")
+    return needed
+
+
 def spans_gpus(config: RunConfig) -> bool:
-    """Return whether an engine or the learner is to be sharded over several GPUs."""
-    return width_of(config) > 1 or config.train.ranks > 1
+    """Return whether the run needs GPUs: to shard an engine or the learner, or for a reward model."""
+    return width_of(config) > 1 or config.train.ranks > 1 or model_gpus(config) > 0
 
 
 def count_engines(config: RunConfig) -> int:

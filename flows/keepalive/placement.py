@@ -10,6 +10,7 @@ from typing import Any, get_args
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.placement import Role, engine_cpus, is_fitting, learner_cpus
 from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.reward_models import model_cpus
 
 
 def check_private_placement(config: RunConfig) -> None:
@@ -60,4 +61,4 @@ def needed_cpus(config: RunConfig) -> float:
     ranks = config.train.threads * (config.train.ranks - 1) if config.train.multi_node else 0
     own = config.evaluation_engine(on_cpu=True)
     engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)
-    return engines + learner_cpus(config) + ranks + 1.0 + config.scorer_workers
+    return engines + learner_cpus(config) + ranks + 1.0 + config.scorer_workers + model_cpus(config)

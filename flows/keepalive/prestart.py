@@ -10,6 +10,7 @@ from typing import Any
 from rollflow.flows.keepalive.gpus import gpu_shares
 from rollflow.tasks.actors.learner import start_learner
 from rollflow.tasks.actors.reward import start_reward
+from rollflow.tasks.actors.reward_models import model_names, start_model
 from rollflow.tasks.actors.rollout import start_rollout
 from rollflow.tasks.actors.run_engines import start_engine
 from rollflow.tasks.run.context import RunContext
@@ -26,5 +27,7 @@ def begin_actors(context: RunContext, address: str) -> list[Any]:
     shares = gpu_shares(context.config)
     engines = [start_engine(context, number, shares.engine) for number in range(context.config.engine.replicas)]
     learner = start_learner(context, shares.learner, address)
+    models = [start_model(context, *place) for place in model_names(context.config).values()]
     begun = [*(engine.start.remote() for engine in engines), learner.run.remote()]
+    begun += [model.begin.remote() for model in models]
     return [*begun, start_rollout(context, address).begin.remote(), start_reward(context).begin.remote()]

@@ -44,6 +44,7 @@ from rollflow.tasks.actors.learner import LEARNER
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward import REWARD
+from rollflow.tasks.actors.reward_models import model_names
 from rollflow.tasks.actors.rollout import ROLLOUT
 from rollflow.tasks.actors.run_engines import EVALUATION, engine_name
 from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
@@ -390,4 +391,5 @@ def kill_actors(context: RunContext) -> None:
     """Kill every actor of a run; processes that an actor started end with the actor."""
     most = max(config.engine.replicas for config in context.all_configs)
     engines = [engine_name(number) for number in (EVALUATION, *range(most))]
-    cluster.kill_named([*ACTORS.values(), *engines, CHANNEL])
+    models = {name for config in context.all_configs for name in model_names(config)}
+    cluster.kill_named([*ACTORS.values(), *engines, *sorted(models), CHANNEL])

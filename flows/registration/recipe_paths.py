@@ -5,7 +5,8 @@ working folder.
     |---|---|
     | `prompts.path` of kind "jsonl"; `path`, `held_out_path` and `evaluation_sets.NAME.path` of kind "file" | every
       value; with format = "hub", only one with the suffix of a table |
-    | `policy.path` | an existing folder, or a name that cannot be a hub name; anything else is a hub name |
+    | `policy.path`, `path` of a reward model | an existing folder, or a name that cannot be a hub name; anything else
+      is a hub name |
     | `store.uri` | a value without a scheme |
     | `tracking.uri` | a value without a scheme (except "databricks"), `file:` and `sqlite:///` |
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,11 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
         ("store", tree.get("store"), "uri", _anchor_store),
         ("tracking", tree.get("tracking"), "uri", _anchor_tracking),
     ]
+    candidates += [
+        (section, table, "path", partial(_anchor_policy, key=f"{section}.path"))
+        for section, table in _list_scorers(tree)
+        if isinstance(table, dict) and table.get("kind") == "model"
+    ]
     for position, source in enumerate(prompts if isinstance(prompts, list) else ()):
         if isinstance(source, dict) and source.get("kind") in ("jsonl", "file"):
             anchor: Anchor = _anchor_file if source.get("format") != "hub" else _anchor_suffixed
@@ -69,6 +76,13 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
     for place, table, last, anchor in candidates:
         if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:
             yield (f"{place}.{last}", table, last), anchor
+
+
+def _list_scorers(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """List the sections of scorers with their names."""
+    named = tree.get("rewards")
+    further = named.items() if isinstance(named, Mapping) else ()
+    return [("reward", tree.get("reward")), *((f"rewards.{name}", table) for name, table in further)]
 
 
 def _anchor_file(path: str, folder: Path) -> str:
@@ -83,15 +97,15 @@ def _anchor_suffixed(path: str, folder: Path) -> str:
     return _anchor_file(path, folder) if Path(path).suffix.lower() in SUFFIXES else path
 
 
-def _anchor_policy(path: str, folder: Path) -> str:
+def _anchor_policy(path: str, folder: Path, key: str = "policy.path") -> str:
     there = _anchor_file(path, folder)
     could_be_a_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     if not could_be_a_hub_name or Path(there).is_dir():
         return there
     if Path(path).is_dir():
-        cure = f"write the folder's absolute path, or give --set policy.path={path}"
+        cure = f"write the folder's absolute path, or give --set {key}={path}"
         where = f"the folder is not beside the recipe, in {folder}, but in the working folder"
-        raise ConfigError(f"policy.path = {path!r}: {where}; {cure}")
+        raise ConfigError(f"{key} = {path!r}: {where}; {cure}")
     return path
 
 

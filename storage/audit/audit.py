@@ -204,7 +204,7 @@ class _Audit:
             told = f"{body.sources} sources and {len(body.prompts)} pins"
             what = f"the run was created with {told}, but its config has {limits.sources} [[prompts]] sections"
             self.report.add("lineage", entry_path(0), what)
-        for stored in (*self._prompts(body), *body.policy):
+        for stored in (*self._prompts(body), *body.policy, *body.models):
             self._ask(NamedObject(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:

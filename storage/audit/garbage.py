@@ -165,8 +165,8 @@ class _Names:
         if index is not None:
             self.indexes.add(index["path"])
         match written.entry.body:
-            case RunCreated(policy=policy):
-                self._name(policy, None)
+            case RunCreated(policy=policy, models=models):
+                self._name((*policy, *models), None)
             case BatchCommitted(file=file):
                 self._name((file,), None)
             case VersionPublished(number, weights=weights, state=state):

@@ -61,6 +61,7 @@ class RunCreated:
     format: int = 0  # the format number of the run's records
     own_code: Mapping[str, str] = field(default_factory=dict)  # config section -> SHA-256 of its user-defined code
     single_start: bool = False  # true: prompts have at most one start token, and do not end with an end token
+    models: tuple[StoredObject, ...] = ()  # the files of the reward models
     kind: Literal["run-created"] = "run-created"
 
 

@@ -27,6 +27,7 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
+from rollflow.tasks.actors.reward_models import RayCopies
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.scorer_versions import record_scorers
@@ -76,6 +77,11 @@ class RewardActor:
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
 
+    @property
+    def _workers(self) -> int:
+        """Number of responses, or calls of reward models, that can be scored at a time."""
+        return sum(reward.workers for reward in self.context.config.scorers.values())
+
     async def begin(self) -> None:
         """Start the scorer, before the stage's flow calls `run`."""
         await self._scorer.get()
@@ -100,7 +106,7 @@ class RewardActor:
         return scorer
 
     def _build_scorer(self) -> Scorer:
-        scorer = build_scorers(self.context.config.scorers, self.context.policy_folder)
+        scorer = build_scorers(self.context.config.scorers, self.context.policy_folder, RayCopies)
         with contextlib.suppress(RollflowError, OSError):  # no decision depends on the record of the scorers' versions
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
@@ -136,7 +142,7 @@ class RewardActor:
         scorer = self._scorer.found
         if not self._began or scorer is None:
             return RewardStatus(waits, costs, warned=warned, attended=self._attended)
-        lasted = max(time.monotonic() - self._began, 1e-9) * self.context.config.scorer_workers
+        lasted = max(time.monotonic() - self._began, 1e-9) * self._workers
         idle = max(0.0, 1.0 - scorer.usage.busy_seconds / lasted)
         done = scorer.usage.scored, scorer.usage.timeouts
         return self._gauges.show(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))

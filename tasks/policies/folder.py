@@ -93,25 +93,28 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def find_local_policy(path: str) -> Path | None:
-    """Return the folder `path`, after checking its files, or None if `path` is the name of a model on the hub."""
+def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
+    """Return the folder `path`, after checking its files, or None if `path` is the name of a model on the hub.
+
+    Errors name the config key `key`.
+    """
     folder = Path(os.path.expanduser(path))  # `expanduser` leaves an unknown "~name" unchanged
     if folder.is_dir():
-        return _check_complete(path, folder)
+        return _check_complete(path, folder, key)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ConfigError(
-            f"policy.path = {path!r}: there is no such folder; name a folder with a Hugging Face model, or a "
+            f"{key} = {path!r}: there is no such folder; name a folder with a Hugging Face model, or a "
             "model on the Hugging Face hub"
         )
     return None
 
 
-def find_policy(path: str, download: bool = True) -> Path | None:
+def find_policy(path: str, download: bool = True, key: str = "policy.path") -> Path | None:
     """Find the local folder of a policy; a model on the hub has its folder in the hub's cache.
 
     If a model is not in the hub's cache, the function downloads the model, or returns None with `download=False`.
     """
-    if (folder := find_local_policy(path)) is not None:
+    if (folder := find_local_policy(path, key)) is not None:
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -124,15 +127,15 @@ def find_policy(path: str, download: bool = True) -> Path | None:
             return None
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"policy.path = {path!r} is no folder on this machine, and the model cannot be downloaded from "
+            f"{key} = {path!r} is no folder on this machine, and the model cannot be downloaded from "
             f"the hub ({reason}); download the model first"
         ) from None
-    return _check_complete(path, Path(found))
+    return _check_complete(path, Path(found), key)
 
 
-def resolve_policy(path: str) -> Path:
+def resolve_policy(path: str, key: str = "policy.path") -> Path:
     """Return the local folder of a policy; download the policy from the hub if necessary."""
-    found = find_policy(path)
+    found = find_policy(path, key=key)
     assert found is not None, "what is downloaded is there"
     return found
 
@@ -147,41 +150,39 @@ def is_weights(path: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json")) and not name.startswith("consolidated")
 
 
-def weight_paths(path: str) -> list[Path]:
+def weight_paths(path: str, key: str = "policy.path") -> list[Path]:
     """List the weight files of an existing policy."""
-    files = sorted(file for file in resolve_policy(path).iterdir() if is_weights(file.name))
+    files = sorted(file for file in resolve_policy(path, key).iterdir() if is_weights(file.name))
     if not files:
         raise ConfigError(
-            f"policy.path = {path!r} has no weights in safetensors format; save the weights with save_pretrained"
+            f"{key} = {path!r} has no weights in safetensors format; save the weights with save_pretrained"
         )
     return files
 
 
-def weight_files(path: str) -> dict[str, Data]:
+def weight_files(path: str, key: str = "policy.path") -> dict[str, Data]:
     """Memory-map the weight files of an existing policy, on the learner's machine."""
-    return {file.name: map_file(file) for file in weight_paths(path)}
+    return {file.name: map_file(file) for file in weight_paths(path, key)}
 
 
-def _check_complete(path: str, folder: Path) -> Path:
+def _check_complete(path: str, folder: Path, key: str) -> Path:
     unread = [folder] if not os.access(folder, os.R_OK | os.X_OK) else sorted(folder.iterdir())
     for file in unread:
         is_used = file == folder or file.name in COPIED or is_weights(file.name)
         if is_used and not os.access(file, os.R_OK):
-            raise ConfigError(
-                f"policy.path = {path!r}: this user may not read {str(file)!r}; allow reading (chmod a+r)"
-            )
+            raise ConfigError(f"{key} = {path!r}: this user may not read {str(file)!r}; allow reading (chmod a+r)")
     if not (folder / "config.json").exists():
-        raise ConfigError(f"policy.path = {path!r} has no config.json; name a folder with a Hugging Face model")
+        raise ConfigError(f"{key} = {path!r} has no config.json; name a folder with a Hugging Face model")
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(
-            f"policy.path = {path!r} has no tokenizer.json; save a fast tokenizer into the folder (save_pretrained)"
+            f"{key} = {path!r} has no tokenizer.json; save a fast tokenizer into the folder (save_pretrained)"
         )
     return folder
 
 
-def copy_folder(path: str) -> dict[str, bytes]:
+def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
     """Read those files of an existing policy that belong into a run's policy folder, which has no weights."""
-    folder = resolve_policy(path)
+    folder = resolve_policy(path, key)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 

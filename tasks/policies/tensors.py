@@ -107,7 +107,7 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        with _silence_transformers():
+        with silence_transformers():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if getattr(config, "quantization_config", None):
                 words = (
@@ -183,7 +183,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
 
 
 @contextmanager
-def _silence_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence the reports and progress bars of transformers in a `with` block."""
     from transformers.utils import logging
 

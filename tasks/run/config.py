@@ -378,7 +378,7 @@ class RunConfig(Section):
     @property
     def scorer_workers(self) -> int:
         """Number of worker processes of all scorers that the run uses."""
-        return sum(reward.workers for reward in self.scorers.values())
+        return sum(reward.worker_processes for reward in self.scorers.values())
 
     @property
     def accuracy_shares(self) -> dict[str, float]:

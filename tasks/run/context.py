@@ -240,27 +240,12 @@ class RunContext:
     @cached_property
     def policy_folder(self) -> Path:
         """A folder on this node with the policy's config and tokenizer."""
-        return self._fetch_policy("config", lambda path: not is_weights(path))
+        return fetch_folder(self, "policy", "policies", "config", lambda path: not is_weights(path))
 
     @cached_property
     def first_weights(self) -> Path:
         """A folder on this node with the policy at the run's start, including the weights of `policy.path`."""
-        return self._fetch_policy("first", lambda path: True)
-
-    def _fetch_policy(self, name: str, wanted: Callable[[str], bool]) -> Path:
-        local = self.store.local_path("policy/config.json")
-        if local is not None:
-            return local.parent
-        paths = [path for path in self.store.list("policy") if wanted(path)]
-
-        def fetch(folder: Path) -> None:
-            for path in paths:
-                self.store.fetch(path, folder / Path(path).name)
-
-        def whole(folder: Path) -> bool:
-            return all((folder / Path(path).name).exists() for path in paths)
-
-        return NodeCache(self.cache / "policies", self.key, self.patience).hold(name, fetch, whole).for_good()
+        return fetch_folder(self, "policy", "policies", "first")
 
     @cached_property
     def tokenizer(self) -> PolicyTokenizer:
@@ -292,6 +277,29 @@ class RunContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=node_cache())
+
+
+def fetch_folder(
+    context: RunContext, prefix: str, cache: str, name: str, wanted: Callable[[str], bool] = lambda path: True
+) -> Path:
+    """Return a folder on this node with the wanted files of a model below `prefix` in the run's storage.
+
+    The files of remote storage are fetched into the folder `name` of the node's cache `cache`.
+    """
+    store = context.store
+    local = store.local_path(f"{prefix}/config.json")
+    if local is not None:
+        return local.parent
+    paths = [path for path in store.list(prefix) if wanted(path)]
+
+    def fetch(folder: Path) -> None:
+        for path in paths:
+            store.fetch(path, folder / Path(path).name)
+
+    def whole(folder: Path) -> bool:
+        return all((folder / Path(path).name).exists() for path in paths)
+
+    return NodeCache(context.cache / cache, context.key, context.patience).hold(name, fetch, whole).for_good()
 
 
 # Keys that are newer than some recorded runs, by section, with the values that match the behaviour of those runs.

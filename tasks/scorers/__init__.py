@@ -4,6 +4,7 @@
     pool         runs a verifier for one response after another, in worker processes
     concurrent   runs a verifier for several responses at a time, in worker processes
     routed       several scorers, of which each prompt names one
+    model        a reward model, whose copies are actors
     versioned    adds the version to the scores of a scorer without worker processes
 
 Only `build_scorer` decides which scorer a run has.
@@ -12,8 +13,9 @@ Only `build_scorer` decides which scorer a run has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import (
@@ -29,16 +31,29 @@ from rollflow.tasks.scorers.config import (
     RewardConfig,
     name_section,
 )
+from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.verifier import Verifier
 
+if TYPE_CHECKING:
+    from rollflow.tasks.scorers.model.copies import ModelCopies
 
-def build_scorers(configs: Mapping[str, RewardConfig], policy_folder: Path) -> Scorer:
+
+def build_scorers(
+    configs: Mapping[str, RewardConfig], policy_folder: Path, copies: Callable[[str], ModelCopies] | None = None
+) -> Scorer:
     """Build the scorers of a run by name (`RunConfig.scorers`) as one scorer, which is not started.
+
+    `copies` returns the copies of a reward model by the name of its scorer.
 
     Raises:
         ConfigError: there is no user-defined function with one of the import paths on this machine.
     """
-    scorers = {name: build_scorer(config, policy_folder, name_section(name)) for name, config in configs.items()}
+    scorers = {
+        name: build_scorer(
+            config, policy_folder, name_section(name), copies(name) if copies and config.kind == "model" else None
+        )
+        for name, config in configs.items()
+    }
     scorers = {name: _add_version(scorer, configs[name], name_section(name)) for name, scorer in scorers.items()}
     if len(scorers) == 1:
         return next(iter(scorers.values()))
@@ -56,10 +71,13 @@ def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
     return scorer if isinstance(scorer, WorkerPool) else VersionedScorer(scorer, compute_version(config, section))
 
 
-def build_scorer(config: RewardConfig, policy_folder: Path, section: str = "reward") -> Scorer:
+def build_scorer(
+    config: RewardConfig, policy_folder: Path, section: str = "reward", copies: ModelCopies | None = None
+) -> Scorer:
     """Build the scorer of the kind that the section `[section]` names; the scorer is not started.
 
-    The scorer decodes responses with the tokenizer in `policy_folder`.
+    The scorer decodes responses with the tokenizer in `policy_folder`. A reward model without `copies` is loaded in
+    this process.
 
     Raises:
         ConfigError: there is no user-defined function with that import path on this machine.
@@ -67,6 +85,8 @@ def build_scorer(config: RewardConfig, policy_folder: Path, section: str = "rewa
     from rollflow.tasks.scorers.concurrent import ConcurrentPool
     from rollflow.tasks.scorers.pool import RewardPool
 
+    if isinstance(config, ModelReward):
+        return _build_model_scorer(config, policy_folder, section, copies)
     # Importing a user-defined function here reports a failed import before any worker starts.
     if (
         isinstance(config, ImportReward | CodeReward | CompositeReward)
@@ -74,6 +94,16 @@ def build_scorer(config: RewardConfig, policy_folder: Path, section: str = "rewa
     ):
         return ConcurrentPool(config, policy_folder, verifier, section)
     return RewardPool(config, policy_folder, section)
+
+
+def _build_model_scorer(config: ModelReward, policy_folder: Path, section: str, copies: ModelCopies | None) -> Scorer:
+    from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+    from rollflow.tasks.scorers.model.copies import LocalCopy
+    from rollflow.tasks.scorers.model.local import open_classifier
+    from rollflow.tasks.scorers.model.scorer import ModelScorer
+
+    local = LocalCopy(functools.partial(open_classifier, config, section))
+    return ModelScorer(config, PolicyTokenizer(policy_folder).decode_response, copies or local)
 
 
 def build_verifier(config: RewardConfig) -> Verifier:
@@ -111,6 +141,10 @@ def build_verifier(config: RewardConfig) -> Verifier:
             from rollflow.tasks.scorers.text.instructions import follow_instructions
 
             return Verifier(functools.partial(follow_instructions, strict=config.strict))
+        case ModelReward():
+            from rollflow.tasks.scorers.model.local import ModelVerifier
+
+            return Verifier(ModelVerifier(config).score, takes_several=True)
         case CompositeReward():
             from rollflow.tasks.scorers.composite import CompositeScorer
 

@@ -99,3 +99,8 @@ class RewardBase(Section):
     def unread_value(self) -> float:
         """The reward of a response that ended its worker or was late, and whose format is not known."""
         return self.failure_value - (self.format.penalty if self.format else 0.0)
+
+    @property
+    def worker_processes(self) -> int:
+        """Number of worker processes that the reward actor starts for this scorer."""
+        return self.workers

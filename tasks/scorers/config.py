@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
 from rollflow.tasks.scorers.base_config import RewardBase
+from rollflow.tasks.scorers.model.config import ModelReward
 
 
 class ReasoningGymReward(RewardBase):
@@ -210,6 +211,7 @@ RewardConfig = Annotated[
     | ChoiceReward
     | RegexReward
     | InstructionsReward
+    | ModelReward
     | CompositeReward,
     Field(discriminator="kind"),
 ]

@@ -34,15 +34,18 @@ from rollflow.tasks.scorers.config import (
     RegexReward,
     RewardConfig,
 )
+from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import Verifier, score_response
 from rollflow.testing.scorers import ODD, ScorerCase, ScorerContract
+from tests.support.reward_models import make_reward_model
 from tests.support.scoring_functions import PARTS
 from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
 SUM = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
 FAMILY = {"family": "chain_sum", "answer": SUM["answer"], "metadata": SUM["metadata"]}
+SEED = 11
 CASES = {
     "reasoning-gym": ScorerCase(ReasoningGymReward(), FAMILY, SUM["answer"]),
     "exact": ScorerCase(ExactReward(), {"family": None, "answer": 17}),
@@ -74,14 +77,25 @@ CASES = {
         ),
         {"answer": "17"},
     ),
+    # the folder is in `model_folder`; batches of one have the same bits each time; with this seed the model finds only the right answer good
+    "model": ScorerCase(ModelReward(path="./taste", label="good", correct_from=0.5, max_batch=1), {"question": ""}),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_reward_model(folder / "taste", labels=("bad", "good"), seed=SEED)
+    return folder
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES)
 def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ScorerCase:
     put_in_reach(monkeypatch, FOLDER)
     found: ScorerCase = request.param
+    if isinstance(found.config, ModelReward):
+        monkeypatch.chdir(request.getfixturevalue("model_folder"))
     return found
 
 

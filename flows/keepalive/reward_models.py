@@ -1,0 +1,72 @@
+"""Keeps the actors of a run's reward models alive for the reward stage, each with a keeper in a thread of its own.
+
+    reward actor's keeper --after each status--> check: did a keeper give up?
+    model 0's keeper   } started before the reward actor's keeper, and ended after it
+    model 1's keeper   }
+
+A reward model that restarts delays only the responses that it scores.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+from rollflow.flows.keepalive.actors import ActorKeeper, WatchedActor
+from rollflow.flows.ray_cluster import cluster
+from rollflow.storage.errors import RollflowError
+from rollflow.tasks.actors.reward_models import model_names, start_model
+from rollflow.tasks.actors.statuses import RewardStatus
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.reward_models import list_models
+
+FINISH_SECONDS = 30.0  # longest time that the end of the keepers may take
+
+
+class ModelKeepers:
+    """The keepers of all copies of a run's reward models. See the module's docstring."""
+
+    def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
+        """Start a keeper for each copy."""
+        self._context, self._log = context, log
+        self._failures: list[Exception] = []
+        self._names = model_names(context.config)
+        self._threads = [self._start_keeper(name, *place) for name, place in self._names.items()]
+
+    def _start_keeper(self, name: str, scorer: str, number: int) -> threading.Thread:
+        model = WatchedActor[RewardStatus](
+            name=name,
+            start=partial(start_model, self._context, scorer, number),
+            redone=lambda status: ("the responses that it had not scored yet", 0),
+            patience=list_models(self._context.config)[scorer].deadline_seconds,
+        )
+        keeper = ActorKeeper(self._context, model, self._log)
+        # A daemon thread does not delay the end of a flow that has failed.
+        thread = threading.Thread(target=copy_context().run, args=(self._keep, keeper), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _keep(self, keeper: ActorKeeper[RewardStatus]) -> None:
+        try:
+            keeper.run()
+        except Exception as error:  # noqa: BLE001 - `check` raises it in the flow's thread
+            self._failures.append(error)
+
+    def check(self, *_: Any) -> None:
+        """Raise the error of a keeper that gave up."""
+        if self._failures:
+            raise self._failures[0]
+
+    def finish(self) -> None:
+        """End the keepers after the last response was scored, so that they record their recoveries."""
+        for name in self._names:
+            try:
+                call = cluster.find_actor(name).finish.remote()
+                cluster.call_within(call, FINISH_SECONDS, f"{name} to take note of the end")
+            except RollflowError as error:
+                self._log(f"{name} does not answer at the run's end: {error}")
+        for thread in self._threads:
+            thread.join(FINISH_SECONDS)

@@ -1,0 +1,168 @@
+"""The actors of reward models, and the client with which the reward actor calls them.
+
+A reward model has an actor of its own for each copy, so that a copy may use a GPU or another node, and dies and is
+restarted alone. The flow of the reward stage starts the actors and watches them. If a call fails for a reason other
+than memory, the actor ends itself with an error, because the state of a GPU is unknown after a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options
+from rollflow.tasks.actors.statuses import RewardStatus
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.reward_models import list_models, load_model
+from rollflow.tasks.runtime.async_once import AsyncOnce
+from rollflow.tasks.scorers.model.copies import Grade, ModelAway, ModelCopies
+from rollflow.tasks.scorers.model.inputs import Conversation
+
+if TYPE_CHECKING:
+    from rollflow.tasks.scorers.model.classifier import Classifier
+
+MODEL = "reward-model"
+
+
+class ModelActor:
+    """The actor of one copy of a reward model."""
+
+    def __init__(self, context: RunContext, scorer: str, lease: Lease | None = None) -> None:
+        """Prepare without reading storage, so that `status` can report a wait for storage."""
+        if lease:
+            lease.hold(MODEL)
+        self.context, self._scorer = context, scorer
+        self._classifier: AsyncOnce[Classifier] = AsyncOnce(self._load)
+        self._thread = ThreadPoolExecutor(1)
+        self._ended: asyncio.Future[None] | None = None
+        self._calls = self._graded = 0
+
+    async def begin(self) -> None:
+        """Load the model."""
+        await self._classifier.get()
+
+    async def run(self) -> int:
+        """Serve until `finish` is called; return the number of graded responses.
+
+        A restarted flow may call `run` again.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+            Any error of the model, which `grade` met.
+        """
+        await self._classifier.get()
+        await asyncio.shield(self._end)
+        return self._graded
+
+    async def finish(self) -> None:
+        """End `run`, because no more responses will be graded."""
+        if not self._end.done():
+            self._end.set_result(None)
+
+    async def grade(self, conversations: Sequence[Conversation]) -> list[Grade]:
+        """Grade responses.
+
+        Raises:
+            ModelAway: the model failed; `run` raises the failure's error.
+        """
+        classifier = await self._classifier.get()
+        self._calls += 1
+        try:
+            grades = await self._in_thread(classifier.grade, conversations, self._note_batch)
+        except Exception as error:  # noqa: BLE001 - an architecture's code may raise anything here
+            if not self._end.done():
+                self._end.set_exception(error)
+            raise ModelAway(f"the reward model failed: {type(error).__name__}: {error}") from None
+        finally:
+            self._calls -= 1
+        return grades
+
+    async def status(self) -> RewardStatus:
+        """Return the number of graded responses; between calls the actor waits for responses."""
+        waits = self.context.store.waits or ("" if self._calls else "responses")
+        return RewardStatus(waits, scored=self._graded)
+
+    @property
+    def _end(self) -> asyncio.Future[None]:
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def _note_batch(self, count: int) -> None:
+        self._graded += count
+
+    async def _load(self) -> Classifier:
+        classifier = await self._in_thread(load_model, self.context, self._scorer)
+        await self._in_thread(classifier.try_out)
+        return classifier
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        """Run a function in the model's thread, because libraries keep some settings by thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(function, *arguments))
+
+
+def model_names(config: RunConfig) -> dict[str, tuple[str, int]]:
+    """Return the names of all actors of reward models, each with its scorer and the number of the copy."""
+    return {
+        model_name(scorer, number): (scorer, number)
+        for scorer, reward in list_models(config).items()
+        for number in range(reward.workers)
+    }
+
+
+def model_name(scorer: str, number: int) -> str:
+    """Return the name of the actor of one copy."""
+    return "-".join(filter(None, [MODEL, scorer, str(number)]))
+
+
+def start_model(context: RunContext, scorer: str, number: int) -> Any:
+    """Start the actor of one copy of a reward model, or find the running one."""
+    reward = list_models(context.config)[scorer]
+    placed = actor_options(context.config, "reward", float(reward.cpus), gpus=reward.gpus)
+    options = {"name": model_name(scorer, number), "lifetime": "detached", "get_if_exists": True}
+    remote = ray.remote(ModelActor).options(max_concurrency=256, **options, **placed)
+    return remote.remote(context, scorer, Lease.of(context))
+
+
+class RayCopies(ModelCopies):
+    """The copies of a run's reward model, which are found by their names."""
+
+    def __init__(self, scorer: str) -> None:
+        self._scorer = scorer
+        self._actors: dict[int, Any] = {}
+
+    async def start(self) -> None:
+        """Return at once, because the flow of the reward stage starts the actors."""
+
+    async def wait_ready(self, number: int) -> None:
+        """Find the actor and wait until it has loaded the model; raise `ModelAway` if there is no actor."""
+        if number in self._actors:
+            return
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, model_name(self._scorer, number))
+            await actor.begin.remote()
+        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor of that name
+            raise ModelAway(f"{model_name(self._scorer, number)} is away ({_first_line(error)})") from None
+        self._actors[number] = actor
+
+    async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
+        """Grade responses; raise `ModelAway` if the actor died or its model failed."""
+        try:
+            grades: list[Grade] = await self._actors[number].grade.remote(list(conversations))
+        except ray.exceptions.RayError as error:
+            self._actors.pop(number, None)
+            raise ModelAway(f"{model_name(self._scorer, number)} is lost ({_first_line(error)})") from None
+        return grades
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or of the message of the error that an actor raised."""
+    cause = getattr(error, "cause", None) or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

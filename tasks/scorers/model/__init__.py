@@ -1,0 +1,8 @@
+"""Scores responses with a reward model: a sequence-classification model in an actor of its own.
+
+config       the keys of `[reward]` with `kind = "model"`
+folder       finds the model's files, and refuses a folder that cannot be used
+inputs       writes a prompt and a response as the model's input
+classifier   computes the scores of many inputs, in batches
+scorer       queues responses, and sends them to the model's copies
+"""

@@ -1,0 +1,83 @@
+"""The `[reward]` section of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS
+from rollflow.tasks.scorers.base_config import RewardBase
+
+_JUDGED = "earlier responses were judged by it"
+
+
+class ModelReward(RewardBase):
+    fixed: ClassVar[Mapping[str, str]] = {
+        **RewardBase.fixed,
+        "path": "the run's start recorded the hashes of this model's files",
+        **dict.fromkeys(("label", "scale", "offset", "dtype", "max_tokens", "cut"), _JUDGED),
+    }
+
+    kind: Literal["model"] = Field("model", description="a reward model: a sequence-classification model of your own")
+    path: str = Field(
+        min_length=1,
+        description="a folder with a Hugging Face sequence-classification model and its tokenizer, relative to the "
+        "recipe, or the name of a model on the Hugging Face hub",
+    )
+    label: str | None = Field(
+        None,
+        description="name of the label whose probability is the score; not set: the logit of the model's only label",
+    )
+    scale: float = Field(1.0, ge=-1e6, le=1e6, description="factor of the logit or probability in the reward")
+    offset: float = Field(0.0, ge=-1e6, le=1e6, description="number that is added to the scaled logit or probability")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of the model's weights")
+    max_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="largest number of tokens that the model reads of a prompt and its response; default: the model's "
+        "context",
+    )
+    cut: Literal["start", "end"] = Field(
+        "start",
+        description="end of a longer text that is cut off. start: the model reads the end of the response; end: the "
+        "model reads the prompt and the beginning of the response",
+    )
+    max_batch: int = Field(32, gt=0, le=4096, description="largest number of responses in a batch of the model")
+    batch_tokens: int = Field(
+        16384,
+        gt=0,
+        description="largest number of tokens in a batch of the model, with padding; a longer response is a batch of "
+        "its own",
+    )
+    workers: int = Field(
+        1, gt=0, description="number of actors that score responses; each has a copy of the model, on any node"
+    )
+    cpus: int = Field(1, gt=0, description="number of CPU threads of each copy of the model")
+    gpus: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="number of GPUs that each copy of the model reserves, below 1 to share a GPU; 0: the model runs "
+        "on CPUs",
+    )
+    deadline_seconds: float = Field(
+        300.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds that a response waits while no copy of the model gives any score; after this time nobody "
+        "could judge the response, and it is judged again",
+    )
+    judge_tries: int = Field(
+        3,
+        ge=1,
+        le=100,
+        description="number of times that a response is judged while the model is away; then its group is discarded, "
+        "and its prompt is issued again",
+    )
+
+    @property
+    def worker_processes(self) -> int:
+        """Number of worker processes in the reward actor: none, because the model has actors of its own."""
+        return 0

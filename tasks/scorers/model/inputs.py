@@ -1,0 +1,113 @@
+"""Writes a prompt and a response as the input of a reward model.
+
+With a chat template, the input is the conversation as the model's own template writes it, with the response as the
+answer. Without a chat template, as encoder models have none, the input is a pair of texts: the prompt and the response.
+A response cannot write the model's special tokens: the text of a special token in a response becomes ordinary tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rollflow.storage.errors import ConfigError
+
+Conversation = tuple[Sequence[Mapping[str, str]], str]  # a prompt's chat messages, and the response
+MARK = "[7f3a: the response stands here]"  # text that no prompt contains
+UNLIMITED = 10**9  # tokenizers without a limit name a larger number of tokens
+
+
+class ModelInput(NamedTuple):
+    """The model's input: lists of numbers of the same length by name, such as `input_ids`; and how many tokens were cut
+    off.
+    """
+
+    columns: dict[str, list[int]]
+    cut: int
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.columns["input_ids"])
+
+
+class InputWriter:
+    """Writes conversations as inputs of a reward model. See the module's docstring."""
+
+    def __init__(self, folder: Path, longest: int | None, cut: Literal["start", "end"], now: float = 0.0) -> None:
+        """Open the tokenizer in `folder`.
+
+        Args:
+            longest: largest number of tokens of an input; None: no limit.
+            cut: the end of a longer input that is cut off.
+            now: the time that the chat template reads, in seconds since the epoch.
+        """
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self._longest, self._cut = longest, cut
+        self._moment = datetime.fromtimestamp(now, UTC)
+        self._segments = "token_type_ids" in self._tokenizer.model_input_names
+
+    @property
+    def limit(self) -> int | None:
+        """Largest number of tokens that the tokenizer's folder allows, or None."""
+        found = self._tokenizer.model_max_length
+        return int(found) if found < UNLIMITED else None
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of a token."""
+        return max(self._tokenizer.get_vocab().values())
+
+    def write(self, conversation: Conversation) -> ModelInput:
+        """Write a prompt and a response.
+
+        Raises:
+            ConfigError: the chat template rejects the prompt, or leaves the response out.
+        """
+        messages, response = conversation
+        if self._tokenizer.chat_template and messages:
+            return self._write_chat(messages, response)
+        prompt = "\n".join(message["content"] for message in messages)
+        return self._write_pair([prompt, response] if prompt else [response])
+
+    def _write_chat(self, messages: Sequence[Mapping[str, str]], response: str) -> ModelInput:
+        answer = {"role": "assistant", "content": MARK}
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [*map(dict, messages), answer], tokenize=False, strftime_now=self._moment.strftime
+            )
+        except Exception as error:  # noqa: BLE001 - a template is code of the folder's author
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"the chat template of the reward model fails ({said})") from None
+        before, found, after = rendered.rpartition(MARK)
+        if not found:
+            raise ConfigError("the chat template of the reward model leaves the answer out")
+        tokens = [*self._encode(before), *self._encode(response, split=True), *self._encode(after)]
+        cut = max(0, len(tokens) - (self._longest or len(tokens)))
+        kept = tokens[cut:] if self._cut == "start" else tokens[: len(tokens) - cut]
+        return self._with_segments({"input_ids": kept}, cut)
+
+    def _encode(self, text: str, *, split: bool = False) -> list[int]:
+        """Return the tokens of a text; with `split`, the texts of special tokens become ordinary tokens."""
+        found = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split, verbose=False)
+        return list(found["input_ids"])
+
+    def _write_pair(self, texts: Sequence[str]) -> ModelInput:
+        keys: dict[str, Any] = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+        found = self._tokenizer(*texts, **keys)
+        count = len(found["input_ids"])
+        if self._longest and count > self._longest:
+            self._tokenizer.truncation_side = "left" if self._cut == "start" else "right"
+            found = self._tokenizer(*texts, truncation=True, max_length=self._longest, **keys)
+        cut = count - len(found["input_ids"])
+        return self._with_segments({name: list(column) for name, column in found.items()}, cut)
+
+    def _with_segments(self, columns: dict[str, list[int]], cut: int) -> ModelInput:
+        tokens = columns["input_ids"] or [0]  # a model reads at least one token
+        found = {"input_ids": tokens}
+        if self._segments:
+            found["token_type_ids"] = columns.get("token_type_ids") or [0] * len(tokens)
+        return ModelInput(found, cut)

@@ -1,0 +1,169 @@
+"""The scorer of a reward model, which queues responses and sends them to the copies of the model.
+
+    submit --> queue --up to AHEAD batches--> copy 0
+                 ^                      `---> copy 1
+                 +--- responses of a call that failed
+
+- A response cannot cause a failure of the model, because longer inputs are cut. So a response never scores 0 because of
+  a failure: its call is repeated until a copy answers.
+- If no call runs and no score has come for `deadline_seconds`, the responses in the queue are unjudged.
+- A slow model delays no response into being unjudged, because its calls run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rollflow.storage.records import Outcome
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.scorers.base import (
+    LARGEST,
+    LONGEST_REASON,
+    Score,
+    Scorer,
+    ScoreRequest,
+    ScorerUsage,
+    failure_score,
+    make_storable,
+)
+from rollflow.tasks.scorers.model.config import ModelReward
+from rollflow.tasks.scorers.model.copies import Grade, ModelCopies
+from rollflow.tasks.scorers.model.inputs import Conversation
+from rollflow.tasks.scorers.verifier import answer_of, apply_form, apply_threshold
+
+AHEAD = 4  # largest number of batches in a call, so that the batches have inputs of similar lengths
+AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy
+CHECK_SECONDS = 1.0  # seconds between two looks at the queue
+
+Decode = Callable[[Sequence[int], bool], str]
+
+
+@dataclass(eq=False, slots=True)
+class GradingJob:
+    """A response that waits for its score."""
+
+    conversation: Conversation
+    response: str
+    future: asyncio.Future[Score]
+    began: float
+
+
+class ModelScorer(Scorer):
+    """Scores responses by a reward model. See the module's docstring."""
+
+    def __init__(self, config: ModelReward, decode: Decode, copies: ModelCopies) -> None:
+        """Prepare a scorer of the model's `copies`; `decode` converts tokens to text, with or without special
+        tokens.
+        """
+        self._config, self._decode, self._copies = config, decode, copies
+        self._waiting = deque[GradingJob]()
+        self._news = asyncio.Event()
+        self._calls = 0  # number of calls that run
+        self._moved = -math.inf  # time of the last score
+        self._why = "no copy of the model has started yet"
+        self._tasks: list[asyncio.Task[None]] = []
+        self.usage = ScorerUsage()
+
+    async def start(self) -> None:
+        """Start the copies, if this process owns them, and the tasks that call them."""
+        await self._copies.start()
+        loops = [self._run_lane(number) for number in range(self._config.workers)]
+        self._tasks = [asyncio.create_task(loop) for loop in (*loops, self._expire())]
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        """Queue requests and return a future of each score, in the order of the requests."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in requests]
+        for request, future in zip(requests, futures, strict=True):
+            try:
+                text = self._decode(list(Int32s.of(request.tokens)), self._config.special_tokens)
+            except (TypeError, ValueError, OverflowError) as error:  # a user's environment passed an invalid request
+                future.set_result(failure_score("request", error))
+                continue
+            conversation = [*request.messages], answer_of(text, self._config.answer)
+            self._waiting.append(GradingJob(conversation, text, future, loop.time()))
+        self._news.set()
+        return futures
+
+    async def serve(self, finished: asyncio.Event) -> None:
+        """Wait until `finished` is set, then close the scorer."""
+        await finished.wait()
+        await self.close()
+
+    async def close(self) -> None:
+        """End the tasks that call the copies."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run_lane(self, number: int) -> None:
+        """Send responses to the copy `number`, one call after another."""
+        while True:
+            try:
+                await self._copies.wait_ready(number)
+                await self._call(number, await self._take())
+            except Exception as error:  # noqa: BLE001 - the response cannot have caused it; the keeper restarts a copy
+                self._why = (str(error).strip() or type(error).__name__).splitlines()[0]
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _take(self) -> list[GradingJob]:
+        """Wait for responses, and take this copy's share of them."""
+        while not self._waiting:
+            self._news.clear()
+            await self._news.wait()
+        share = math.ceil(len(self._waiting) / self._config.workers)
+        return [self._waiting.popleft() for _ in range(min(share, AHEAD * self._config.max_batch))]
+
+    async def _call(self, number: int, jobs: list[GradingJob]) -> None:
+        """Have responses graded; put them back into the queue if the call fails."""
+        loop, grades = asyncio.get_running_loop(), list[Grade]()
+        started, self._calls = loop.time(), self._calls + 1
+        try:
+            grades = await self._copies.grade(number, [job.conversation for job in jobs])
+        finally:
+            self._calls -= 1
+            if not grades:
+                self._waiting.extendleft(reversed(jobs))
+                self._news.set()
+        self._moved = loop.time()
+        self.usage.busy_seconds += self._moved - started
+        for job, grade in zip(jobs, grades, strict=True):
+            self._settle(job, replace(self._score(job, grade), seconds=self._moved - started))
+
+    async def _expire(self) -> None:
+        """Return responses as unjudged after the deadline, while no copy of the model answers."""
+        while True:
+            await asyncio.sleep(min(CHECK_SECONDS, self._config.deadline_seconds / 4))
+            limit = asyncio.get_running_loop().time() - self._config.deadline_seconds
+            while not self._calls and self._waiting and max(self._waiting[0].began, self._moved) < limit:
+                seconds = self._config.deadline_seconds
+                reason = f"the reward model gave no score for {seconds:g} s: {self._why}"
+                self._settle(self._waiting.popleft(), _unjudged(reason))
+
+    def _score(self, job: GradingJob, grade: Grade) -> Score:
+        formed = apply_form(score_grade(self._config, grade), self._config.format, job.response)
+        return apply_threshold(formed, self._config.correct_from)
+
+    def _settle(self, job: GradingJob, score: Score) -> None:
+        self.usage.scored += 1
+        if not job.future.done():
+            job.future.set_result(score)
+
+
+def score_grade(config: ModelReward, grade: Grade) -> Score:
+    """Compute the score of a response from the model's grade."""
+    what = "logit" if config.label is None else f"probability of {config.label!r}"
+    value = config.scale * grade.raw + config.offset
+    if grade.fault or not abs(value) <= LARGEST:  # also true for NaN
+        return _unjudged(f"the reward model gave no number: {grade.fault or f'the {what} is {grade.raw}'}")
+    cut = f", {grade.cut} tokens cut off" if grade.cut else ""
+    score = Score(value, make_storable(f"{what} {grade.raw:.6g}{cut}", LONGEST_REASON))
+    return apply_threshold(score, config.correct_from)
+
+
+def _unjudged(reason: str) -> Score:
+    return Score(0.0, make_storable(reason, LONGEST_REASON), Outcome.UNJUDGED)
