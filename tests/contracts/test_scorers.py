@@ -45,7 +45,7 @@ from tests.support.waiting import HANG_SECONDS
 
 SUM = reasoning_gym.create_dataset("chain_sum", seed=3, size=1)[0]
 FAMILY = {"family": "chain_sum", "answer": SUM["answer"], "metadata": SUM["metadata"]}
-SEED = 11
+SEED = 11  # with this seed the random model calls the right answer good, and the wrong one bad
 CASES = {
     "reasoning-gym": ScorerCase(ReasoningGymReward(), FAMILY, SUM["answer"]),
     "exact": ScorerCase(ExactReward(), {"family": None, "answer": 17}),
@@ -77,7 +77,7 @@ CASES = {
         ),
         {"answer": "17"},
     ),
-    # the folder is in `model_folder`; batches of one have the same bits each time; with this seed the model finds only the right answer good
+    # The folder is in `model_folder`. A batch of one has the same bits each time.
     "model": ScorerCase(ModelReward(path="./taste", label="good", correct_from=0.5, max_batch=1), {"question": ""}),
     "number": ScorerCase(ImportReward(path="tests.support.scoring_functions:number"), {"answer": "17"}),
 }

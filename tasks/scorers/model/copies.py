@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.scorers.model.inputs import Conversation
-
-if TYPE_CHECKING:
-    from rollflow.tasks.scorers.model.classifier import Classifier
 
 
 class Grade(NamedTuple):
@@ -22,6 +19,13 @@ class Grade(NamedTuple):
     raw: float
     cut: int = 0
     fault: str = ""
+
+
+class Grader(Protocol):
+    """A loaded model, which one thread uses at a time."""
+
+    def grade(self, conversations: Sequence[Conversation]) -> list[Grade]:
+        """Grade responses, in their order."""
 
 
 class ModelAway(RollflowError):
@@ -44,7 +48,7 @@ class ModelCopies(Protocol):
 class LocalCopy(ModelCopies):
     """One copy of the model in this process, which all numbers share."""
 
-    def __init__(self, load: Callable[[], Classifier]) -> None:
+    def __init__(self, load: Callable[[], Grader]) -> None:
         """Store the function that loads the model, which runs in a thread."""
         self._classifier = AsyncOnce(lambda: asyncio.to_thread(load))
         self._turn = asyncio.Lock()
