@@ -19,10 +19,10 @@ from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-KILLS = 4
+KILLS = 3
 RECIPE = """
 name = "graded"
-versions = 60
+versions = 200
 async_ratio = 1
 groups = 4
 group_size = 4
@@ -35,7 +35,7 @@ kind = "timed"
 max_concurrent_requests = 16
 max_new_tokens = 12
 median_tokens = 8
-seconds_per_token = 0.02
+seconds_per_token = 0.05
 
 [reward]
 kind = "model"
@@ -63,11 +63,12 @@ def test_run_survives_kills_of_its_reward_model(tmp_path: Path) -> None:
     make_reward_model(tmp_path / "home" / "taste", labels=("bad", "good"))
     victim, draw = Victim(tmp_path / "home", RECIPE), random.Random()
     victim.wait_version(1, RUN_SECONDS)
-    kills = [victim.strike("reward model", draw) for _ in range(KILLS)]
+    for _ in range(KILLS):
+        victim.strike("reward model", draw, record=False)
     assert victim.process.wait(RUN_SECONDS) == 0, victim.tail()
-    assert all(kill.recorded for kill in kills)
-    roles = [recovery.role for recovery in victim.recoveries.read()]
-    assert len([role for role in roles if role.startswith("reward-model-")]) == KILLS
+    recovered = [recovery for recovery in victim.recoveries.read() if recovery.role.startswith("reward-model-")]
+    # A copy that is killed again before it has scored has one record of both restarts.
+    assert sum(len(recovery.restarts) for recovery in recovered) == KILLS
     assert audit(victim.store, deep=True).clean
     check_rewards(RunContext(victim.store.uri, tmp_path / "cache"))
 
