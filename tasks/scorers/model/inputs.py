@@ -59,7 +59,7 @@ class InputWriter:
     @property
     def largest_id(self) -> int:
         """The largest id of a token."""
-        return max(self._tokenizer.get_vocab().values())
+        return int(max(self._tokenizer.get_vocab().values()))
 
     def write(self, conversation: Conversation) -> ModelInput:
         """Write a prompt and a response.
