@@ -272,9 +272,9 @@ def describe_error(
     error: ErrorDetails, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
 ) -> str:
     """Return a sentence that describes one pydantic error: the key, the value and the fix."""
-    if error["type"] == "rollflow":
-        return error["msg"]
     key = _key(error["loc"], section)
+    if error["type"] == "rollflow":
+        return _place_refusal(key, error)
     if error["type"] == "union_tag_invalid":
         tags = error["ctx"]
         key += "." + tags["discriminator"].strip("'")
@@ -296,6 +296,19 @@ def describe_error(
         return f"{key} = {error['input']!r} is {WORDS[error['type']].format(**words)}"
     message = error["msg"]
     return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _place_refusal(place: str, error: ErrorDetails) -> str:
+    """Return the sentence of a refusal, with the dotted name of its key.
+
+    A section that may stand in several places names its keys without its own place; other sections name their keys
+    from the root.
+    """
+    key = error["ctx"]["key"]
+    if not place or key.partition(".")[0] == place.partition(".")[0]:
+        return error["msg"]
+    section = place.removesuffix(f".{key}")  # pydantic adds the key if a validator of one field raised the error
+    return f"{section}.{error['msg']}"
 
 
 def _key(place: Iterable[int | str], section: type[Section]) -> str:

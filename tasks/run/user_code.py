@@ -26,9 +26,9 @@ def check_own_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: a part cannot be imported or built; the message says what the user must change.
     """
-    for reward in config.scorer_sections.values():
+    for section, reward in config.scorer_sections.items():
         if isinstance(reward, ImportReward | CompositeReward):
-            build_verifier(reward)
+            build_verifier(reward, section)
     if isinstance(config.train.objective, ImportObjective):
         build_objective(config.train.objective)
     if isinstance(config.environment, ImportEnvironment):

@@ -90,7 +90,7 @@ def build_scorer(
     # Importing a user-defined function here reports a failed import before any worker starts.
     if (
         isinstance(config, ImportReward | CodeReward | CompositeReward)
-        and (verifier := build_verifier(config)).scores_several
+        and (verifier := build_verifier(config, section)).scores_several
     ):
         return ConcurrentPool(config, policy_folder, verifier, section)
     return RewardPool(config, policy_folder, section)
@@ -106,8 +106,8 @@ def _build_model_scorer(config: ModelReward, policy_folder: Path, section: str, 
     return ModelScorer(config, PolicyTokenizer(policy_folder).decode_response, copies or local)
 
 
-def build_verifier(config: RewardConfig) -> Verifier:
-    """Build the verifier of the kind that `[reward]` names, and import the verifier's modules.
+def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
+    """Build the verifier of the kind that the section `[section]` names, and import the verifier's modules.
 
     Raises:
         ConfigError: there is no verifier with that import path.
@@ -148,9 +148,11 @@ def build_verifier(config: RewardConfig) -> Verifier:
         case CompositeReward():
             from rollflow.tasks.scorers.composite import CompositeScorer
 
-            parts = {name: build_verifier(part.scorer) for name, part in config.parts.items()}
+            parts = {
+                name: build_verifier(part.scorer, f"{section}.parts.{name}.scorer") for name, part in config.parts.items()
+            }
             return CompositeScorer(config, parts).build()
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 
-            return imported_verifier(config)
+            return imported_verifier(config, section)

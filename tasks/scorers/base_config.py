@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 
@@ -31,8 +31,32 @@ class Format(Section):
         try:
             re.compile(pattern, re.DOTALL)
         except re.error as error:
-            refuse("reward.format.pattern", pattern, f"it is no regular expression ({error}); mend it")
+            refuse("pattern", pattern, f"it is no regular expression ({error}); mend it")
         return pattern
+
+
+class LengthPenalty(Section):
+    """The penalty of a long response, which rises linearly with the length, as DAPO's soft overlong punishment.
+
+    Source: Yu et al. 2025, eq. 13.
+    """
+
+    unit: Literal["tokens", "characters"] = Field(
+        "tokens", description="what is counted: the tokens of the policy, or the characters of the response's text"
+    )
+    start: int = Field(ge=0, description="length up to which a response has no penalty")
+    full: int = Field(gt=0, description="length from which a response has the whole penalty")
+    penalty: float = Field(1.0, gt=0, le=1e6, description="amount that is subtracted from the reward at the length full")
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.full <= self.start:
+            refuse("full", self.full, f"the penalty rises from start = {self.start} to full; choose a larger number")
+        return self
+
+    def amount(self, length: int) -> float:
+        """Return the penalty of a response of this length."""
+        return self.penalty * min(1.0, max(0.0, (length - self.start) / (self.full - self.start)))
 
 
 class RewardBase(Section):
@@ -60,6 +84,7 @@ class RewardBase(Section):
         "1 if it leaves the outcome open",
     )
     format: Format | None = None
+    length_penalty: LengthPenalty | None = None
     workers: int = Field(
         1, gt=0, description="number of worker processes that score responses; each scores one response at a time"
     )
@@ -97,8 +122,9 @@ class RewardBase(Section):
 
     @property
     def unread_value(self) -> float:
-        """The reward of a response that ended its worker or was late, and whose format is not known."""
-        return self.failure_value - (self.format.penalty if self.format else 0.0)
+        """The reward of a response that ended its worker or was late, and whose format and length are not known."""
+        penalties = [section.penalty for section in (self.format, self.length_penalty) if section]
+        return self.failure_value - sum(penalties)
 
     @property
     def worker_processes(self) -> int:

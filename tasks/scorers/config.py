@@ -112,11 +112,9 @@ class RegexReward(RewardBase):
         try:
             groups = re.compile(self.pattern, re.DOTALL).groupindex
         except (re.error, RecursionError, OverflowError) as error:
-            refuse("reward.pattern", self.pattern, f"it is no regular expression ({error}); mend it")
+            refuse("pattern", self.pattern, f"it is no regular expression ({error}); mend it")
         if self.group is not None and self.group not in groups:
-            refuse(
-                "reward.group", self.group, f"reward.pattern has no group (?P<{self.group}>...); name one of its groups"
-            )
+            refuse("group", self.group, f"pattern has no group (?P<{self.group}>...); name one of its groups")
         return self
 
 
@@ -143,9 +141,12 @@ PartConfig = Annotated[
     Field(discriminator="kind"),
 ]
 SHARED = (
-    *("at_once", "deadline_seconds", "format", "judge_tries", "max_unjudged", "special_tokens", "start_seconds"),
-    "workers",
+    *("at_once", "deadline_seconds", "format", "judge_tries", "length_penalty", "max_unjudged"),
+    *("special_tokens", "start_seconds", "workers"),
 )
+
+
+RESERVED = ("format", "length_penalty")  # names of parts of a score that are not those of a composite
 
 
 class CompositePart(Section):
@@ -159,7 +160,7 @@ class CompositePart(Section):
         for name in SHARED:
             info = type(self.scorer).model_fields.get(name)
             if info is not None and getattr(self.scorer, name) != info.get_default(call_default_factory=True):
-                cure = f"the parts share their workers; set reward.{name} for all of them"
+                cure = f"the parts share their workers; set {name} of the composite reward for all of them"
                 refuse(f"scorer.{name}", getattr(self.scorer, name), cure)
         return self
 
@@ -194,11 +195,11 @@ class CompositeReward(RewardBase):
     @model_validator(mode="after")
     def _names_parts(self) -> Self:
         for name in self.parts:
-            if not re.fullmatch(r"[A-Za-z_][\w-]{0,39}", name) or name == "format":
-                refuse("reward.parts", name, "a part's name has letters, digits, _ and -, and is not format; rename it")
+            if not re.fullmatch(r"[A-Za-z_][\w-]{0,39}", name) or name in RESERVED:
+                refuse("parts", name, f"a part's name has letters, digits, _ and -, and is none of {RESERVED}; rename it")
         for name in self.requires:
             if name not in self.parts:
-                refuse("reward.requires", name, f"no part has this name; name one of {', '.join(self.parts)}")
+                refuse("requires", name, f"no part has this name; name one of {', '.join(self.parts)}")
         return self
 
 

@@ -20,17 +20,17 @@ ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # first t
 NUMBERS = (float, int, bool)
 
 
-def imported_verifier(config: ImportReward) -> Verifier:
-    """Import the function that `reward.path` names, and bind its options from the recipe.
+def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier:
+    """Import the function that the key `path` of the section names, and bind its options from the recipe.
 
     Raises:
         ConfigError: the function does not exist or does not take the options, or the options are too large.
     """
     if (size := len(config.model_dump_json().encode())) > LONGEST:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
-        raise ConfigError(f"reward.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
-    function = imported_function("reward", config, Score, _is_scorer)
-    build_part("reward", config, lambda: inspect.signature(function).bind("", {}, **config.options))
+        raise ConfigError(f"{section}.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
+    function = imported_function(section, config, Score, _is_scorer)
+    build_part(section, config, lambda: inspect.signature(function).bind("", {}, **config.options))
     several = _read_element(read_return_type(function)) is not None
     own = functools.partial(function, **config.options)
     return Verifier(own, takes_several=several, is_async=inspect.iscoroutinefunction(function))

@@ -21,7 +21,7 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import LONGEST_REASON, Score, failure_score, make_storable, validate_score
-from rollflow.tasks.scorers.base_config import Format
+from rollflow.tasks.scorers.base_config import Format, LengthPenalty, RewardBase
 from rollflow.tasks.scorers.config import RewardConfig
 
 Reference = Mapping[str, Any]
@@ -140,3 +140,25 @@ def apply_form(score: Score, form: Format | None, response: str) -> Score:
     reason = make_storable(f"not in its form; {score.reason}", LONGEST_REASON)
     outcome = Outcome.PARTIAL if score.outcome is Outcome.CORRECT else score.outcome
     return replace(score, value=score.value - penalty, reason=reason, outcome=outcome)
+
+
+def apply_length(score: Score, penalty: LengthPenalty | None, response: str, tokens: int) -> Score:
+    """Subtract the penalty of a long response of so many tokens; the parts of the score show the value and the penalty.
+
+    The outcome stays, because a long response may be correct.
+    """
+    if penalty is None:
+        return score
+    length = tokens if penalty.unit == "tokens" else len(response)
+    amount = penalty.amount(length)
+    score = replace(score, parts={"answer": score.value, **score.parts, "length_penalty": -amount})
+    if not amount:
+        return score
+    reason = make_storable(f"{length} {penalty.unit} are too long; {score.reason}", LONGEST_REASON)
+    return replace(score, value=score.value - amount, reason=reason)
+
+
+def finish_score(score: Score, config: RewardBase, response: str, tokens: int) -> Score:
+    """Apply a scorer's format, length penalty and threshold to the score of a response of so many tokens."""
+    formed = apply_form(score, config.format, response)
+    return apply_threshold(apply_length(formed, config.length_penalty, response, tokens), config.correct_from)

@@ -35,7 +35,7 @@ from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
 from rollflow.tasks.scorers.config import RewardConfig
-from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_form, apply_threshold, score_response
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, finish_score, score_response
 from rollflow.tasks.scorers.version import compute_version
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
@@ -46,6 +46,7 @@ class _TextRequest:
     """A numbered request, with its response as text."""
 
     number: int
+    tokens: Sequence[int]
     response: str
     reference: Mapping[str, Any]
 
@@ -62,16 +63,15 @@ class _Worker:
     def run_one_by_one(self) -> None:
         """Score one response after another until the input ends."""
         for line in sys.stdin:
-            asked = json.loads(line)
-            config, response = self.config, self._decode(asked)
-            score = score_response(self.verifier, config.answer, response, asked["reference"], config.format)
-            self._write(apply_threshold(score, config.correct_from).to_columns())
+            one = self._read(0, json.loads(line))
+            score = score_response(self.verifier, self.config.answer, one.response, one.reference)
+            self._write(self._finish(score, one, score.seconds).to_columns())
 
     async def run_several(self) -> None:
         """Score several responses at a time until the input ends."""
         loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
-            asked = [_TextRequest(number, self._decode(one), one["reference"]) for number, one in json.loads(line)]
+            asked = [self._read(number, one) for number, one in json.loads(line)]
             for together in [asked] if self.verifier.takes_several else [[one] for one in asked]:
                 task = loop.create_task(self._score(together))
                 tasks.add(task)
@@ -98,15 +98,15 @@ class _Worker:
             scores = [validate_score("verifier", one) for one in found]
         seconds = time.perf_counter() - started
         for one, score in zip(asked, scores, strict=True):
-            self._write((one.number, self._finish(score, one.response, seconds).to_columns()))
+            self._write((one.number, self._finish(score, one, seconds).to_columns()))
 
-    def _finish(self, score: Score, response: str, seconds: float) -> Score:
-        formed = apply_form(score, self.config.format, response)
-        return replace(apply_threshold(formed, self.config.correct_from), seconds=seconds)
+    def _finish(self, score: Score, one: _TextRequest, seconds: float) -> Score:
+        return replace(finish_score(score, self.config, one.response, len(one.tokens)), seconds=seconds)
 
-    def _decode(self, asked: Mapping[str, Any]) -> str:
+    def _read(self, number: int, asked: Mapping[str, Any]) -> _TextRequest:
         tokens = list(Int32s(bytes.fromhex(asked["tokens"])))
-        return self.tokenizer.decode_response(tokens, self.config.special_tokens)
+        text = self.tokenizer.decode_response(tokens, self.config.special_tokens)
+        return _TextRequest(number, tokens, text, asked["reference"])
 
     def _write(self, answer: object) -> None:
         self.answers.write(json.dumps(answer) + "\n")

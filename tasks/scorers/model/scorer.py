@@ -33,7 +33,7 @@ from rollflow.tasks.scorers.base import (
 from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.model.copies import Grade, ModelCopies
 from rollflow.tasks.scorers.model.inputs import Conversation
-from rollflow.tasks.scorers.verifier import answer_of, apply_form, apply_threshold
+from rollflow.tasks.scorers.verifier import answer_of, apply_threshold, finish_score
 
 AHEAD = 4  # largest number of batches in a call, so that the batches have inputs of similar lengths
 AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy
@@ -48,6 +48,7 @@ class GradingJob:
 
     conversation: Conversation
     response: str
+    tokens: int
     future: asyncio.Future[Score]
     began: float
 
@@ -85,7 +86,7 @@ class ModelScorer(Scorer):
                 future.set_result(failure_score("request", error))
                 continue
             conversation = [*request.messages], answer_of(text, self._config.answer)
-            self._waiting.append(GradingJob(conversation, text, future, loop.time()))
+            self._waiting.append(GradingJob(conversation, text, len(request.tokens), future, loop.time()))
         self._news.set()
         return futures
 
@@ -145,8 +146,7 @@ class ModelScorer(Scorer):
                 self._settle(self._waiting.popleft(), _unjudged(reason))
 
     def _score(self, job: GradingJob, grade: Grade) -> Score:
-        formed = apply_form(score_grade(self._config, grade), self._config.format, job.response)
-        return apply_threshold(formed, self._config.correct_from)
+        return finish_score(score_grade(self._config, grade), self._config, job.response, job.tokens)
 
     def _settle(self, job: GradingJob, score: Score) -> None:
         self.usage.scored += 1
