@@ -12,6 +12,7 @@ every process has the same rows.
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,14 @@ from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shor
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.config import CompositeReward, ExactReward, MathsReward, ReasoningGymReward, RewardConfig
+from rollflow.tasks.scorers.config import (
+    CompositeReward,
+    ExactReward,
+    MathsReward,
+    ReasoningGymReward,
+    RewardConfig,
+    name_section,
+)
 from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
@@ -119,6 +127,9 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     return notes
 
 
+OWN_KEY = re.compile(r"\breward\.(kind|answer)(?= = )")  # a key of a scorer in a sentence about a row
+
+
 @dataclass(frozen=True, slots=True)
 class _Judgeable:
     """A callable that returns why no response can match a reference, or None if a response can match it."""
@@ -130,14 +141,21 @@ class _Judgeable:
     def __call__(self, reference: Mapping[str, Any]) -> str | None:
         if wrong := self._find_name_fault(reference):
             return wrong
-        reward = _find_reward(self.config, self.source, reference)
-        if isinstance(reward, CompositeReward):
-            faults = (self.find(part.scorer, reference) for part in reward.parts.values())
-            return next((fault for fault in faults if fault), None)
-        return self.find(reward, reference)
+        reward, section = _find_reward(self.config, self.source, reference), self._name_section(reference)
+        if not isinstance(reward, CompositeReward):
+            return self.find(reward, section, reference)
+        parts = ((f"{section}.parts.{name}.scorer", part.scorer) for name, part in reward.parts.items())
+        return next((fault for place, part in parts if (fault := self.find(part, place, reference))), None)
 
-    def find(self, reward: RewardConfig, reference: Mapping[str, Any]) -> str | None:
+    def _name_section(self, reference: Mapping[str, Any]) -> str:
+        return name_section(self.source.scorer_of(reference))
+
+    def find(self, reward: RewardConfig, section: str, reference: Mapping[str, Any]) -> str | None:
         """Return why no response can match a reference under this reward or part of one, or None."""
+        fault = self._find_fault(reward, reference)
+        return fault and OWN_KEY.sub(rf"{section}.\1", fault)
+
+    def _find_fault(self, reward: RewardConfig, reference: Mapping[str, Any]) -> str | None:
         if isinstance(reward, ExactReward):
             return _find_exact_fault(reference, reward.answer)
         if "answer" not in reference and (isinstance(reward, ReasoningGymReward) or self.config.policy.cold_start):

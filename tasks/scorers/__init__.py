@@ -148,9 +148,8 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
         case CompositeReward():
             from rollflow.tasks.scorers.composite import CompositeScorer
 
-            parts = {
-                name: build_verifier(part.scorer, f"{section}.parts.{name}.scorer") for name, part in config.parts.items()
-            }
+            places = {name: f"{section}.parts.{name}.scorer" for name in config.parts}
+            parts = {name: build_verifier(config.parts[name].scorer, place) for name, place in places.items()}
             return CompositeScorer(config, parts).build()
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier

@@ -46,7 +46,9 @@ class LengthPenalty(Section):
     )
     start: int = Field(ge=0, description="length up to which a response has no penalty")
     full: int = Field(gt=0, description="length from which a response has the whole penalty")
-    penalty: float = Field(1.0, gt=0, le=1e6, description="amount that is subtracted from the reward at the length full")
+    penalty: float = Field(
+        1.0, gt=0, le=1e6, description="largest amount, which is subtracted from the reward at the length full"
+    )
 
     @model_validator(mode="after")
     def _rises(self) -> Self:

@@ -196,7 +196,9 @@ class CompositeReward(RewardBase):
     def _names_parts(self) -> Self:
         for name in self.parts:
             if not re.fullmatch(r"[A-Za-z_][\w-]{0,39}", name) or name in RESERVED:
-                refuse("parts", name, f"a part's name has letters, digits, _ and -, and is none of {RESERVED}; rename it")
+                refuse(
+                    "parts", name, f"a part's name has letters, digits, _ and -, and is none of {RESERVED}; rename it"
+                )
         for name in self.requires:
             if name not in self.parts:
                 refuse("requires", name, f"no part has this name; name one of {', '.join(self.parts)}")

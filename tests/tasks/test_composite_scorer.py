@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 
+from rollflow.flows.config import parse_config
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.user_code import own_code
-from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.base_config import Format
+from rollflow.tasks.run.prompt_check import read_files
+from rollflow.tasks.run.user_code import check_own_parts, own_code
+from rollflow.tasks.scorers import build_scorer, build_verifier
+from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.base_config import Format, LengthPenalty
 from rollflow.tasks.scorers.composite import CompositeScorer
 from rollflow.tasks.scorers.concurrent import ConcurrentPool
-from rollflow.tasks.scorers.config import CompositeReward
+from rollflow.tasks.scorers.config import CompositeReward, ExactReward, ImportReward
 from rollflow.tasks.scorers.pool import RewardPool
-from rollflow.tasks.scorers.verifier import score_response
+from rollflow.tasks.scorers.verifier import finish_score, score_response
 from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
+from tests.support.waiting import HANG_SECONDS
 
 ANSWER = {"weight": 1.0, "scorer": {"kind": "maths"}}
 SHORT = {"weight": 0.25, "scorer": {"kind": "regex", "pattern": ".{0,20}"}}
@@ -138,12 +147,12 @@ def test_unjudged_part_leaves_the_response_unjudged() -> None:
 
 WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"parts": {}}, "at least 1 item"),
-    ({"parts": {"format": ANSWER}}, "reward.parts = 'format'"),
-    ({"parts": {"a b": ANSWER}}, "reward.parts = 'a b'"),
-    ({"parts": {"maths": ANSWER}, "requires": ["code"]}, "reward.requires = 'code'.*name one of maths"),
-    ({"parts": {"m": {"scorer": {"kind": "maths", "workers": 2}}}}, "scorer.workers = 2.*set reward.workers"),
-    ({"parts": {"m": {"scorer": {"kind": "code", "at_once": 9}}}}, "scorer.at_once = 9.*set reward.at_once"),
-    ({"parts": {"m": {"scorer": {"kind": "maths", "judge_tries": 0}}}}, "scorer.judge_tries = 0.*set reward.judge_t"),
+    ({"parts": {"format": ANSWER}}, "parts = 'format'"),
+    ({"parts": {"a b": ANSWER}}, "parts = 'a b'"),
+    ({"parts": {"maths": ANSWER}, "requires": ["code"]}, "requires = 'code'.*name one of maths"),
+    ({"parts": {"m": {"scorer": {"kind": "maths", "workers": 2}}}}, "scorer.workers = 2.*set workers of the composite"),
+    ({"parts": {"m": {"scorer": {"kind": "code", "at_once": 9}}}}, "scorer.at_once = 9.*set at_once of the composite"),
+    ({"parts": {"m": {"scorer": {"kind": "maths", "judge_tries": 0}}}}, "scorer.judge_tries = 0.*set judge_tries of"),
     ({"parts": {"m": {"scorer": {"kind": "composite", "parts": {"m": ANSWER}}}}}, "composite"),
 ]
 
@@ -163,3 +172,114 @@ def test_stored_config_is_read_again() -> None:
 def test_user_code_of_a_part_is_hashed() -> None:
     config = RunConfig.model_validate({"reward": {"kind": "composite", "parts": {"own": part("one")}}})
     assert own_code(config).keys() == {"reward.parts.own.scorer"}
+
+
+BAD_PART = {"kind": "regex", "pattern": "("}
+PLACED: list[tuple[dict[str, Any], str]] = [
+    ({"reward": BAD_PART}, r"^reward\.pattern = '\('"),
+    ({"rewards": {"r": BAD_PART}}, r"^rewards\.r\.pattern = '\('"),
+    (
+        {"reward": {"kind": "composite", "parts": {"p": {"scorer": BAD_PART}}}},
+        r"^reward\.parts\.p\.scorer\.pattern = '\('",
+    ),
+    (
+        {"rewards": {"r": {"kind": "composite", "parts": {"regex": {"scorer": BAD_PART}}}}},
+        r"^rewards\.r\.parts\.regex\.scorer\.pattern = '\('",
+    ),
+    (
+        {"reward": {"kind": "composite", "parts": {"p": {"scorer": {"kind": "maths", "workers": 2}}}}},
+        r"^reward\.parts\.p\.scorer\.workers = 2",
+    ),
+    (
+        {"rewards": {"r": {"kind": "composite", "parts": {"p": ANSWER}, "requires": ["q"]}}},
+        r"^rewards\.r\.requires = 'q'",
+    ),
+    ({"rewards": {"r": {"kind": "exact", "format": {"pattern": "("}}}}, r"^rewards\.r\.format\.pattern = '\('"),
+    (
+        {"rewards": {"r": {"kind": "exact", "length_penalty": {"start": 9, "full": 9}}}},
+        r"^rewards\.r\.length_penalty\.full = 9: the penalty rises from start = 9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tree", "sentence"), PLACED)
+def test_refusal_names_the_key_of_its_own_section(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config(tree)
+
+
+def test_missing_function_of_a_part_names_the_parts_key() -> None:
+    tree = {"kind": "composite", "parts": {"own": {"scorer": {"kind": "import", "path": "nowhere.to:find"}}}}
+    for key, config in (("reward", {"reward": tree}), ("rewards.r", {"rewards": {"r": tree}})):
+        with pytest.raises(ConfigError, match=rf"^{key}\.parts\.own\.scorer\.path = 'nowhere.to:find'"):
+            check_own_parts(parse_config(config))
+
+
+@pytest.mark.parametrize(
+    ("answer", "scorer", "key"),
+    [("", {"kind": "maths"}, "kind"), ("a<answer>b", {"kind": "exact", "answer": "tag"}, "answer")],
+)
+def test_bad_row_of_a_part_names_the_parts_key(tmp_path: Path, answer: str, scorer: dict[str, Any], key: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "q", "answer": answer}) + "\n")
+    source = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 0, "reward": "r"}
+    reward = {"kind": "composite", "parts": {"part": {"scorer": scorer}}}
+    config = parse_config({"prompts": [source], "rewards": {"r": reward}})
+    with pytest.raises(ConfigError, match=rf"line 1: .*rewards\.r\.parts\.part\.scorer\.{key} = "):
+        read_files(config, read_file)
+
+
+# --- the penalty of a long response -----------------------------------------------------------------------------------
+
+RISING: dict[str, Any] = {"start": 10, "full": 20, "penalty": 0.5}
+
+
+@pytest.mark.parametrize(("length", "amount"), [(0, 0.0), (10, 0.0), (11, 0.05), (15, 0.25), (20, 0.5), (500, 0.5)])
+def test_length_penalty_rises_linearly(length: int, amount: float) -> None:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), with its maximum at `full`."""
+    assert LengthPenalty(**RISING).amount(length) == pytest.approx(amount)
+
+
+@pytest.mark.parametrize(("unit", "amount"), [("tokens", 0.25), ("characters", 0.1)])
+def test_length_penalty_is_kept_beside_the_sum(unit: str, amount: float) -> None:
+    keys = {"parts": {"maths": ANSWER, "short": SHORT}, "length_penalty": {"unit": unit, **RISING}}
+    config = CompositeReward.model_validate(keys)
+    response = "it is     42"
+    score = score_response(build_verifier(config), "all", response, ROW)
+    found = finish_score(score, config, response, 15)
+    assert found.value == pytest.approx(1.25 - amount)
+    assert found.parts == {"answer": 1.25, "maths": 1.0, "short": 1.0, "length_penalty": pytest.approx(-amount)}
+    assert found.outcome is Outcome.CORRECT
+    assert found.reason.startswith(f"{15 if unit == 'tokens' else 12} {unit} are too long; maths: ")
+    assert finish_score(score, config, response, 5).value == 1.25 or unit == "characters"
+
+
+def test_threshold_and_format_count_with_the_length_penalty() -> None:
+    keys = {"format": {"pattern": "x", "penalty": 0.25}, "length_penalty": RISING, "correct_from": 0.5}
+    config = ExactReward.model_validate(keys)
+    found = [finish_score(Score(1.0), config, "y", tokens) for tokens in (10, 15, 20)]
+    assert [(score.value, score.outcome) for score in found] == [(0.75, "correct"), (0.5, "correct"), (0.25, "partial")]
+    assert found[1].parts == {"answer": 1.0, "format": -0.25, "length_penalty": -0.25}
+
+
+def test_late_response_gets_the_whole_length_penalty() -> None:
+    """Nobody read the response, which may be as long as it likes."""
+    keys = {"format": {"pattern": "x", "penalty": 0.25}, "length_penalty": RISING}
+    assert ExactReward.model_validate(keys).unread_value == -0.75
+
+
+async def test_workers_count_the_tokens_of_a_response(tmp_path: Path) -> None:
+    for name, data in build_cold_folder(ColdStart(), ["1 + 1 = 2"] * 10).items():
+        (tmp_path / name).write_bytes(data)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    penalty = {"start": 0, "full": 10, "penalty": 1.0}
+    one = ExactReward.model_validate({"length_penalty": penalty})
+    several = ImportReward.model_validate({"path": f"{FUNCTIONS}:several", "length_penalty": penalty})
+    for config, value in ((one, 1.0), (several, 0.75)):
+        scorer = build_scorer(config, tmp_path)
+        tokens = tokenizer.encode("12").ids
+        await scorer.start()
+        try:
+            [found] = await asyncio.wait_for(scorer.score([ScoreRequest(tokens, {"answer": "12"})]), HANG_SECONDS)
+        finally:
+            await scorer.close()
+        assert (len(tokens), found.value) == (2, pytest.approx(value - 0.2))
