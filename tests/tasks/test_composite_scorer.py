@@ -217,7 +217,7 @@ def test_missing_function_of_a_part_names_the_parts_key() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "scorer", "key"),
-    [("", {"kind": "maths"}, "kind"), ("a<answer>b", {"kind": "exact", "answer": "tag"}, "answer")],
+    [("", {"kind": "maths"}, "kind"), ("a</answer>b", {"kind": "exact", "answer": "tag"}, "answer")],
 )
 def test_bad_row_of_a_part_names_the_parts_key(tmp_path: Path, answer: str, scorer: dict[str, Any], key: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "q", "answer": answer}) + "\n")
