@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from prefect import flow
@@ -19,11 +18,10 @@ from rollflow.tasks.rollout.evaluation import Evaluation, Evaluator, read_evalua
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.episode_ports import build_ports
-from rollflow.tasks.run.reward_models import load_model
+from rollflow.tasks.run.reward_models import local_copies
 from rollflow.tasks.runtime.names import RunPlace
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
-from rollflow.tasks.scorers.model.copies import LocalCopy
 
 
 @flow(name="evaluate")
@@ -53,9 +51,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
             "store.keep_every or store.keep_last kept"
         ) from None
     engine = build_engine(config.engine, context.policy_folder, dtype=config.policy.dtype)
-    scorer = build_scorers(
-        config.scorers, context.policy_folder, lambda name: LocalCopy(partial(load_model, context, name))
-    )
+    scorer = build_scorers(config.scorers, context.policy_folder, local_copies(context))
     await asyncio.gather(engine.start(), scorer.start())
     try:
         proxy = InferenceProxy([engine], config.engine.max_concurrent_requests)

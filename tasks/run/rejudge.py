@@ -26,6 +26,7 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.reward_models import local_copies
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import name_section
@@ -186,7 +187,7 @@ class Rejudging:
         Raises:
             ConfigError: a scorer can score no response at all, or a prompt names a scorer that the config lacks.
         """
-        scorer = build_scorers(self._scorers, self._context.policy_folder)
+        scorer = build_scorers(self._scorers, self._context.policy_folder, local_copies(self._context, self._scorers))
         await scorer.start()
         serving = asyncio.create_task(scorer.serve(asyncio.Event()))  # ends only with an error
         try:

@@ -6,7 +6,8 @@ reward_models/rewards.taste/...       the model of [rewards.taste]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,9 @@ from rollflow.storage.objects.disk import map_file
 from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, fetch_folder
-from rollflow.tasks.scorers.config import name_section
+from rollflow.tasks.scorers.config import RewardConfig, name_section
 from rollflow.tasks.scorers.model.config import ModelReward
+from rollflow.tasks.scorers.model.copies import LocalCopy, ModelCopies
 from rollflow.tasks.scorers.model.folder import find_model, read_model
 
 if TYPE_CHECKING:
@@ -85,8 +87,29 @@ def read_models(config: RunConfig) -> dict[str, Data]:
     }
 
 
-def load_model(context: RunContext, scorer: str) -> Classifier:
+def local_copies(
+    context: RunContext, scorers: Mapping[str, RewardConfig] | None = None
+) -> Callable[[str], ModelCopies | None]:
+    """Return a function from a scorer's name to a copy of the run's reward model in this process.
+
+    `scorers` are the config sections of the scorers, by default those of the run. A scorer with another model than the
+    run's gets None, and reads the model from its own folder.
+    """
+    sections = context.config.scorers if scorers is None else scorers
+
+    def find(name: str) -> ModelCopies | None:
+        reward, own = sections[name], list_models(context.config).get(name)
+        if not isinstance(reward, ModelReward) or own is None or own.path != reward.path:
+            return None
+        return LocalCopy(partial(load_model, context, name, reward))
+
+    return find
+
+
+def load_model(context: RunContext, scorer: str, reward: ModelReward | None = None) -> Classifier:
     """Load the reward model of a scorer from the run's storage, and compare its files with the hashes in the log.
+
+    `reward` is the scorer's section, by default the run's.
 
     Raises:
         Corrupt: a file was altered since the run's start.
@@ -95,7 +118,7 @@ def load_model(context: RunContext, scorer: str) -> Classifier:
     disable_optional_libraries()
     from rollflow.tasks.scorers.model.classifier import Classifier
 
-    reward = list_models(context.config)[scorer]
+    reward = reward or list_models(context.config)[scorer]
     return Classifier(reward, _fetch_model(context, scorer), name_section(scorer), context.created_at)
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def build_scorers(
-    configs: Mapping[str, RewardConfig], policy_folder: Path, copies: Callable[[str], ModelCopies] | None = None
+    configs: Mapping[str, RewardConfig], policy_folder: Path, copies: Callable[[str], ModelCopies | None] | None = None
 ) -> Scorer:
     """Build the scorers of a run by name (`RunConfig.scorers`) as one scorer, which is not started.
 

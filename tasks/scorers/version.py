@@ -5,7 +5,7 @@
 Scorers with the same version give a response the same score, unless the scorer is not deterministic. The opposite does
 not hold: a changed comment in a source file changes the version, too. Keys that say only how many responses are scored
 at a time, or how often, are not part of the version. Neither are modules that a user-defined function imports, nor the
-models behind an endpoint.
+models behind an endpoint. The log's first entry has the hashes of a reward model's files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from rollflow.tasks.runtime.sections import Imported
 from rollflow.tasks.scorers.config import CompositeReward, RewardConfig
 
 LENGTH = 12  # hexadecimal digits of a version
-OPERATIONS = {"at_once", "judge_tries", "max_unjudged", "start_seconds", "workers"}  # keys that decide no score
+# keys that decide no score
+OPERATIONS = {
+    *("at_once", "judge_tries", "max_unjudged", "start_seconds", "workers"),
+    *("batch_tokens", "cpus", "gpus", "max_batch"),
+}
 EVERY = ("base.py", "verifier.py")  # source files that every scorer uses
 # kind -> its own source files in this folder
 SOURCES: dict[str, tuple[str, ...]] = {
@@ -35,12 +39,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "import": (),
     "instructions": ("text/instructions.py", "text/constraints.py"),
     "maths": ("text/maths.py", "text/maths_text.py", "text/marked.py"),
+    "model": ("model/classifier.py", "model/copies.py", "model/inputs.py", "model/scorer.py"),
     "reasoning-gym": ("reasoning_gym.py",),
     "regex": ("text/regex.py",),
 }
 # kind -> the packages that score for it
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "maths": ("math-verify", "latex2sympy2_extended", "sympy"),
+    "model": ("torch", "transformers", "tokenizers"),
     "reasoning-gym": ("reasoning-gym",),
 }
 
