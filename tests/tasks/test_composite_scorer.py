@@ -29,6 +29,7 @@ from rollflow.tasks.scorers.config import CompositeReward, ExactReward, ImportRe
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import finish_score, score_response
 from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
+from tests.support.user_code import FOLDER, put_in_reach
 from tests.support.waiting import HANG_SECONDS
 
 ANSWER = {"weight": 1.0, "scorer": {"kind": "maths"}}
@@ -267,7 +268,9 @@ def test_late_response_gets_the_whole_length_penalty() -> None:
     assert ExactReward.model_validate(keys).unread_value == -0.75
 
 
-async def test_workers_count_the_tokens_of_a_response(tmp_path: Path) -> None:
+@pytest.mark.long
+async def test_workers_count_the_tokens_of_a_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_reach(monkeypatch, FOLDER)
     for name, data in build_cold_folder(ColdStart(), ["1 + 1 = 2"] * 10).items():
         (tmp_path / name).write_bytes(data)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
