@@ -94,7 +94,7 @@ def test_batches_are_small_and_of_similar_lengths(one: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_score_is_the_logit_of_transformers_on_either_padding_side(tmp_path: Path, side: str) -> None:
+def test_score_is_transformers_logit_on_either_padding_side(tmp_path: Path, side: str) -> None:
     folder = make_reward_model(tmp_path)
     described = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"padding_side": side}))

@@ -21,7 +21,7 @@ from rollflow.tasks.policies.device import find_device
 from rollflow.tasks.policies.tensors import silence_transformers
 from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.model.copies import Grade
-from rollflow.tasks.scorers.model.inputs import Conversation, InputWriter, ModelInput
+from rollflow.tasks.scorers.model.inputs import Conversation, GraderInput, InputWriter
 
 SAVE = "save the model again (save_pretrained)"
 TRIED: Conversation = ([{"role": "user", "content": "What is the colour of snow?"}], "White.")
@@ -54,7 +54,7 @@ class Classifier:
         self, conversations: Sequence[Conversation], note: Callable[[int], None] = lambda count: None
     ) -> list[Grade]:
         """Grade responses, in their order; call `note` with the number of responses after each batch."""
-        grades, inputs = dict[int, Grade](), dict[int, ModelInput]()
+        grades, inputs = dict[int, Grade](), dict[int, GraderInput]()
         for place, conversation in enumerate(conversations):
             try:
                 inputs[place] = self._writer.write(conversation)
@@ -79,7 +79,7 @@ class Classifier:
         if not math.isfinite(grade.raw):
             raise _refusal(self._config, self._section, grade.fault or f"the model computes {grade.raw}", SAVE)
 
-    def _batches(self, inputs: Mapping[int, ModelInput]) -> Iterator[list[int]]:
+    def _batches(self, inputs: Mapping[int, GraderInput]) -> Iterator[list[int]]:
         """Yield the places of the inputs of each batch, shortest inputs first."""
         batch: list[int] = []
         for place in sorted(inputs, key=lambda place: len(inputs[place])):
@@ -91,7 +91,7 @@ class Classifier:
         if batch:
             yield batch
 
-    def _run(self, rows: Sequence[ModelInput]) -> list[Grade]:
+    def _run(self, rows: Sequence[GraderInput]) -> list[Grade]:
         """Grade the inputs of a batch; if the memory does not suffice, grade its halves."""
         try:
             return [Grade(raw, row.cut) for raw, row in zip(self._forward(rows), rows, strict=True)]
@@ -104,7 +104,7 @@ class Classifier:
         return [*self._run(rows[:half]), *self._run(rows[half:])]
 
     @torch.inference_mode()
-    def _forward(self, rows: Sequence[ModelInput]) -> list[float]:
+    def _forward(self, rows: Sequence[GraderInput]) -> list[float]:
         """Return the logit or probability of each input."""
         width = max(map(len, rows))
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}

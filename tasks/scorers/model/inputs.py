@@ -19,7 +19,7 @@ MARK = "[7f3a: the response stands here]"  # text that no prompt contains
 UNLIMITED = 10**9  # tokenizers without a limit name a larger number of tokens
 
 
-class ModelInput(NamedTuple):
+class GraderInput(NamedTuple):
     """The model's input: lists of numbers of the same length by name, such as `input_ids`; and how many tokens were cut
     off.
     """
@@ -61,7 +61,7 @@ class InputWriter:
         """The largest id of a token."""
         return int(max(self._tokenizer.get_vocab().values()))
 
-    def write(self, conversation: Conversation) -> ModelInput:
+    def write(self, conversation: Conversation) -> GraderInput:
         """Write a prompt and a response.
 
         Raises:
@@ -73,7 +73,7 @@ class InputWriter:
         prompt = "\n".join(message["content"] for message in messages)
         return self._write_pair([prompt, response] if prompt else [response])
 
-    def _write_chat(self, messages: Sequence[Mapping[str, str]], response: str) -> ModelInput:
+    def _write_chat(self, messages: Sequence[Mapping[str, str]], response: str) -> GraderInput:
         answer = {"role": "assistant", "content": MARK}
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -95,7 +95,7 @@ class InputWriter:
         found = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split, verbose=False)
         return list(found["input_ids"])
 
-    def _write_pair(self, texts: Sequence[str]) -> ModelInput:
+    def _write_pair(self, texts: Sequence[str]) -> GraderInput:
         keys: dict[str, Any] = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
         found = self._tokenizer(*texts, **keys)
         count = len(found["input_ids"])
@@ -105,9 +105,9 @@ class InputWriter:
         cut = count - len(found["input_ids"])
         return self._with_segments({name: list(column) for name, column in found.items()}, cut)
 
-    def _with_segments(self, columns: dict[str, list[int]], cut: int) -> ModelInput:
+    def _with_segments(self, columns: dict[str, list[int]], cut: int) -> GraderInput:
         tokens = columns["input_ids"] or [0]  # a model reads at least one token
         found = {"input_ids": tokens}
         if self._segments:
             found["token_type_ids"] = columns.get("token_type_ids") or [0] * len(tokens)
-        return ModelInput(found, cut)
+        return GraderInput(found, cut)

@@ -143,7 +143,7 @@ class ModelScorer(Scorer):
             while not self._calls and self._waiting and max(self._waiting[0].began, self._moved) < limit:
                 seconds = self._config.deadline_seconds
                 reason = f"the reward model gave no score for {seconds:g} s: {self._why}"
-                self._settle(self._waiting.popleft(), _unjudged(reason))
+                self._settle(self._waiting.popleft(), _build_unjudged(reason))
 
     def _score(self, job: GradingJob, grade: Grade) -> Score:
         return finish_score(score_grade(self._config, grade), self._config, job.response, job.tokens)
@@ -159,11 +159,11 @@ def score_grade(config: ModelReward, grade: Grade) -> Score:
     what = "logit" if config.label is None else f"probability of {config.label!r}"
     value = config.scale * grade.raw + config.offset
     if grade.fault or not abs(value) <= LARGEST:  # also true for NaN
-        return _unjudged(f"the reward model gave no number: {grade.fault or f'the {what} is {grade.raw}'}")
+        return _build_unjudged(f"the reward model gave no number: {grade.fault or f'the {what} is {grade.raw}'}")
     cut = f", {grade.cut} tokens cut off" if grade.cut else ""
     score = Score(value, make_storable(f"{what} {grade.raw:.6g}{cut}", LONGEST_REASON))
     return apply_threshold(score, config.correct_from)
 
 
-def _unjudged(reason: str) -> Score:
+def _build_unjudged(reason: str) -> Score:
     return Score(0.0, make_storable(reason, LONGEST_REASON), Outcome.UNJUDGED)
