@@ -31,7 +31,7 @@ from rollflow.tasks.engines.runnable import find_folder_hindrance
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.epochs import Epochs
+from rollflow.tasks.prompts.epochs import Epochs, skips_solved
 from rollflow.tasks.prompts.held_out import Split
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.evaluation import is_evaluated
@@ -266,7 +266,8 @@ class RunContext:
         config = self.all_configs[0]
         prompts = open_prompts(config, self.tokenizer, open_reader(self.store, config, pins), split_of(pins))
         check_asked(config, pins, prompts)
-        prompts.epochs = Epochs(self.log, config.prompts, prompts.sources)
+        if any(map(skips_solved, config.prompts)):  # prompts of other runs do not depend on the log
+            prompts.epochs = Epochs(self.log, config.prompts, prompts.sources)
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
