@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import subprocess
 import sys
@@ -25,12 +24,13 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.runtime.memory_limit import limit_memory
 from rollflow.tasks.scorers.config import CodeReward, MathsReward, RewardConfig
 from rollflow.tasks.scorers.references import find_reference_fault, is_quick
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 MOST_ENDED = 3
-MEMORY_BYTES = 4 * 2**30  # address space of a process
+MEMORY_BYTES = 4 * 2**30  # memory that the checks of a process may take
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {"maths": {"answer": "x"}, "code": {"cases": [{"assert": "pass"}]}}
 
 
@@ -116,9 +116,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints is no answer
     find_reference_fault(config, EXAMPLES[config.kind])
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    most = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    limit_memory(MEMORY_BYTES)
     for line in sys.stdin:
         try:
             found = find_reference_fault(config, json.loads(line))

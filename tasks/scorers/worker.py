@@ -32,13 +32,23 @@ from pydantic import TypeAdapter
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.runtime.actor_warnings import send_to
+from rollflow.tasks.runtime.memory_limit import limit_memory
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
-from rollflow.tasks.scorers.config import RewardConfig
+from rollflow.tasks.scorers.config import (
+    ChoiceReward,
+    CompositeReward,
+    ExactReward,
+    InstructionsReward,
+    MathsReward,
+    RegexReward,
+    RewardConfig,
+)
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, finish_score, score_response
 from rollflow.tasks.scorers.version import compute_version
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
+MEMORY_BYTES = 4 * 2**30  # memory that a verifier of texts may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +122,13 @@ class _Worker:
         self.answers.write(json.dumps(answer) + "\n")
 
 
+def is_bounded(config: RewardConfig) -> bool:
+    """Return whether a worker of this scorer gets a limit of memory: if it only reads texts by rollflow's own code."""
+    if isinstance(config, CompositeReward):
+        return all(is_bounded(part.scorer) for part in config.parts.values())
+    return isinstance(config, ExactReward | MathsReward | ChoiceReward | RegexReward | InstructionsReward)
+
+
 def main() -> None:
     """Score requests from the standard input until the input ends."""
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
@@ -124,6 +141,8 @@ def main() -> None:
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
+    if is_bounded(config):
+        limit_memory(MEMORY_BYTES)
     worker = _Worker(config, verifier, tokenizer, answers)
     answers.write(f"ready {version}\n")
     if verifier.scores_several:

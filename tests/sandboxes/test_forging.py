@@ -10,7 +10,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
-from rollflow.tasks.sandboxes.config import MIB, BubblewrapSandbox
+from rollflow.tasks.sandboxes.config import MIB, BubblewrapSandbox, SandlockSandbox
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
 from tests.sandboxes.programs import PROGRAMS
@@ -18,7 +18,7 @@ from tests.sandboxes.programs.base import Hostile
 from tests.sandboxes.programs.forgeries import ASSERT, CALL, CHECK, FORGERIES, PRINT, Forgery
 from tests.support.counts import examples
 
-SANDBOX = BubblewrapSandbox(memory_bytes=64 * MIB, folder_bytes=8 * MIB, folder_files=200, processes=16)
+LIMITS: dict[str, Any] = {"memory_bytes": 64 * MIB, "folder_bytes": 8 * MIB, "folder_files": 200, "processes": 16}
 JUDGED = (Outcome.WRONG, Outcome.TIMEOUT, Outcome.KILLED)
 
 
@@ -29,10 +29,16 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-@pytest.fixture(scope="module")
-def scorer(loop: asyncio.Runner) -> Iterator[CodeScorer]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(BubblewrapSandbox(**LIMITS), id="bubblewrap"),
+        pytest.param(SandlockSandbox(**LIMITS), id="sandlock", marks=pytest.mark.soak),
+    ],
+)
+def scorer(request: pytest.FixtureRequest, loop: asyncio.Runner) -> Iterator[CodeScorer]:
     """Create a scorer of programs with a short time for each case; skip the test if this machine has no sandboxes."""
-    created = CodeScorer(CodeReward(case_seconds=1.0, fenced=False, sandbox=SANDBOX))
+    created = CodeScorer(CodeReward(case_seconds=1.0, fenced=False, sandbox=request.param))
     try:
         loop.run(created.start())
     except ConfigError as error:
