@@ -64,7 +64,8 @@ def is_alive(process: psutil.Process) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_process_leaves_nothing(kind: str, killed: str, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, env=env) as owner:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, env=env)
+    try:
         assert owner.stdout is not None
         if not owner.stdout.readline():
             pytest.skip(f"sandboxes of kind {kind} cannot run on this machine")
@@ -73,8 +74,11 @@ def test_killed_process_leaves_nothing(kind: str, killed: str, tmp_path: Path) -
         keepers = [keeper for parent in psutil.Process(owner.pid).children() for keeper in parent.children()]
         for process in [psutil.Process(owner.pid)] if killed == "owner" else keepers:
             process.kill()
-        owner.wait()  # without its keeper, the owner ends with an error
+        owner.wait(LONG)  # without its keeper, the owner ends with an error
         wait_until(lambda: not any(is_alive(process) for process in found))
+    finally:
+        owner.kill()
+        owner.communicate()
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
