@@ -50,6 +50,7 @@ class Capability(StrEnum):
     STATE = "state"  # files that a program wrote stay in the sandbox for the next program and for download
     CHANNEL = "channel"  # a program gets `Program.channel`
     CHILDREN = "children"  # children of a program may live on after it (`Program.keep_children`)
+    SESSIONS = "sessions"  # `Sandboxes.open_workspace` works
 
 
 class ProgramEnd(StrEnum):
@@ -105,6 +106,42 @@ class Program:
     keep_children: bool = False  # True: processes that the program started may live on after the program's end
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxLimits:
+    """Limits of one sandbox, in addition to those of its kind; None: only those of its kind."""
+
+    memory_bytes: int | None = None
+    folder_bytes: int | None = None
+    cores: int | None = None  # processor cores; a kind without the capability ISOLATION does not hold this limit
+
+
+NO_LIMITS = SandboxLimits()
+
+
+class SessionKind(StrEnum):
+    """What a session understands."""
+
+    SHELL = "shell"  # bash
+    PYTHON = "python"  # Python; the value of the last expression is printed, as in a notebook
+
+
+@dataclass(frozen=True, slots=True)
+class SessionResult:
+    """What one run of a session did.
+
+    `output` is stdout and stderr in the order in which they were written; also of processes that an earlier run left in
+    the background. `return_code` is what the session says: the code of the last command, or 0 or 1 for Python. `lost`
+    is empty if the session keeps its state. Otherwise it says why the state is lost (variables, folder, functions); the
+    files are kept, and the next run begins in a new session.
+    """
+
+    end: ProgramEnd
+    return_code: int
+    output: bytes
+    seconds: float
+    lost: str = ""
+
+
 class Sandbox(Protocol):
     """One sandbox, which runs one program at a time."""
 
@@ -136,6 +173,61 @@ class Sandbox(Protocol):
         """End everything in the sandbox and remove its files."""
 
 
+class SandboxSession(Protocol):
+    """A shell or a Python interpreter that keeps its state from one run to the next; one run at a time."""
+
+    async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
+        """Run code and wait for its end. Processes that it starts in the background live on, even over the next runs.
+
+        A run that takes longer than `timeout` seconds, or writes more output than a program may, is interrupted as by
+        Ctrl-C; the result names the limit. If the session does not stop then, it is killed, and `SessionResult.lost`
+        says so. The same holds if the code ends the session, or if the sandbox's memory or processes exceed its limit,
+        which ends all sessions of the sandbox.
+
+        Raises:
+            SandboxFailed: the sandbox failed, or is closed.
+        """
+
+    async def close(self) -> None:
+        """End the session with everything that it started and that has not left it."""
+
+
+class Workspace(Protocol):
+    """A sandbox for an agent's tools: sessions, commands and files side by side, on one folder.
+
+    Its programs are not protected from each other. A path may be absolute, as the sandbox's programs see it; a path
+    reaches nothing that a program in the sandbox does not reach.
+    """
+
+    async def open_session(
+        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
+    ) -> SandboxSession:
+        """Open a session. Its process starts with its first run.
+
+        Raises:
+            SandboxFailed: the sandbox is closed, or has no sessions of this kind.
+        """
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a program that is a command beside the sessions; `Program.channel` and `code` are not allowed.
+
+        Raises:
+            SandboxFailed: the sandbox failed, or is closed.
+        """
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file; see `Sandbox.upload`."""
+
+    async def download(self, path: str) -> bytes:
+        """Read a file; see `Sandbox.download`."""
+
+    async def is_alive(self) -> bool:
+        """Return whether the sandbox still answers."""
+
+    async def close(self) -> None:
+        """End everything in the sandbox and remove its files."""
+
+
 class Sandboxes(Protocol):
     """Creates sandboxes of one kind."""
 
@@ -150,11 +242,18 @@ class Sandboxes(Protocol):
             ConfigError: this machine cannot run this kind of sandbox; the message says why and what to change.
         """
 
-    async def create(self) -> Sandbox:
+    async def create(self, limits: SandboxLimits = NO_LIMITS) -> Sandbox:
         """Create a sandbox with an empty folder.
 
         Raises:
             SandboxFailed: no sandbox could be created now.
+        """
+
+    async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
+        """Create a sandbox for sessions; only with the capability SESSIONS.
+
+        Raises:
+            SandboxFailed: no sandbox could be created now, or this kind has no sessions.
         """
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:

@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed, SandboxLost
+from rollflow.tasks.sandboxes.base import (
+    NO_LIMITS,
+    Capability,
+    ExecResult,
+    Program,
+    ProgramEnd,
+    SandboxFailed,
+    SandboxLimits,
+    SandboxLost,
+    Workspace,
+)
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
 
@@ -73,7 +83,7 @@ class BoxSandboxes:
             await self.close()
             raise ConfigError(self._refusal(str(error))) from None
 
-    async def create(self) -> NamespaceSandbox:
+    async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
         """Create a sandbox; a box that has died is started again first. See `Sandboxes.create`."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
@@ -83,8 +93,9 @@ class BoxSandboxes:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers))
+        order = {"do": "new", "number": self._numbers, "limits": self._lower_limits(limits)}
         try:
-            await _send_with(self._box, json.dumps({"do": "new", "number": self._numbers}).encode(), theirs.fileno())
+            await _send_with(self._box, json.dumps(order).encode(), theirs.fileno())
         finally:
             theirs.close()
         await sandbox.wait_ready(CREATE_SECONDS)
@@ -102,6 +113,14 @@ class BoxSandboxes:
         finally:
             await sandbox.close()
 
+    async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
+        """Create a sandbox for sessions; see `Sandboxes.open_workspace`."""
+        from rollflow.tasks.sandboxes.workspace import BoxWorkspace
+
+        most = min(limits.folder_bytes or self._config.folder_bytes, self._config.folder_bytes)
+        is_isolated = Capability.ISOLATION in self.capabilities
+        return BoxWorkspace(await self.create(limits), self._config.output_bytes, most, is_isolated=is_isolated)
+
     async def close(self) -> None:
         """End the box, which ends all its sandboxes."""
         if self._filling:
@@ -112,6 +131,18 @@ class BoxSandboxes:
     def _build_command(self, descriptor: int) -> list[str]:
         """Return the command that starts the box; its first process gets the owner's socket as `descriptor`."""
         raise NotImplementedError
+
+    def _lower_limits(self, limits: SandboxLimits) -> dict[str, Any]:
+        """Return the limits of one sandbox that are below those of its kind."""
+        lower: dict[str, Any] = {}
+        for name in ("memory_bytes", "folder_bytes"):
+            given, most = getattr(limits, name), getattr(self._config, name)
+            if given is not None and given < most:
+                lower[name] = given
+        cores = sorted(os.sched_getaffinity(0))
+        if limits.cores is not None and limits.cores < len(cores):
+            lower["cores"] = [cores[(self._numbers + place) % len(cores)] for place in range(limits.cores)]
+        return lower
 
     def _refusal(self, reason: str) -> str:
         return f'sandbox.kind = "{self._config.kind}" cannot run on this machine: {reason}'

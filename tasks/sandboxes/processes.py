@@ -35,7 +35,9 @@ class ProcessSandboxes(BoxSandboxes):
         super().__init__(config)
         self._folder: str | None = None
         own = Capability.ISOLATION if isinstance(config, SandlockSandbox) else Capability.CHILDREN
-        self.capabilities = frozenset({Capability.NAMED_LIMITS, Capability.STATE, Capability.CHANNEL, own})
+        self.capabilities = frozenset(
+            {Capability.NAMED_LIMITS, Capability.STATE, Capability.CHANNEL, Capability.SESSIONS, own}
+        )
 
     def _build_command(self, descriptor: int) -> list[str]:
         spec = find_spec("sandlock")

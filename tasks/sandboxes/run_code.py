@@ -23,7 +23,16 @@ from typing import Any
 import httpx
 
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, SandboxFailed
+from rollflow.tasks.sandboxes.base import (
+    NO_LIMITS,
+    Capability,
+    ExecResult,
+    Program,
+    ProgramEnd,
+    SandboxFailed,
+    SandboxLimits,
+    Workspace,
+)
 from rollflow.tasks.sandboxes.config import MIB, RunCodeSandbox
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
@@ -53,9 +62,15 @@ class RunCodeSandboxes:
             await self.close()
             raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
 
-    async def create(self) -> RemoteSandbox:
+    async def create(self, limits: SandboxLimits = NO_LIMITS) -> RemoteSandbox:
         """Create a sandbox without sending a request to the server; see `Sandboxes.create`."""
         return RemoteSandbox(self)
+
+    async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
+        """Raise an error, because the protocol has no sessions."""
+        raise SandboxFailed(
+            'a server of /run_code keeps no sessions; use sandbox.kind = "rock" or sandboxes of this machine'
+        )
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program on the server; see `Sandboxes.run`."""

@@ -19,10 +19,12 @@ async def serve_in_background(
     """Serve sandboxes on a free port of the loopback interface; yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = SandboxServer(build_app(sandboxes, token, bounds or ServerBounds()))
+        app = build_app(sandboxes, token, bounds or ServerBounds())
+        server = SandboxServer(app)
         serving = asyncio.create_task(server.serve([listener]))
         try:
             yield address
         finally:
             server.end()
             await serving
+            await app.state.live.close()

@@ -34,7 +34,7 @@ EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
 NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "audit": {"repair": ("yes",)},
     "doctor": {"cluster": ("set",)},
-    "serve": {"sandboxes": ("set", "host", "port", "token_file", "no_token", "at_once", "queue")},
+    "serve": {"sandboxes": ("set", "host", "port", "token_file", "no_token", "at_once", "queue", "live")},
     "plan": {
         "gpus": ("alpha", "quick", "best", "max_bias", "max_waste", "write", "cost"),
         "from_run": ("save_hardware", "store"),

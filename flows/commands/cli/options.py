@@ -344,7 +344,9 @@ def _add_serving(commands: Commands) -> None:
 
 
 def _add_sandbox_options(serve: argparse._ArgumentGroup) -> None:
-    sandboxes = "serve sandboxes by SandboxFusion's protocol, with the limits of the recipe's [reward.sandbox]"
+    sandboxes = (
+        "serve sandboxes by SandboxFusion's and ROCK's protocols, with the limits of the recipe's [reward.sandbox]"
+    )
     serve.add_argument("--sandboxes", type=Path, nargs="?", const=Path(), metavar="RECIPE", help=sandboxes)
     add_set_argument(serve, "set a key of the recipe, e.g. reward.sandbox.kind=sandlock")
     serve.add_argument("--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
@@ -355,6 +357,8 @@ def _add_sandbox_options(serve: argparse._ArgumentGroup) -> None:
     serve.add_argument("--at-once", type=parse_positive, metavar="N", help="requests that run at a time (default: 8)")
     queue = "requests that may wait; further ones are refused with status 503 (default: 256)"
     serve.add_argument("--queue", type=parse_positive, metavar="N", help=queue)
+    live = "sandboxes of ROCK's protocol that may live at a time; starting another one fails (default: 64)"
+    serve.add_argument("--live", type=parse_positive, metavar="N", help=live)
 
 
 def _add_looking_up(commands: Commands) -> None:

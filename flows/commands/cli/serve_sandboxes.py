@@ -1,4 +1,4 @@
-"""Implements `rollflow serve --sandboxes`: serves sandboxes to callers of SandboxFusion's protocol."""
+"""Implements `rollflow serve --sandboxes`: serves sandboxes to callers of SandboxFusion's and of ROCK's protocol."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rollflow.flows.config import load_recipe, override_config
 from rollflow.flows.locations import run_home
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.sandboxes.config import SandboxBase
+from rollflow.tasks.sandboxes.server.app import ServerBounds
 from rollflow.tasks.sandboxes.server.serve import is_loopback, read_token, serve_sandboxes
 from rollflow.tasks.scorers.config import CodeReward
 
 HOST, PORT = "127.0.0.1", 8080
-AT_ONCE, QUEUE = 8, 256
+AT_ONCE, QUEUE, LIVE = 8, 256, 64
 TOKEN_FILE = "sandbox-token"
 
 
@@ -34,9 +35,10 @@ def command(options: argparse.Namespace) -> int:
 
     def tell(address: str) -> None:
         access = "needs no token" if token is None else f"needs the token in {path}"
-        print(f"sandboxes of kind {config.kind}: POST {address} {access}\nCtrl-C ends them", flush=True)
+        print(f"sandboxes of kind {config.kind}: {address} {access}\nCtrl-C ends them", flush=True)
 
-    bounds = (options.at_once or AT_ONCE, QUEUE if options.queue is None else options.queue)
+    queue = QUEUE if options.queue is None else options.queue
+    bounds = ServerBounds(options.at_once or AT_ONCE, options.live or LIVE, queue)
     asyncio.run(serve_sandboxes(config, host, port, token, bounds, tell))
     return OK
 

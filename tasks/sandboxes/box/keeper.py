@@ -18,6 +18,7 @@ from typing import Any
 
 from rollflow.tasks.sandboxes.box.rights import (
     PR_SET_DUMPABLE,
+    SAME_CORES,
     build_filter,
     check,
     give_up_capabilities,
@@ -86,7 +87,9 @@ class Keeper:
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
         """Mount the sandbox's own folder and its view of its processes; set limits and give up rights."""
         self._owner, self._limits = owner, limits
-        self._filter = build_filter(os.uname().machine)
+        self._filter = build_filter(os.uname().machine, SAME_CORES if "cores" in limits else ())
+        if "cores" in limits:
+            os.sched_setaffinity(0, limits["cores"])
         self._program: ForkedProgram | None = None
         size = f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=0755"
         mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)

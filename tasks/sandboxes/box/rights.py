@@ -151,6 +151,7 @@ REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
     ((302, 261), ((1, EQUAL, resource.RLIMIT_CORE, True), (2.5, EQUAL, 0, False))),
     ((160, 164), ((0, EQUAL, resource.RLIMIT_CORE, True),)),  # setrlimit
 )
+SAME_CORES: tuple[Rule, ...] = (((203, 122), ()),)  # sched_setaffinity
 
 libc: Any = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL, so that a cloned process has the GIL
 

@@ -69,13 +69,13 @@ class Parent:
                 os._exit(0)
             request = json.loads(data)
             if request["do"] == "new":
-                program = self._create(request["number"], fds[0])
+                program = self._create(request, fds[0])
                 if program is not None:
                     return program
             else:
                 self._kill(request["number"])
 
-    def _create(self, number: int, fd: int) -> Request | None:
+    def _create(self, request: Request, fd: int) -> Request | None:
         """Clone the keeper of a sandbox; return None in this process, and the request in the process of a warm
         program.
         """
@@ -83,11 +83,11 @@ class Parent:
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
         if pid == 0:
             os.close(go)
-            return self._become_keeper(wait, fd)
+            return self._become_keeper(wait, fd, self._limits | request["limits"])
         os.close(wait)
         with contextlib.suppress(OSError):  # without the maps the keeper cannot mount, and says so
             check(pid, "clone")
-            self._keepers[pid] = number
+            self._keepers[pid] = request["number"]
             for name, text in (("setgroups", "deny"), ("uid_map", os.geteuid()), ("gid_map", os.getegid())):
                 with open(f"/proc/{pid}/{name}", "w") as file:
                     file.write(text if isinstance(text, str) else f"{USER} {text} 1")
@@ -95,7 +95,7 @@ class Parent:
         os.close(fd)
         return None
 
-    def _become_keeper(self, wait: int, fd: int) -> Request:
+    def _become_keeper(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
         owner = socket.socket(fileno=fd)
         try:
             os.read(wait, 1)  # until the parent has written this process's maps
@@ -104,7 +104,7 @@ class Parent:
             os.close(wait)
             os.close(self._ended)
             self._owner.close()
-            return Keeper(owner, self._limits).serve()
+            return Keeper(owner, limits).serve()
         except OSError as error:
             with contextlib.suppress(OSError):
                 owner.sendall(pack({"broken": str(error)}))

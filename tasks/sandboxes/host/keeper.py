@@ -13,6 +13,7 @@ import socket
 import time
 from typing import Any
 
+from rollflow.tasks.sandboxes.box.tree import list_children, list_descendants
 from rollflow.tasks.sandboxes.box.watch import find_excess
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack, receive
 from rollflow.tasks.sandboxes.host.files import read_file, write_file
@@ -20,8 +21,6 @@ from rollflow.tasks.sandboxes.host.launch import Launch, Launched
 from rollflow.tasks.sandboxes.host.tree import (
     collect_orphans,
     kill_children,
-    list_children,
-    list_descendants,
     measure_folder,
 )
 
@@ -40,6 +39,8 @@ class HostKeeper:
         self.work, self.program = os.path.join(folder, "work"), os.path.join(folder, "program")
         for path in (folder, self.work, self.program):
             os.mkdir(path, 0o700)
+        if "cores" in settings:
+            os.sched_setaffinity(0, settings["cores"])
         self._answer({"ready": True})
 
     def serve(self) -> None:

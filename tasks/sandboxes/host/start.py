@@ -40,11 +40,12 @@ from rollflow.tasks.sandboxes.box.rights import (  # noqa: E402
     check,
     libc,
 )
+from rollflow.tasks.sandboxes.box.tree import list_children  # noqa: E402
 from rollflow.tasks.sandboxes.box.watch import WALL  # noqa: E402
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 from rollflow.tasks.sandboxes.host.keeper import HostKeeper  # noqa: E402
 from rollflow.tasks.sandboxes.host.launch import METADATA, Launch, find_sandlock, launch_plain  # noqa: E402
-from rollflow.tasks.sandboxes.host.tree import kill_children, list_children  # noqa: E402
+from rollflow.tasks.sandboxes.host.tree import kill_children  # noqa: E402
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -75,20 +76,22 @@ class HostParent:
                 os._exit(0)
             request = json.loads(data)
             if request["do"] == "new":
-                self._create(request["number"], fds[0])
+                self._create(request, fds[0])
             else:
                 self._kill(request["number"])
 
-    def _create(self, number: int, fd: int) -> None:
+    def _create(self, request: dict[str, Any], fd: int) -> None:
         """Fork the keeper of a sandbox."""
         pid = os.fork()
         if pid == 0:
-            self._become_keeper(os.path.join(self._settings["root"], str(number)), fd)
-        self._keepers[pid] = number
+            self._become_keeper(request, fd)
+        self._keepers[pid] = request["number"]
         os.close(fd)
 
-    def _become_keeper(self, folder: str, fd: int) -> NoReturn:
+    def _become_keeper(self, request: dict[str, Any], fd: int) -> NoReturn:
         owner = socket.socket(fileno=fd)
+        settings = self._settings | request["limits"]
+        folder = os.path.join(settings["root"], str(request["number"]))
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -97,7 +100,7 @@ class HostParent:
             check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
             signal.signal(signal.SIGTERM, lambda *_: end_keeper())
             check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0), "prctl")
-            HostKeeper(owner, self._settings, folder, self._launch).serve()
+            HostKeeper(owner, settings, folder, self._launch).serve()
         except OSError as error:
             owner.sendall(pack({"broken": str(error)}))
         finally:

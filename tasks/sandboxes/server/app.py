@@ -1,4 +1,4 @@
-"""The HTTP application: checks the token, bounds the load, and answers SandboxFusion's requests.
+"""The HTTP application: checks the token, bounds the load, and answers the requests of SandboxFusion and of ROCK.
 
 - A request without the token is answered with 401, before its body is read. `GET /v1/ping` needs no token.
 - Without a token, a request of a web page is refused, because a page of any site could send programs here.
@@ -10,9 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +20,9 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
 from rollflow.tasks.sandboxes.base import Sandboxes
+from rollflow.tasks.sandboxes.server.callers import TooLarge, TooSlow, read_body, refuse_caller
+from rollflow.tasks.sandboxes.server.live import LiveSandboxes
+from rollflow.tasks.sandboxes.server.rock import add_rock_routes
 from rollflow.tasks.sandboxes.server.run_code import RunCodeRequest, RunCodeResponse, run_code
 
 BODY_FACTOR = 2  # a body may have this many times the bytes of a sandbox's folder
@@ -33,6 +33,7 @@ class ServerBounds:
     """What a server accepts."""
 
     at_once: int = 8
+    live: int = 64  # sandboxes of ROCK's protocol, which live until they are stopped
     queue: int = 256
     queue_seconds: float = 120.0
     memory_bytes: int = 256 * 2**20
@@ -76,18 +77,11 @@ class Full(Exception):
     """Raised if the server has too many requests, or if a request has waited too long for its turn."""
 
 
-class TooLarge(Exception):
-    """Raised if the body of a request is too large."""
-
-
-class TooSlow(Exception):
-    """Raised if the body of a request arrives too slowly."""
-
-
 def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> FastAPI:
     """Build the application on sandboxes that are started; with `token` None, every caller may run programs."""
     app = FastAPI(title="rollflow sandboxes", openapi_url=None, docs_url=None, redoc_url=None)
     gate = Gate(bounds)
+    live = LiveSandboxes(sandboxes, bounds.live)
 
     @app.get("/v1/ping")
     async def ping() -> str:
@@ -95,14 +89,11 @@ def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> 
 
     @app.post("/run_code")
     async def run(request: Request) -> Response:
-        if token is not None and not has_token(request.headers.get("authorization", ""), token):
-            message = "the request has no valid token; send it as Authorization: Bearer TOKEN"
-            return JSONResponse({"detail": message}, 401, {"WWW-Authenticate": "Bearer"})
-        if token is None and "origin" in request.headers:
-            return JSONResponse({"detail": "a web page sent the request; pages may not run programs"}, 403)
+        if refused := refuse_caller(request, token):
+            return JSONResponse({"detail": refused.reason}, refused.status, refused.headers)
         try:
             async with gate.enter():
-                body = RunCodeRequest.model_validate_json(await read_body(request, bounds))
+                body = RunCodeRequest.model_validate_json(await read_body(request, bounds.body_bytes, bounds.body_seconds))
                 answer = await run_for_caller(request, sandboxes, body, bounds.memory_bytes)
         except Full as error:
             return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})
@@ -118,39 +109,9 @@ def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> 
             )
         return JSONResponse(answer.model_dump() if answer else {"detail": "the caller is gone"})
 
+    add_rock_routes(app, live, token, BodyLimits(bounds.body_bytes, bounds.body_seconds))
+    app.state.live = live
     return app
-
-
-def has_token(header: str, token: str) -> bool:
-    """Return whether a header has the token: as Bearer, or as Basic, by which clients send the password of a URL."""
-    kind, _, value = header.partition(" ")
-    if kind.lower() == "basic":
-        try:
-            value = base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
-            return False
-    elif kind.lower() != "bearer":
-        return False
-    return hmac.compare_digest(value.strip().encode(), token.encode())
-
-
-async def read_body(request: Request, bounds: ServerBounds) -> bytes:
-    """Read a body.
-
-    Raises:
-        TooLarge: the body has more than `bounds.body_bytes`.
-        TooSlow: the body was not complete after `bounds.body_seconds`.
-    """
-    data = bytearray()
-    try:
-        async with asyncio.timeout(bounds.body_seconds):
-            async for part in request.stream():
-                data += part
-                if len(data) > bounds.body_bytes:
-                    raise TooLarge(f"the body has more than {bounds.body_bytes} bytes")
-    except TimeoutError:
-        raise TooSlow(f"the body was not complete after {bounds.body_seconds:g} s") from None
-    return bytes(data)
 
 
 async def run_for_caller(

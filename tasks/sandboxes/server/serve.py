@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -82,16 +83,15 @@ class SandboxServer(uvicorn.Server):
 
 
 async def serve_sandboxes(
-    config: SandboxBase, host: str, port: int, token: str | None, bounds: tuple[int, int], tell: Callable[[str], None]
+    config: SandboxBase, host: str, port: int, token: str | None, bounds: ServerBounds, tell: Callable[[str], None]
 ) -> None:
-    """Serve until the process gets SIGINT or SIGTERM; `bounds` are the requests that run and that wait at a time.
+    """Serve until the process gets SIGINT or SIGTERM; the bounds of memory and bodies are those of the sandboxes.
 
     `tell` is called with the address when the server answers.
 
     Raises:
         ConfigError: the port or the kind of sandbox cannot be used.
     """
-    at_once, queue = bounds
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -100,10 +100,9 @@ async def serve_sandboxes(
     with listener:
         sandboxes = build_sandboxes(config)  # type: ignore[arg-type]
         await sandboxes.start()
-        limits = ServerBounds(
-            at_once, queue, memory_bytes=config.memory_bytes, body_bytes=BODY_FACTOR * config.folder_bytes
-        )
-        server = SandboxServer(build_app(sandboxes, token, limits))
+        limits = replace(bounds, memory_bytes=config.memory_bytes, body_bytes=BODY_FACTOR * config.folder_bytes)
+        app = build_app(sandboxes, token, limits)
+        server = SandboxServer(app)
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signal_number, server.end)
         try:
@@ -111,4 +110,5 @@ async def serve_sandboxes(
             tell(f"http://{f'[{name}]' if ':' in name else name}:{number}/run_code")
             await server.serve([listener])
         finally:
+            await app.state.live.close()
             await sandboxes.close()

@@ -1,0 +1,114 @@
+"""Starts, reads and kills one process for a guest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rollflow.tasks.sandboxes.box.tree import list_descendants
+from rollflow.tasks.sandboxes.box.wire import CHUNK
+
+READS = 16  # chunks that are read from one process before others have their turn
+
+
+class GuestProcess:
+    """A process that this one started, in a session of its own, with the output that it has written."""
+
+    def __init__(
+        self, roots: set[int], command: Sequence[str], request: Mapping[str, Any], outputs: int, **more: Any
+    ) -> None:
+        """Start the process; `outputs` is 2 for separate stdout and stderr, 1 for both in one.
+
+        `roots` are the processes that the guest started itself; the process is one of them until it is collected.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        pipes = [os.pipe() for _ in range(outputs)]
+        options = {"stdin": subprocess.DEVNULL, "cwd": request["cwd"], "env": {**os.environ, **request["env"]}, **more}
+        try:
+            self._popen = subprocess.Popen(
+                command, stdout=pipes[0][1], stderr=pipes[-1][1], start_new_session=True, **options
+            )
+        except BaseException:
+            for reading, _ in pipes:
+                os.close(reading)
+            raise
+        finally:
+            for _, writing in pipes:
+                os.close(writing)
+        self._roots, self.pid, self.stdin = roots, self._popen.pid, self._popen.stdin
+        self.ended = os.pidfd_open(self.pid)
+        self._outputs = {reading: bytearray() for reading, _ in pipes}
+        self._open = set(self._outputs)
+        for fd in self._open:
+            os.set_blocking(fd, False)
+        roots.add(self.pid)
+
+    @property
+    def fds(self) -> list[int]:
+        """The descriptors that are ready if there is output, or if the process has ended."""
+        return [*self._open, self.ended]
+
+    def read(self, most: int) -> bool:
+        """Read the output that there is, and keep `most` bytes of it; return False if there was more."""
+        fits = True
+        for fd in list(self._open):
+            output = self._outputs[fd]
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(READS):
+                    if not (part := os.read(fd, CHUNK)):
+                        self._open.remove(fd)
+                        break
+                    fits &= len(part) <= most - len(output)
+                    output += part[: most - len(output)]
+        return fits
+
+    def take_output(self, most: int) -> list[bytes]:
+        """Return the output so far, and forget it."""
+        self.read(most)
+        taken = [bytes(output) for output in self._outputs.values()]
+        for output in self._outputs.values():
+            output.clear()
+        return taken
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._popen.poll() is not None
+
+    def kill(self) -> None:
+        """Kill the process and everything that descends from it."""
+        kill_descendants([self.pid])
+        self.signal_group(signal.SIGKILL)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the process and to those of its children that have not left its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def collect(self) -> int:
+        """Wait for the process, which has ended or was killed; return its code."""
+        code = self._popen.wait()
+        self._roots.discard(self.pid)
+        for fd in (*self._outputs, self.ended):
+            os.close(fd)
+        if self.stdin:
+            with contextlib.suppress(OSError):
+                self.stdin.close()
+        return code
+
+
+def kill_descendants(pids: list[int]) -> None:
+    """Kill these processes and everything that descends from them."""
+    kill_processes(list_descendants(pids))
+
+
+def kill_processes(pids: Iterable[int]) -> None:
+    """Kill processes, some of which may have ended."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,181 @@
+"""The sandboxes of ROCK's protocol, each of which lives until its caller stops it.
+
+- No more than `most` sandboxes live at a time.
+- A sandbox without a request for its clearing time is stopped, so that a caller that has died leaves nothing.
+- A sandbox that has failed counts no longer as soon as a request or a check finds it so. `Sandboxes.open_workspace`
+  starts a box that has died again, so new sandboxes are there at once.
+- `close` ends every sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from rollflow.tasks.sandboxes.base import Sandboxes, SandboxFailed, SandboxLimits, SandboxSession
+from rollflow.tasks.sandboxes.workspace import BoxWorkspace
+
+CHECK_SECONDS = 1.0
+MOST_SESSIONS = 16  # of one sandbox
+MOST_ENDED = 1000  # stopped sandboxes whose state is remembered
+TEMPORARY = re.compile(r"bash-\d+")  # ROCK's SDK opens a session of such a name for one command, and never closes it
+IDENTITY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+class Refused(Exception):
+    """Raised if a request asks for something that is not there or not allowed."""
+
+
+class NoRoom(Exception):
+    """Raised if as many sandboxes live as the server allows."""
+
+
+@dataclass
+class LiveSandbox:
+    """A sandbox that lives, and what its caller said of it."""
+
+    identity: str
+    workspace: BoxWorkspace
+    described: Mapping[str, object]  # image, memory, cpus and disk, as in the request
+    clear_seconds: float
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.monotonic)
+    running: int = 0  # requests
+    sessions: OrderedDict[str, SandboxSession] = field(default_factory=OrderedDict)  # the least recently used first
+
+    def is_forgotten(self) -> bool:
+        """Return whether the sandbox had no request for its clearing time."""
+        return not self.running and time.monotonic() - self.used > self.clear_seconds
+
+
+class LiveSandboxes:
+    """Starts, finds and stops sandboxes. See the module's docstring."""
+
+    def __init__(self, sandboxes: Sandboxes, most: int) -> None:
+        self._sandboxes, self._most = sandboxes, most
+        self._live: dict[str, LiveSandbox] = {}
+        self._starting = 0
+        self._ended: OrderedDict[str, LiveSandbox] = OrderedDict()
+        self._checking: asyncio.Task[None] | None = None
+
+    async def start(
+        self, identity: str | None, limits: SandboxLimits, described: Mapping[str, object], clear_seconds: float
+    ) -> LiveSandbox:
+        """Start a sandbox.
+
+        Raises:
+            Refused: the id is taken, or is no id.
+            NoRoom: as many sandboxes live as the server allows.
+            SandboxFailed: no sandbox could be started.
+        """
+        identity = identity or uuid.uuid4().hex
+        if not IDENTITY.fullmatch(identity) or identity in self._live or identity in self._ended:
+            raise Refused(f"sandbox_id = {identity!r} is taken, or has characters other than letters, digits, - _ .")
+        if len(self._live) + self._starting >= self._most:
+            raise NoRoom(f"{self._most} sandboxes live, and the server allows no more; stop one, or try later")
+        self._starting += 1
+        try:
+            workspace = await self._sandboxes.open_workspace(limits)
+        finally:
+            self._starting -= 1
+        assert isinstance(workspace, BoxWorkspace)
+        live = self._live[identity] = LiveSandbox(identity, workspace, described, clear_seconds)
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._check())
+        return live
+
+    def find(self, identity: str) -> LiveSandbox:
+        """Return a live sandbox; raise `Refused` if there is none."""
+        if live := self._live.get(identity):
+            return live
+        state = "was stopped" if identity in self._ended else "does not exist"
+        raise Refused(f"sandbox {identity!r} {state}")
+
+    def find_ended(self, identity: str) -> LiveSandbox | None:
+        """Return what is known of a stopped sandbox."""
+        return self._ended.get(identity)
+
+    @asynccontextmanager
+    async def use(self, identity: str) -> AsyncIterator[LiveSandbox]:
+        """Use a sandbox, which is not cleared meanwhile; forget it if it turns out to have failed."""
+        live = self.find(identity)
+        live.running += 1
+        try:
+            yield live
+        except SandboxFailed:
+            await self.stop(identity)
+            raise
+        finally:
+            live.running -= 1
+            live.used = time.monotonic()
+
+    async def is_alive(self, identity: str) -> bool:
+        """Return whether a sandbox answers; stop it if it does not."""
+        if (live := self._live.get(identity)) is None:
+            return False
+        if not (alive := await live.workspace.is_alive()):
+            await self.stop(identity)
+        return alive
+
+    async def stop(self, identity: str) -> bool:
+        """Stop a sandbox; return False if it does not live."""
+        if (live := self._live.pop(identity, None)) is None:
+            return False
+        self._ended[identity] = live
+        while len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+        live.sessions.clear()
+        await live.workspace.close()
+        return True
+
+    def forget(self, identity: str) -> None:
+        """Forget a stopped sandbox."""
+        self._ended.pop(identity, None)
+
+    async def close(self) -> None:
+        """Stop every sandbox."""
+        if self._checking:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
+        await asyncio.gather(*(self.stop(identity) for identity in list(self._live)))
+
+    async def _check(self) -> None:
+        """Stop forgotten sandboxes, and those that have failed."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            for identity, live in list(self._live.items()):
+                if live.is_forgotten() or live.workspace.has_failed():
+                    with contextlib.suppress(SandboxFailed):
+                        await self.stop(identity)
+
+
+async def open_session(live: LiveSandbox, name: str, env: Mapping[str, str], start: Sequence[str]) -> None:
+    """Open a session of this name.
+
+    Raises:
+        Refused: the name is taken, or the sandbox has as many sessions as it may have.
+        SandboxFailed: the sandbox failed.
+    """
+    if name in live.sessions:
+        raise Refused(f"session {name} already exists")
+    if len(live.sessions) >= MOST_SESSIONS:
+        old = next((one for one in live.sessions if TEMPORARY.fullmatch(one)), None)
+        if old is None:
+            raise Refused(f"the sandbox has {MOST_SESSIONS} sessions; close one")
+        await live.sessions.pop(old).close()
+    live.sessions[name] = await live.workspace.open_session(env=env, start=start)
+
+
+def find_session(live: LiveSandbox, name: str) -> SandboxSession:
+    """Return a session; raise `Refused` if there is none."""
+    if name not in live.sessions:
+        raise Refused(f"session {name!r} does not exist")
+    live.sessions.move_to_end(name)
+    return live.sessions[name]

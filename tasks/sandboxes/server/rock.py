@@ -1,0 +1,386 @@
+"""Answers the requests of ROCK's protocol, version 1, below `/apis/envs/sandbox/v1`.
+
+Requests and answers have ROCK's format, so its SDK `rl-rock` works without changes. Each answer is an envelope with a
+status and a result; a request that fails is answered with "Failed" and a reason, as ROCK does, and HTTP status 200.
+Unknown keys are ignored. A path reaches what a program in the sandbox reaches, see `base.Workspace`.
+
+A command that takes too long has the exit code -1, as in ROCK. The key `end` of its result says which limit ended it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+import re
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from rollflow.tasks.sandboxes.base import Program, ProgramEnd, SandboxFailed, SandboxLimits
+from rollflow.tasks.sandboxes.server.callers import TooLarge, read_body, refuse_caller
+from rollflow.tasks.sandboxes.server.live import (
+    LiveSandbox,
+    LiveSandboxes,
+    NoRoom,
+    Refused,
+    find_session,
+    open_session,
+)
+
+PREFIX = "/apis/envs/sandbox/v1"
+BAD_REQUEST, SERVER_ERROR, COMMAND_ERROR = 4000, 5000, 6000  # ROCK's codes
+LONGEST_COMMAND = 3600.0  # seconds; also of a command without a time limit
+LONGEST_CLEAR = 24 * 60  # minutes
+SMALLEST_MEMORY = 32 * 2**20
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
+UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+FORM_BYTES = 2**20  # of a part of an upload that is no file
+Result = dict[str, Any]
+Body = TypeVar("Body", bound="RockRequest")
+
+
+class CommandFailed(Exception):
+    """Raised if a command of a session failed and the caller wants that as an error; `result` has what is known."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class RockRequest(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class StartRequest(RockRequest):
+    image: str = Field(min_length=1)
+    image_os: str = "linux"
+    auto_clear_time: float | None = Field(None, ge=0, allow_inf_nan=False)
+    auto_clear_time_minutes: float = Field(30.0, ge=0, allow_inf_nan=False)
+    memory: str = "8g"
+    cpus: float = Field(2.0, gt=0, allow_inf_nan=False)
+    limit_cpus: float | None = Field(None, gt=0, allow_inf_nan=False)
+    num_gpus: float | None = None
+    sandbox_id: str | None = None
+    disk: str | None = None
+
+
+class SandboxRequest(RockRequest):
+    sandbox_id: str = Field(min_length=1)
+
+
+class ExecuteRequest(SandboxRequest):
+    command: str | list[str]
+    timeout: float | None = Field(1200.0, gt=0, allow_inf_nan=False)
+    shell: bool = False
+    check: bool = False
+    error_msg: str = ""
+    cwd: str | None = None
+    env: dict[str, str] | None = None
+    keep_children: bool = True  # no key of ROCK: false ends what the command leaves in the background
+
+
+class SessionRequest(SandboxRequest):
+    session_type: str = "bash"
+    session: str = "default"
+
+
+class CreateSessionRequest(SessionRequest):
+    startup_source: list[str] = Field(default_factory=list)
+    startup_timeout: float = Field(10.0, gt=0, le=LONGEST_COMMAND)
+    env: dict[str, str] | None = None
+    remote_user: str | None = None
+
+
+class RunRequest(SandboxRequest):
+    command: str
+    session: str = "default"
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    check: str = "raise"
+    error_msg: str = ""
+    is_interactive_command: bool = False
+    is_interactive_quit: bool = False
+    expect: list[str] = Field(default_factory=list)
+
+
+class ReadRequest(SandboxRequest):
+    path: str
+    encoding: str | None = None
+    errors: str | None = None
+
+
+class WriteRequest(SandboxRequest):
+    path: str
+    content: str
+
+
+class RockService:
+    """Answers the requests with a body; see the module's docstring."""
+
+    def __init__(self, live: LiveSandboxes) -> None:
+        self._live = live
+
+    async def start(self, body: StartRequest) -> Result:
+        """Start a sandbox; its image is ignored."""
+        if body.image_os.casefold() != "linux" or body.num_gpus:
+            raise Refused("this server has Linux sandboxes without a GPU")
+        memory = read_size("memory", body.memory)
+        if memory < SMALLEST_MEMORY:
+            raise Refused(f"memory = {body.memory!r} is too small; give at least 32m")
+        limits = SandboxLimits(
+            memory_bytes=memory,
+            folder_bytes=read_size("disk", body.disk) if body.disk else None,
+            cores=math.ceil(min(body.limit_cpus or body.cpus, 1e6)),
+        )
+        minutes = body.auto_clear_time_minutes if body.auto_clear_time is None else body.auto_clear_time
+        described = body.model_dump(include={"image", "memory", "cpus", "disk"})
+        live = await self._live.start(body.sandbox_id, limits, described, 60.0 * min(minutes, LONGEST_CLEAR))
+        return {"sandbox_id": live.identity, "host_name": "localhost", "host_ip": "127.0.0.1"} | described
+
+    async def execute(self, body: ExecuteRequest) -> Result:
+        """Run a command; a text is run by bash."""
+        command = ["bash", "-c", body.command] if isinstance(body.command, str) else body.command
+        if not command:
+            raise Refused("command = [] has no program")
+        if body.shell and not isinstance(body.command, str):
+            command = ["sh", "-c", *body.command]
+        seconds = min(body.timeout or LONGEST_COMMAND, LONGEST_COMMAND)
+        program = Program(
+            command=command,
+            env=body.env or {},
+            cwd=body.cwd or ".",
+            timeout=seconds,
+            keep_children=body.keep_children,
+        )
+        async with self._live.use(body.sandbox_id) as live:
+            found = await live.workspace.exec(program)
+        stdout, stderr = (part.decode(errors="backslashreplace") for part in (found.stdout, found.stderr))
+        result = {"stdout": stdout, "stderr": stderr, "exit_code": found.return_code, "end": found.end}
+        if found.end is ProgramEnd.TIMEOUT:
+            return result | {
+                "exit_code": -1,
+                "failure_reason": f"Timeout ({seconds:g}s) exceeded while running command",
+            }
+        if body.check and found.return_code != 0:
+            reason = f"Command {body.command!r} failed with exit code {found.return_code}"
+            return result | {"exit_code": -1, "failure_reason": f"{body.error_msg}: {reason}".lstrip(": ")}
+        return result
+
+    async def create_session(self, body: CreateSessionRequest) -> Result:
+        """Open a shell and wait for its start."""
+        if body.session_type != "bash":
+            raise Refused(f'session_type = {body.session_type!r} is unknown; use "bash"')
+        if body.remote_user not in (None, "", "root"):
+            raise Refused(f"remote_user = {body.remote_user!r}: a sandbox has one user; leave out the key")
+        start = [f"source {shlex.quote(path)}" for path in body.startup_source]
+        async with self._live.use(body.sandbox_id) as live:
+            await open_session(live, body.session, body.env or {}, start)
+            found = await find_session(live, body.session).run(":", max(body.startup_timeout, 10.0))
+            if found.lost:
+                live.sessions.pop(body.session, None)
+                raise CommandFailed(f"session {body.session} did not start: {found.lost}", {"exit_code": -1})
+        return {"output": show(found.output), "session_type": "bash"}
+
+    async def run_in_session(self, body: RunRequest) -> Result:
+        """Run a command in a shell; unless `check` says otherwise, a code other than 0 fails the request."""
+        if body.is_interactive_command or body.is_interactive_quit or body.expect:
+            raise Refused("a session here has no terminal, so it runs no interactive commands")
+        seconds = min(body.timeout or LONGEST_COMMAND, LONGEST_COMMAND)
+        async with self._live.use(body.sandbox_id) as live:
+            found = await find_session(live, body.session).run(body.command, seconds)
+        output, lost = show(found.output), f"; {found.lost}; the next command runs in a new one" if found.lost else ""
+        result = {"output": output, "exit_code": found.return_code, "session_type": "bash", "expect_string": ""}
+        if found.end is not ProgramEnd.EXITED:
+            limit = (
+                f"{found.end} after {seconds:g} seconds" if found.end is ProgramEnd.TIMEOUT else f"limit: {found.end}"
+            )
+            raise CommandFailed(f"{limit} while running command {body.command!r}{lost}", result)
+        if body.check == "raise" and found.return_code != 0:
+            reason = f"Command {body.command!r} failed with exit code {found.return_code}{lost}. Here is the output:"
+            raise CommandFailed(f"{body.error_msg}: {reason}\n{output!r}".lstrip(": "), result)
+        if body.check == "ignore":
+            result["exit_code"] = None
+        return result | {"failure_reason": lost.lstrip("; ")}
+
+    async def close_session(self, body: SessionRequest) -> Result:
+        """Close a shell."""
+        async with self._live.use(body.sandbox_id) as live:
+            session = find_session(live, body.session)
+            live.sessions.pop(body.session, None)
+            await session.close()
+        return {"session_type": "bash"}
+
+    async def read_file(self, body: ReadRequest) -> Result:
+        """Read a text file."""
+        async with self._live.use(body.sandbox_id) as live:
+            data = await live.workspace.download(body.path)
+        try:
+            if not codecs.lookup(body.encoding or "utf-8")._is_text_encoding:
+                raise LookupError(f"{body.encoding!r} is no encoding of text")
+            content = data.decode(body.encoding or "utf-8", body.errors or "strict")
+            content.encode()
+        except (LookupError, UnicodeError) as error:
+            raise Refused(f"{body.path!r} cannot be read as text: {error}") from None
+        return {"content": content}
+
+    async def write_file(self, body: WriteRequest) -> Result:
+        """Write a text file."""
+        return await self.store(body.sandbox_id, body.path, body.content.encode())
+
+    async def store(self, sandbox_id: str, path: str, data: bytes) -> Result:
+        """Write a file."""
+        async with self._live.use(sandbox_id) as live:
+            await live.workspace.upload(path, data)
+        return {"success": True, "message": "", "file_name": path.rpartition("/")[2]}
+
+    async def stop(self, body: SandboxRequest) -> str:
+        """Stop a sandbox; one that does not live is no error."""
+        await self._live.stop(body.sandbox_id)
+        return f"{body.sandbox_id} stopped"
+
+    async def delete(self, body: SandboxRequest) -> str:
+        """Forget a stopped sandbox; as in ROCK, an unknown one is no error, and a running one is."""
+        if await self._live.is_alive(body.sandbox_id):
+            raise Refused(f"sandbox {body.sandbox_id!r} is running; stop it first")
+        self._live.forget(body.sandbox_id)
+        return f"{body.sandbox_id} deleted"
+
+    async def restart(self, body: SandboxRequest) -> Result:
+        """End all processes of a sandbox and keep its files; a stopped sandbox has no files any more."""
+        if self._live.find_ended(body.sandbox_id):
+            raise Refused(f"sandbox {body.sandbox_id!r} was stopped, and its files are deleted; start another one")
+        async with self._live.use(body.sandbox_id) as live:
+            live.sessions.clear()
+            await live.workspace.end_processes()
+            return {"sandbox_id": live.identity, "host_name": "localhost", "host_ip": "127.0.0.1", **live.described}
+
+    async def describe(self, identity: str, *, with_ended: bool) -> Result:
+        """Describe a sandbox; a stopped one only if `with_ended`."""
+        alive = await self._live.is_alive(identity)
+        ended = self._live.find_ended(identity) if with_ended else None
+        live: LiveSandbox = ended or self._live.find(identity)
+        stage = {"status": "success" if alive else "stopped", "message": ""}
+        created = datetime.fromtimestamp(live.created, UTC).isoformat()
+        return {
+            "sandbox_id": identity,
+            "status": {"sandbox": stage},
+            "state": "running" if alive else "stopped",
+            "is_alive": alive,
+            "port_mapping": {},
+            "host_name": "localhost",
+            "host_ip": "127.0.0.1",
+            "create_time": created,
+            "start_time": created,
+            "state_history": [],
+            **live.described,
+        }
+
+
+def show(output: bytes) -> str:
+    """Return output as ROCK's sessions give it: as text, without blanks at its ends."""
+    return output.decode(errors="backslashreplace").strip()
+
+
+def read_size(name: str, text: str) -> int:
+    """Read a size such as 512m or 8g; raise `Refused` if it is none."""
+    if (found := SIZE.fullmatch(text.strip())) is None or not (size := float(found[1])) < 2**40:
+        raise Refused(f"{name} = {text!r} is no size; write for example 512m or 8g")
+    return int(size * 2 ** UNITS[found[2].lower()])
+
+
+def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, body_bytes: int) -> None:
+    """Add the routes of ROCK's protocol to an application; a body has at most `body_bytes`."""
+    service = RockService(live)
+
+    def add(path: str, model: type[Body], action: Callable[[Body], Awaitable[Any]]) -> None:
+        async def answer(request: Request) -> JSONResponse:
+            async def do() -> Any:
+                return await action(model.model_validate_json(await read_body(request, body_bytes)))
+
+            return await envelop(request, token, do)
+
+        app.post(PREFIX + path)(answer)
+
+    for path in ("/start_async", "/start"):
+        add(path, StartRequest, service.start)
+    add("/execute", ExecuteRequest, service.execute)
+    add("/create_session", CreateSessionRequest, service.create_session)
+    add("/run_in_session", RunRequest, service.run_in_session)
+    add("/close_session", SessionRequest, service.close_session)
+    add("/read_file", ReadRequest, service.read_file)
+    add("/write_file", WriteRequest, service.write_file)
+    add("/stop", SandboxRequest, service.stop)
+    add("/delete", SandboxRequest, service.delete)
+    add("/restart", SandboxRequest, service.restart)
+
+    @app.post(PREFIX + "/upload")
+    async def upload(request: Request) -> JSONResponse:
+        async def do() -> Any:
+            identity, path, data = await read_upload(request, body_bytes)
+            return await service.store(identity, path, data)
+
+        return await envelop(request, token, do)
+
+    @app.get(PREFIX + "/get_status")
+    async def get_status(request: Request, sandbox_id: str, include_all_states: bool = False) -> JSONResponse:
+        return await envelop(request, token, lambda: service.describe(sandbox_id, with_ended=include_all_states))
+
+    @app.get(PREFIX + "/is_alive")
+    async def is_alive(request: Request, sandbox_id: str) -> JSONResponse:
+        async def do() -> Any:
+            alive = await live.is_alive(sandbox_id)
+            return {"is_alive": alive, "message": "localhost" if alive else f"sandbox {sandbox_id} does not live"}
+
+        return await envelop(request, token, do)
+
+
+async def read_upload(request: Request, most: int) -> tuple[str, str, bytes]:
+    """Read an upload: the id of its sandbox, its path and its content."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield await read_body(request, most)
+
+    try:
+        form = await MultiPartParser(request.headers, parts(), max_files=1, max_part_size=FORM_BYTES).parse()
+    except (MultiPartException, KeyError) as error:
+        raise Refused(f"the body is no multipart form: {error}") from None
+    try:
+        file, path, identity = form.get("file"), form.get("target_path"), form.get("sandbox_id")
+        if not isinstance(file, UploadFile) or not isinstance(path, str) or not isinstance(identity, str) or not path:
+            raise Refused("an upload needs the parts file, target_path and sandbox_id")
+        return identity, path, await file.read()
+    finally:
+        await form.close()
+
+
+async def envelop(request: Request, token: str | None, do: Callable[[], Awaitable[Any]]) -> JSONResponse:
+    """Answer a request with an envelope; refuse it before its body is read if its caller has no token."""
+    if refused := refuse_caller(request, token):
+        return JSONResponse(describe_failure(BAD_REQUEST, refused.reason), refused.status, refused.headers)
+    try:
+        return JSONResponse({"status": "Success", "message": None, "error": None, "result": await do()})
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
+        return JSONResponse(describe_failure(BAD_REQUEST, "; ".join(wrong)))
+    except CommandFailed as error:
+        return JSONResponse(describe_failure(COMMAND_ERROR, str(error), error.result))
+    except OSError as error:
+        return JSONResponse(describe_failure(BAD_REQUEST, f"{error.filename!r}: {error.strerror}"))
+    except (Refused, TooLarge) as error:
+        return JSONResponse(describe_failure(BAD_REQUEST, str(error)))
+    except (NoRoom, SandboxFailed) as error:
+        return JSONResponse(describe_failure(SERVER_ERROR, str(error)))
+
+
+def describe_failure(code: int, reason: str, result: Result | None = None) -> Result:
+    """Return the envelope of a request that failed."""
+    found = {**(result or {}), "code": code, "failure_reason": reason}
+    return {"status": "Failed", "message": reason, "error": reason, "result": found}

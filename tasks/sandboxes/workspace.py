@@ -1,0 +1,292 @@
+"""A workspace in a sandbox of this machine: the owner's side of `guest`, which runs in the sandbox.
+
+The guest is one program of the sandbox, and starts with the first request. The sandbox's keeper ends it if the
+processes of the sandbox exceed a limit; a command can also kill it. Either is the doing of the sandbox's programs: the
+requests that were running get a result that says so, and the next request starts a new guest. The sandbox's files are
+kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rollflow.tasks.sandboxes.base import (
+    NO_VARIABLES,
+    ExecResult,
+    Program,
+    ProgramEnd,
+    Sandbox,
+    SandboxFailed,
+    SessionKind,
+    SessionResult,
+)
+from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
+
+PACKAGE = "rollflow.tasks.sandboxes"
+MODULES = ("box.wire", "box.tree", "host.files", "guest.process", "guest.session", "guest.serve")
+LIFETIME = 7 * 86400.0  # seconds that a guest may run
+FILE_SECONDS = 60.0
+STOP_SECONDS = 5.0  # time in which the guest stops what has run too long
+KILLED = -9
+
+
+class GuestEnded(Exception):
+    """Raised if the guest ended before it answered; `end` says why."""
+
+    def __init__(self, end: ProgramEnd, message: str) -> None:
+        super().__init__(message)
+        self.end = end
+
+
+class BoxWorkspace:
+    """A workspace in a sandbox that gives a program a channel. See the module's docstring, and `base.Workspace`."""
+
+    def __init__(self, sandbox: Sandbox, output_bytes: int, file_bytes: int, *, is_isolated: bool) -> None:
+        """Use a sandbox that nobody else uses; the numbers are the most bytes of an output and of a file.
+
+        If the sandbox is not isolated, files are read and written only below its folder, and no link is followed.
+        """
+        self._sandbox, self.output_bytes, self._file_bytes = sandbox, output_bytes, file_bytes
+        self._only_below = not is_isolated
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+        self._guest: GuestConnection | None = None
+        self._is_closed = False
+
+    async def open_session(
+        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, start: Sequence[str] = ()
+    ) -> BoxSession:
+        """Open a session; see `Workspace.open_session`. A shell runs the lines `start` at its start, in silence."""
+        self._check()
+        return BoxSession(self, next(self._numbers), {"kind": kind, "env": dict(env), "start": list(start)})
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a command; see `Workspace.exec`."""
+        if not program.command or program.channel is not None:
+            raise SandboxFailed("a workspace runs commands without a channel; run code in a session")
+        request = {
+            "do": "exec",
+            "command": list(program.command),
+            "env": dict(program.env),
+            "cwd": program.cwd,
+            "timeout": program.timeout,
+            "keep_children": program.keep_children,
+            "most": self.output_bytes,
+        }
+        began = time.monotonic()
+        try:
+            found, output = await self.ask(request, program.stdin, program.timeout)
+        except GuestEnded as ended:
+            return ExecResult(ended.end, KILLED, b"", f"{ended}\n".encode(), time.monotonic() - began)
+        stdout = found["stdout"]
+        return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file; see `Workspace.upload`."""
+        await self._move_file({"do": "upload", "path": path}, data)
+
+    async def download(self, path: str) -> bytes:
+        """Read a file; see `Workspace.download`."""
+        return await self._move_file({"do": "download", "path": path, "most": self._file_bytes})
+
+    async def is_alive(self) -> bool:
+        """Return whether the sandbox runs a command now; see `Workspace.is_alive`."""
+        try:
+            return not self._is_closed and (await self.exec(Program(command=["true"], keep_children=True))).succeeded
+        except SandboxFailed:
+            return False
+
+    def has_failed(self) -> bool:
+        """Return whether the sandbox is known to be closed or dead, without asking it."""
+        return self._is_closed or (self._guest is not None and self._guest.has_failed())
+
+    async def end_processes(self) -> None:
+        """End all sessions and commands; the files are kept."""
+        if guest := self._guest:
+            self._guest = None
+            await guest.end()
+
+    async def close(self) -> None:
+        """End everything in the sandbox; see `Workspace.close`."""
+        self._is_closed = True
+        await self._sandbox.close()
+        await self.end_processes()
+
+    async def ask(
+        self, request: dict[str, Any], body: bytes = b"", seconds: float = 0.0
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request to the guest and return its answer; `seconds` is the time that the request may take.
+
+        Raises:
+            GuestEnded: the guest ended, or does not answer; then the sandbox is closed.
+            SandboxFailed: the sandbox failed, or is closed.
+            OSError: the guest refused the request.
+        """
+        self._check()
+        async with self._starting:
+            if self._guest and self._guest.has_ended():
+                await self.end_processes()
+            self._guest = self._guest or GuestConnection(self._sandbox)
+        guest = self._guest
+        try:
+            async with asyncio.timeout(seconds + STOP_SECONDS):
+                found, data = await guest.ask(request, body)
+        except TimeoutError:
+            # A command has stopped the guest, or uses all its memory or time: only the sandbox's end ends that.
+            await self.close()
+            raise GuestEnded(ProgramEnd.TIMEOUT, "the sandbox did not answer, and was ended") from None
+        if "errno" in found:
+            raise OSError(found["errno"], found["error"], request.get("path"))
+        return found, data
+
+    async def _move_file(self, request: dict[str, Any], data: bytes = b"") -> bytes:
+        """Read or write a file; try again if the guest ended meanwhile."""
+        for _ in range(2):
+            try:
+                return (await self.ask(request | {"only_below": self._only_below}, data, FILE_SECONDS))[1]
+            except GuestEnded as ended:
+                error = ended
+        raise OSError(5, f"the sandbox's processes were killed: {error}", request["path"])
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise SandboxFailed("the sandbox is closed")
+
+
+class BoxSession:
+    """A session of a workspace; see `base.SandboxSession`."""
+
+    def __init__(self, workspace: BoxWorkspace, number: int, opened: dict[str, Any]) -> None:
+        self._workspace = workspace
+        self._opened = opened | {"session": str(number), "cwd": "."}
+        self._turn = asyncio.Lock()
+
+    async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
+        """Run code; see `SandboxSession.run`."""
+        async with self._turn:
+            most, began = self._workspace.output_bytes, time.monotonic()
+            request = self._opened | {"do": "run", "code": code, "timeout": timeout, "most": most}
+            try:
+                found, output = await self._workspace.ask(request, seconds=timeout)
+            except GuestEnded as ended:
+                return SessionResult(ended.end, KILLED, b"", time.monotonic() - began, str(ended))
+        return SessionResult(ProgramEnd(found["end"]), found["code"], output, found["seconds"], found["lost"])
+
+    async def close(self) -> None:
+        """End the session; see `SandboxSession.close`."""
+        with contextlib.suppress(SandboxFailed, GuestEnded):
+            async with self._turn:
+                await self._workspace.ask(self._opened | {"do": "close"})
+
+
+class GuestConnection:
+    """One guest in a sandbox, and the requests that it has not answered."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        """Start the guest."""
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], bytes]]] = {}
+        self._numbers = itertools.count()
+        self._sending = asyncio.Lock()
+        program = Program(code=read_guest(), name="guest.py", channel=theirs, timeout=LIFETIME)
+        self._running = asyncio.create_task(sandbox.exec(program))
+        self._reading = asyncio.create_task(self._read_answers())
+        self._watching = asyncio.create_task(self._watch())
+
+    def has_ended(self) -> bool:
+        """Return whether the guest has ended."""
+        return self._watching.done()
+
+    def has_failed(self) -> bool:
+        """Return whether the guest has ended because its sandbox failed."""
+        done = self._watching.done() and not self._watching.cancelled()
+        return done and isinstance(self._watching.exception(), SandboxFailed)
+
+    async def ask(self, request: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            GuestEnded: the guest ended before it answered.
+            SandboxFailed: the sandbox failed.
+        """
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            if not self._watching.done():
+                # a caller that gives up must not leave half a message
+                await asyncio.shield(self._send(pack({**request, "number": number}, body)))
+                await asyncio.wait([answer, self._watching], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._watching.result()
+            return answer.result()
+        finally:
+            self._waiting.pop(number, None)
+
+    async def end(self) -> None:
+        """End the guest, and so everything that it started."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        await asyncio.wait([self._watching], timeout=STOP_SECONDS)
+        for task in (self._running, self._reading, self._watching):
+            task.cancel()
+        await asyncio.gather(self._running, self._reading, self._watching, return_exceptions=True)
+        self._socket.close()
+
+    async def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # the guest has ended, and `_watch` says so
+            async with self._sending:
+                await asyncio.get_running_loop().sock_sendall(self._socket, message)
+
+    async def _watch(self) -> None:
+        """Wait for the guest's end, and raise what its requests get."""
+        found = await self._running
+        await asyncio.wait([self._reading], timeout=STOP_SECONDS)  # answers that it gave before its end
+        if found.end is ProgramEnd.EXITED:
+            said = found.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            message = f"the sandbox's processes were ended: {said or f'code {found.return_code}'}"
+            raise GuestEnded(found.end, message)
+        raise GuestEnded(found.end, f"the sandbox's processes were killed, because they exceeded a limit: {found.end}")
+
+    async def _read_answers(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                header, body = LENGTHS.unpack(await self._read(LENGTHS.size))
+                found, data = json.loads(await self._read(header)), await self._read(body)
+                if (answer := self._waiting.get(found.pop("number"))) and not answer.done():
+                    answer.set_result((found, data))
+
+    async def _read(self, count: int) -> bytes:
+        data, loop = bytearray(), asyncio.get_running_loop()
+        while len(data) < count:
+            if not (part := await loop.sock_recv(self._socket, min(count - len(data), 16 * CHUNK))):
+                raise EOFError
+            data += part
+        return bytes(data)
+
+
+@cache
+def read_guest() -> str:
+    """Return the source of a program that has the guest's modules in itself, and becomes the guest."""
+    sources = {}
+    for name in MODULES:
+        spec = find_spec(f"{PACKAGE}.{name}")
+        assert spec is not None
+        assert spec.origin is not None
+        sources[spec.name] = Path(spec.origin).read_text()
+    return (
+        f"import sys, types\nfor name, source in {sources!r}.items():\n"
+        "    sys.modules[name] = module = types.ModuleType(name)\n"
+        "    exec(compile(source, name, 'exec', dont_inherit=True), module.__dict__)\n"
+        "module.main()\n"
+    )
