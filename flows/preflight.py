@@ -54,7 +54,7 @@ from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
 from rollflow.tasks.run.reward_models import check_models, check_pinned
 from rollflow.tasks.run.scorer_trial import try_own_scorers
 from rollflow.tasks.run.user_code import check_own_parts
-from rollflow.tasks.sandboxes.config import RunCodeSandbox, SandboxConfig
+from rollflow.tasks.sandboxes.config import SandboxConfig, ServerSandbox
 from rollflow.tasks.sandboxes.trial import try_sandboxes
 from rollflow.tasks.scorers.config import CodeReward, CompositeReward, name_section
 
@@ -230,7 +230,7 @@ def _check_sandbox(config: RunConfig, ask: bool) -> list[str]:
         return []
     notes = list[str]()
     for section, sandbox in _list_sandboxes(config).items():
-        if isinstance(sandbox, RunCodeSandbox) and not ask:
+        if isinstance(sandbox, ServerSandbox) and not ask:
             notes.append(f"not asked: {section}.sandbox.url = {sandbox.url!r}")
             continue
         try:

@@ -43,6 +43,7 @@ MAY: dict[str, set[str]] = {
     "tasks/scorers/text": {"tasks/scorers"},
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
+    "tasks/sandboxes/guest": {"tasks/sandboxes/box", "tasks/sandboxes/host"},
     "tasks/sandboxes/box": set(),
     "tasks/sandboxes/host": {"tasks/sandboxes/box"},
     "tasks/sandboxes/server": {"tasks/runtime", "tasks/sandboxes"},
@@ -127,7 +128,7 @@ LIBRARIES: dict[str, set[str]] = {
     "sandlock": {"tasks/sandboxes/host"},
     "fastapi": {"tasks/sandboxes/server"},
     "uvicorn": {"tasks/sandboxes/server"},
-    "httpx": {"flows/registration/prefect_api", "tasks/sandboxes/run_code"},
+    "httpx": {"flows/registration/prefect_api", "tasks/sandboxes/run_code", "tasks/sandboxes/rock"},
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()

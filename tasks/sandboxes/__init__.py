@@ -5,6 +5,10 @@ bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are 
 sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`
 unsafe-process   plain processes, which protect from nothing; also in `host`
 run-code         a server of SandboxFusion's protocol; our own server is in `server`
+rock             a server of ROCK's protocol, or a rocklet; our own server is in `server`
+
+The first three kinds have workspaces with sessions for an agent's tools: `workspace` is the owner's side, and `guest`
+runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from rollflow.tasks.sandboxes.base import Sandboxes
 from rollflow.tasks.sandboxes.config import (
     BubblewrapSandbox,
+    RockSandbox,
     RunCodeSandbox,
     SandboxConfig,
     SandlockSandbox,
@@ -34,3 +39,7 @@ def build_sandboxes(config: SandboxConfig) -> Sandboxes:
             from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes
 
             return RunCodeSandboxes(config)
+        case RockSandbox():
+            from rollflow.tasks.sandboxes.rock import RockSandboxes
+
+            return RockSandboxes(config)

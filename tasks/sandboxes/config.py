@@ -90,6 +90,43 @@ class RunCodeSandbox(Section):
     )
 
 
+class RockSandbox(Section):
+    kind: Literal["rock"] = Field(
+        "rock", description="a server of ROCK's protocol, for example `rollflow serve --sandboxes` or a rocklet"
+    )
+    url: str = Field(
+        pattern=r"^https?://[^@\s]+$",
+        description="address of the server without a path, e.g. http://127.0.0.1:8080; a URL with a user or a password "
+        "is refused",
+    )
+    protocol: Literal["rock", "rocklet"] = Field(
+        "rock",
+        description="rock: a server that starts a sandbox for each program; rocklet: one rocklet, whose machine all "
+        "programs share, each with a folder of its own",
+    )
+    image: str = Field("python:3.11", min_length=1, description="image of a sandbox, with python3 and coreutils")
+    token_env: str = Field(
+        "", description="name of the environment variable with the token of the server; empty: no token is sent"
+    )
+    memory_bytes: int = Field(
+        256 * MIB, ge=32 * MIB, description="memory of a sandbox, in bytes; the server holds this limit"
+    )
+    cpus: float = Field(1.0, gt=0, le=4096, description="processor cores of a sandbox; the server holds this limit")
+    at_once: int = Field(16, ge=1, le=4096, description="largest number of sandboxes that live at a time")
+    tries: int = Field(4, ge=1, le=20, description="most tries of a program if a sandbox fails or cannot be started")
+    start_seconds: float = Field(
+        180.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for the start of a sandbox"
+    )
+    wait_seconds: float = Field(
+        60.0, gt=0, le=LONGEST_SECONDS, description="seconds that a request may take beside its program"
+    )
+    clear_minutes: int = Field(
+        60, ge=1, le=24 * 60, description="minutes without a request after which the server stops a sandbox"
+    )
+
+
+ServerSandbox = RunCodeSandbox | RockSandbox  # kinds whose sandboxes are on a server
 SandboxConfig = Annotated[
-    BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox | RunCodeSandbox, Field(discriminator="kind")
+    BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox | RunCodeSandbox | RockSandbox,
+    Field(discriminator="kind"),
 ]

@@ -88,11 +88,7 @@ class RunCodeSandboxes:
 
     def _open(self) -> httpx.AsyncClient:
         if self._client is None:
-            headers = {}
-            if name := self._config.token_env:
-                if not (token := os.environ.get(name)):
-                    raise ConfigError(f"sandbox.token_env = {name!r}: this variable is not set; set it to the token")
-                headers["Authorization"] = f"Bearer {token}"
+            headers = read_token_header(self._config.token_env)
             limits = httpx.Limits(max_connections=self._config.at_once)
             self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
         return self._client
@@ -121,7 +117,7 @@ class RunCodeSandboxes:
                 continue
             if answer.status_code < 500:
                 return _read_json(answer.status_code, content)
-            reason = f"status {answer.status_code}: {_shorten(content.decode(errors='replace'))}"
+            reason = f"status {answer.status_code}: {shorten(content.decode(errors='replace'))}"
         raise SandboxFailed(f"{self._config.tries} tries failed, the last with {reason}")
 
 
@@ -163,6 +159,19 @@ class RemoteSandbox:
             raise SandboxFailed("the sandbox is closed")
 
 
+def read_token_header(name: str) -> dict[str, str]:
+    """Return the header with the token in this environment variable; none if there is no name.
+
+    Raises:
+        ConfigError: the variable is not set.
+    """
+    if not name:
+        return {}
+    if not (token := os.environ.get(name)):
+        raise ConfigError(f"sandbox.token_env = {name!r}: this variable is not set; set it to the token")
+    return {"Authorization": f"Bearer {token}"}
+
+
 def build_body(program: Program, files: Mapping[str, bytes], memory_bytes: int) -> dict[str, Any]:
     """Return the request for a program.
 
@@ -176,7 +185,7 @@ def build_body(program: Program, files: Mapping[str, bytes], memory_bytes: int) 
     except UnicodeDecodeError:
         raise SandboxFailed("stdin is not UTF-8, and the protocol of /run_code carries only text") from None
     return {
-        "code": _shell_code(program) if program.command else _python_code(program),
+        "code": _shell_code(program) if program.command else wrap_python(program),
         "language": "bash" if program.command else "python",
         "run_timeout": program.timeout,
         "compile_timeout": program.timeout,
@@ -195,14 +204,14 @@ def read_answer(answer: Mapping[str, Any]) -> ExecResult:
     """
     run = answer.get("run_result")
     if answer.get("status") not in ("Success", "Failed") or not isinstance(run, Mapping):
-        raise SandboxFailed(f"the server answered {answer.get('status')!r}: {_shorten(str(answer.get('message', '')))}")
+        raise SandboxFailed(f"the server answered {answer.get('status')!r}: {shorten(str(answer.get('message', '')))}")
     stdout, stderr = (str(run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
     seconds = run.get("execution_time")
     seconds = float(seconds) if isinstance(seconds, float) else 0.0
     if run.get("status") == "TimeLimitExceeded":
         return ExecResult(ProgramEnd.TIMEOUT, -9, stdout, stderr, seconds)
     if run.get("status") != "Finished" or type(run.get("return_code")) is not int:
-        raise SandboxFailed(f"the server answered a run with {run.get('status')!r}: {_shorten(str(run.get('stderr')))}")
+        raise SandboxFailed(f"the server answered a run with {run.get('status')!r}: {shorten(str(run.get('stderr')))}")
     return ExecResult(ProgramEnd.EXITED, run["return_code"], stdout, stderr, seconds)
 
 
@@ -212,7 +221,7 @@ def _shell_code(program: Program) -> str:
     return f'export HOME="$PWD"\ncd {shlex.quote(program.cwd)} || exit 127\nexec {command}\n'
 
 
-def _python_code(program: Program) -> str:
+def wrap_python(program: Program) -> str:
     """Return a Python program that becomes this one: its name, arguments, variables and folder."""
     order = {"code": program.code, "name": program.name, "arguments": list(program.arguments)}
     before = f"os.environ.update({{'HOME': os.getcwd(), **{dict(program.env)!r}}})\nos.chdir({program.cwd!r})"
@@ -245,10 +254,11 @@ def _read_json(status: int, content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if status != 200 or not isinstance(found, dict):
-        text = _shorten(content[: 4 * LONGEST_ANSWER].decode(errors="replace"))
+        text = shorten(content[: 4 * LONGEST_ANSWER].decode(errors="replace"))
         raise SandboxFailed(f"the server answered with status {status}: {text}")
     return found
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Shorten an answer for an error."""
     return text if len(text) <= LONGEST_ANSWER else f"{text[:LONGEST_ANSWER]}..."

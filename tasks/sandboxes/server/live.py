@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rollflow.tasks.sandboxes.base import Sandboxes, SandboxFailed, SandboxLimits, SandboxSession
+from rollflow.tasks.sandboxes.base import Sandboxes, SandboxFailed, SandboxLimits, SandboxSession, SessionKind
 from rollflow.tasks.sandboxes.workspace import BoxWorkspace
 
 CHECK_SECONDS = 1.0
@@ -156,7 +156,9 @@ class LiveSandboxes:
                         await self.stop(identity)
 
 
-async def open_session(live: LiveSandbox, name: str, env: Mapping[str, str], start: Sequence[str]) -> None:
+async def open_session(
+    live: LiveSandbox, name: str, kind: SessionKind, env: Mapping[str, str], start: Sequence[str]
+) -> None:
     """Open a session of this name.
 
     Raises:
@@ -170,7 +172,7 @@ async def open_session(live: LiveSandbox, name: str, env: Mapping[str, str], sta
         if old is None:
             raise Refused(f"the sandbox has {MOST_SESSIONS} sessions; close one")
         await live.sessions.pop(old).close()
-    live.sessions[name] = await live.workspace.open_session(env=env, start=start)
+    live.sessions[name] = await live.workspace.open_session(kind, env, start)
 
 
 def find_session(live: LiveSandbox, name: str) -> SandboxSession:

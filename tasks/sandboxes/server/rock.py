@@ -4,7 +4,8 @@ Requests and answers have ROCK's format, so its SDK `rl-rock` works without chan
 status and a result; a request that fails is answered with "Failed" and a reason, as ROCK does, and HTTP status 200.
 Unknown keys are ignored. A path reaches what a program in the sandbox reaches, see `base.Workspace`.
 
-A command that takes too long has the exit code -1, as in ROCK. The key `end` of its result says which limit ended it.
+A command that takes too long has the exit code -1, as in ROCK. The key `end` of a result says how a
+command ended.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from rollflow.tasks.sandboxes.base import Program, ProgramEnd, SandboxFailed, SandboxLimits
+from rollflow.tasks.sandboxes.base import Program, ProgramEnd, SandboxFailed, SandboxLimits, SessionKind
 from rollflow.tasks.sandboxes.server.callers import TooLarge, read_body, refuse_caller
 from rollflow.tasks.sandboxes.server.live import (
     LiveSandbox,
@@ -41,6 +42,7 @@ LONGEST_CLEAR = 24 * 60  # minutes
 SMALLEST_MEMORY = 32 * 2**20
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+SESSION_KINDS = {"bash": SessionKind.SHELL, "python": SessionKind.PYTHON}  # ROCK has only bash
 FORM_BYTES = 2**20  # of a part of an upload that is no file
 Result = dict[str, Any]
 Body = TypeVar("Body", bound="RockRequest")
@@ -176,18 +178,19 @@ class RockService:
 
     async def create_session(self, body: CreateSessionRequest) -> Result:
         """Open a shell and wait for its start."""
-        if body.session_type != "bash":
-            raise Refused(f'session_type = {body.session_type!r} is unknown; use "bash"')
+        if body.session_type not in SESSION_KINDS:
+            raise Refused(f'session_type = {body.session_type!r} is unknown; use "bash" or "python"')
         if body.remote_user not in (None, "", "root"):
             raise Refused(f"remote_user = {body.remote_user!r}: a sandbox has one user; leave out the key")
         start = [f"source {shlex.quote(path)}" for path in body.startup_source]
         async with self._live.use(body.sandbox_id) as live:
-            await open_session(live, body.session, body.env or {}, start)
-            found = await find_session(live, body.session).run(":", max(body.startup_timeout, 10.0))
+            kind = SESSION_KINDS[body.session_type]
+            await open_session(live, body.session, kind, body.env or {}, start)
+            found = await find_session(live, body.session).run("", max(body.startup_timeout, 10.0))
             if found.lost:
                 live.sessions.pop(body.session, None)
                 raise CommandFailed(f"session {body.session} did not start: {found.lost}", {"exit_code": -1})
-        return {"output": show(found.output), "session_type": "bash"}
+        return {"output": show(found.output), "session_type": body.session_type}
 
     async def run_in_session(self, body: RunRequest) -> Result:
         """Run a command in a shell; unless `check` says otherwise, a code other than 0 fails the request."""
@@ -198,6 +201,7 @@ class RockService:
             found = await find_session(live, body.session).run(body.command, seconds)
         output, lost = show(found.output), f"; {found.lost}; the next command runs in a new one" if found.lost else ""
         result = {"output": output, "exit_code": found.return_code, "session_type": "bash", "expect_string": ""}
+        result |= {"end": found.end, "lost": found.lost}
         if found.end is not ProgramEnd.EXITED:
             limit = (
                 f"{found.end} after {seconds:g} seconds" if found.end is ProgramEnd.TIMEOUT else f"limit: {found.end}"

@@ -1,0 +1,447 @@
+"""Sandboxes on a server of ROCK's protocol, or on one rocklet, which is what runs inside a sandbox of ROCK.
+
+A server starts a sandbox for each `create`, and stops it at its end. A rocklet has no sandboxes: all programs run on
+its machine, each in a folder of its own. The protocol carries stdout and stderr as text.
+
+The sandbox alone isolates programs and enforces their limits. What the infrastructure did is `SandboxFailed`; a program
+of `run` is then tried again in a new sandbox. If no such limit is named, a killed program counts as timed out if its
+time was over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import errno
+import json
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import httpx
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.sandboxes.base import (
+    NO_LIMITS,
+    NO_VARIABLES,
+    Capability,
+    ExecResult,
+    Program,
+    ProgramEnd,
+    SandboxFailed,
+    SandboxLimits,
+    SessionKind,
+    SessionResult,
+)
+from rollflow.tasks.sandboxes.config import MIB, RockSandbox
+from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
+
+PREFIX = "/apis/envs/sandbox/v1"
+START_SECONDS = 10.0  # deadline of the first program
+GRACE_SECONDS = 5.0  # time that the server gives a program beyond its deadline, which `timeout` in the sandbox holds
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
+FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two questions whether a sandbox has started
+FAILED_COMMAND = -1  # exit code of a command that the server could not run
+KILLED, SIGNALED = -9, 128
+ROCKLET_ERROR, TIMED_OUT = 511, 504  # HTTP status of an exception in a rocklet, and of a command that takes too long
+# Gets the folder to create, the folder of the program and its input; then becomes the program.
+BEGIN = 'mkdir -p "$1" && cd "$2" && exec <"$3" || exit 127; shift 3; exec "$@"'
+READ = """
+import base64, os, stat, sys
+try:
+    fd = os.open(sys.argv[1], os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(22, "not a regular file")
+    with os.fdopen(fd, "rb") as file, open(sys.argv[2], "wb") as out:
+        out.write(base64.b64encode(file.read()))
+except OSError as error:
+    print(error.errno)
+"""
+Answer = Mapping[str, Any]
+Send = Callable[[str, float, Mapping[str, Any]], Awaitable[Answer]]
+Found = TypeVar("Found")
+
+
+class RequestFailed(Exception):
+    """Raised if the server answered that a request failed; `code` is ROCK's code, and `result` what it knows."""
+
+    def __init__(self, message: str, result: Answer) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class RockSandboxes:
+    """Creates sandboxes on a server. See the module's docstring."""
+
+    capabilities = frozenset({Capability.STATE, Capability.SESSIONS})
+
+    def __init__(self, config: RockSandbox) -> None:
+        self._config = config
+        self._places = asyncio.Semaphore(config.at_once)
+        self._client: httpx.AsyncClient | None = None
+        self._live: set[RockRemoteSandbox] = set()
+
+    async def start(self) -> None:
+        """Run one program on the server; see `Sandboxes.start`."""
+        self._open()
+        try:
+            result = await self.run(Program(code="print(6 * 7)", timeout=START_SECONDS))
+            if result.stdout.split() != [b"42"]:
+                raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
+        except SandboxFailed as error:
+            await self.close()
+            raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
+
+    async def create(self, limits: SandboxLimits = NO_LIMITS) -> RockRemoteSandbox:
+        """Start a sandbox on the server; see `Sandboxes.create`."""
+        return await self._try(lambda: self._create(limits))
+
+    async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> RockRemoteSandbox:
+        """Start a sandbox on the server; see `Sandboxes.open_workspace`."""
+        return await self.create(limits)
+
+    async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
+        """Run a program in a sandbox of its own, again if the sandbox fails; see `Sandboxes.run`."""
+
+        async def once() -> ExecResult:
+            sandbox = await self._create(NO_LIMITS)
+            try:
+                for path, data in (files or {}).items():
+                    await sandbox.upload(path, data)
+                return await sandbox.exec(program)
+            finally:
+                await sandbox.close()
+
+        return await self._try(once)
+
+    async def close(self) -> None:
+        """Stop all sandboxes, and close the connections."""
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
+        if self._client:
+            await self._client.aclose()
+        self._client = None
+
+    async def send(self, path: str, seconds: float, body: Mapping[str, Any] | None = None, **more: Any) -> Answer:
+        """Send a request once, and return its result; `seconds` is the time that the request itself may take.
+
+        Raises:
+            RequestFailed: the server answered that the request failed.
+            SandboxFailed: the server did not answer, or not as the protocol says.
+        """
+        limit, is_rock = seconds + self._config.wait_seconds, self._config.protocol == "rock"
+        url = self._config.url.rstrip("/") + (PREFIX if is_rock else "") + path
+        method = "POST" if body is not None or "files" in more else "GET"
+        try:
+            async with asyncio.timeout(limit):
+                answer = await self._open().request(method, url, json=body, **more)
+        except TimeoutError:
+            raise SandboxFailed(f"{path} was not answered within {limit:g} s") from None
+        except httpx.TransportError as error:
+            raise SandboxFailed(f"{path} was not answered: {error}") from None
+        return read_result(answer) if is_rock else read_rocklet_result(answer)
+
+    def forget(self, sandbox: RockRemoteSandbox) -> None:
+        """Give the place of a sandbox to another one."""
+        if sandbox in self._live:
+            self._live.remove(sandbox)
+            self._places.release()
+
+    async def _try(self, work: Callable[[], Awaitable[Found]]) -> Found:
+        pause = FIRST_PAUSE
+        for attempt in range(self._config.tries):
+            if attempt:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                return await work()
+            except SandboxFailed as error:
+                failed = error
+        raise SandboxFailed(f"{self._config.tries} tries failed, the last with: {failed}")
+
+    async def _create(self, limits: SandboxLimits) -> RockRemoteSandbox:
+        await self._places.acquire()
+        sandbox = RockRemoteSandbox(self, self._config)
+        self._live.add(sandbox)
+        try:
+            if self._config.protocol == "rock":
+                async with asyncio.timeout(self._config.start_seconds):
+                    await sandbox.start(limits)
+        except BaseException as error:
+            await sandbox.close()
+            if isinstance(error, TimeoutError):
+                reason = f"the sandbox did not start within sandbox.start_seconds = {self._config.start_seconds:g}"
+                raise SandboxFailed(reason) from None
+            if isinstance(error, RequestFailed):
+                raise SandboxFailed(f"no sandbox could be started: {error}") from None
+            raise
+        return sandbox
+
+    def _open(self) -> httpx.AsyncClient:
+        if self._client is None:
+            headers = read_token_header(self._config.token_env)
+            limits = httpx.Limits(max_connections=None)
+            self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None)
+        return self._client
+
+
+class RockRemoteSandbox:
+    """A sandbox on the server, also as a workspace. A relative path is below the sandbox's folder."""
+
+    def __init__(self, sandboxes: RockSandboxes, config: RockSandbox) -> None:
+        self._sandboxes, self._config = sandboxes, config
+        self._identity = f"rollflow-{uuid.uuid4().hex}" if config.protocol == "rocklet" else ""
+        self._folder = f"/tmp/rollflow-{uuid.uuid4().hex}"
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+
+    async def start(self, limits: SandboxLimits) -> None:
+        """Start the sandbox and wait until it runs."""
+        memory = min(limits.memory_bytes or self._config.memory_bytes, self._config.memory_bytes)
+        body: dict[str, Any] = {
+            "image": self._config.image,
+            "auto_clear_time": self._config.clear_minutes,
+            "auto_clear_time_minutes": self._config.clear_minutes,
+            "startup_timeout": self._config.start_seconds,
+            "memory": f"{memory // MIB}m",
+            "cpus": limits.cores or self._config.cpus,
+        }
+        if limits.folder_bytes is not None:
+            body["disk"] = f"{limits.folder_bytes // MIB}m"
+        started = await self._sandboxes.send("/start_async", 0, body)
+        self._identity, pause = str(started.get("sandbox_id") or ""), FIRST_LOOK
+        while True:
+            found = await self._sandboxes.send("/get_status", 0, params={"sandbox_id": self._identity})
+            if found.get("is_alive"):
+                return
+            stages = found.get("status") or {}
+            for name, stage in stages.items() if isinstance(stages, Mapping) else ():
+                if stage.get("status") in ("failed", "timeout"):
+                    raise SandboxFailed(f"the sandbox did not start: {name}: {stage.get('message')}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_LOOK)
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a program; see `Sandbox.exec`."""
+        if program.channel is not None:
+            raise SandboxFailed("a server of ROCK's protocol gives a program no channel")
+        async with self._turn:
+            began = time.monotonic()
+            try:
+                command = await self._give(program)
+                body = {"command": command, "timeout": program.timeout + GRACE_SECONDS, "shell": False, "check": False}
+                body |= {"keep_children": program.keep_children}
+                began = time.monotonic()
+                found = await self._send("/execute", program.timeout + GRACE_SECONDS, body)
+            except RequestFailed as error:
+                await self.close()  # the program may run on
+                if (seconds := time.monotonic() - began) >= program.timeout:
+                    return ExecResult(ProgramEnd.TIMEOUT, KILLED, b"", b"", seconds)
+                raise SandboxFailed(f"the server did not run the program: {error}") from None
+            except BaseException:
+                await self.close()
+                raise
+            return self._read_result(found, program, time.monotonic() - began)
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file; see `Sandbox.upload`."""
+        await self._upload(self._place(path), data)
+
+    async def download(self, path: str) -> bytes:
+        """Read a file; see `Sandbox.download`."""
+        out = f"{self._folder}/given/read"
+        try:
+            await self._upload(out, b"")
+            command = ["python3", "-c", READ, self._place(path), out]
+            found = await self._send("/execute", 0, {"command": command, "timeout": self._config.wait_seconds})
+            if code := str(found.get("stdout", "")).strip():
+                raise OSError(int(code), os.strerror(int(code)), path)
+            content = await self._send("/read_file", 0, {"path": out})
+            return base64.b64decode(str(content.get("content", "")), validate=True)
+        except (RequestFailed, ValueError) as error:
+            raise OSError(errno.EIO, str(error), path) from None
+
+    async def open_session(
+        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
+    ) -> RockSession:
+        """Open a session; see `Workspace.open_session`. Only rollflow's server has sessions of Python."""
+        session = RockSession(self._send, kind, env)
+        await session.open()
+        return session
+
+    async def is_alive(self) -> bool:
+        """Return whether the server says that the sandbox lives; see `Workspace.is_alive`."""
+        try:
+            found = await self._sandboxes.send("/is_alive", 0, params={"sandbox_id": self._identity})
+        except (RequestFailed, SandboxFailed):
+            return False
+        return not self._is_closed and bool(found.get("is_alive"))
+
+    async def close(self) -> None:
+        """Stop the sandbox; a server that does not answer stops it after `clear_minutes`. See `Sandbox.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            await asyncio.shield(self._stop())
+        finally:
+            self._sandboxes.forget(self)
+
+    async def _stop(self) -> None:
+        with contextlib.suppress(SandboxFailed, RequestFailed):
+            if self._config.protocol == "rocklet":
+                body = {"command": ["rm", "-rf", self._folder], "sandbox_id": self._identity, "timeout": 60.0}
+                await self._sandboxes.send("/execute", 0, body)
+            elif self._identity:
+                await self._sandboxes.send("/stop", 0, {"sandbox_id": self._identity})
+
+    async def _send(self, path: str, seconds: float, body: Mapping[str, Any]) -> Answer:
+        if self._is_closed:
+            raise SandboxFailed("the sandbox is closed")
+        return await self._sandboxes.send(path, seconds, {**body, "sandbox_id": self._identity})
+
+    async def _upload(self, place: str, data: bytes) -> None:
+        if self._is_closed:
+            raise SandboxFailed("the sandbox is closed")
+        form = {"target_path": place, "sandbox_id": self._identity}
+        try:
+            await self._sandboxes.send("/upload", 0, data=form, files={"file": ("file", data)})
+        except RequestFailed as error:
+            raise OSError(errno.EIO, str(error), place) from None
+
+    async def _give(self, program: Program) -> list[str]:
+        """Give the sandbox a program and its input, and return the command that runs it."""
+        given, work = f"{self._folder}/given", f"{self._folder}/work"
+        await self._upload(f"{given}/stdin", program.stdin)
+        command, cwd = list(program.command), self._place(program.cwd)
+        if not command:
+            await self._upload(f"{given}/main.py", wrap_python(program).encode())
+            command, cwd = ["python3", "-X", "utf8", f"{given}/main.py"], work
+        own = {"HOME": work, "TMPDIR": work, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **program.env}
+        variables = [f"{name}={value}" for name, value in own.items()]
+        within = ["env", *variables, "timeout", "-s", "KILL", f"{program.timeout:.3f}"]
+        return ["sh", "-c", BEGIN, "sh", work, cwd, f"{given}/stdin", *within, *command]
+
+    def _place(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self._folder}/work/{path}"
+
+    def _read_result(self, found: Answer, program: Program, seconds: float) -> ExecResult:
+        code, end = found.get("exit_code"), str(found.get("end") or "")
+        if code == FAILED_COMMAND and not end and seconds >= program.timeout:
+            end = ProgramEnd.TIMEOUT  # the server's limit: the program has killed `timeout`
+        if not isinstance(code, int) or (code == FAILED_COMMAND and end not in list(ProgramEnd)):
+            raise SandboxFailed(f"the server could not run the program: {shorten(json.dumps(found, default=str))}")
+        code = SIGNALED - code if SIGNALED < code <= SIGNALED + 64 else code  # as `timeout` reports a signal
+        stdout, stderr = (str(found.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
+        if end in list(ProgramEnd) and end != ProgramEnd.EXITED:
+            return ExecResult(ProgramEnd(end), KILLED, stdout, stderr, seconds)
+        is_late = code == KILLED and seconds >= program.timeout
+        return ExecResult(ProgramEnd.TIMEOUT if is_late else ProgramEnd.EXITED, code, stdout, stderr, seconds)
+
+
+class RockSession:
+    """A session of a sandbox on the server; see `base.SandboxSession`."""
+
+    def __init__(
+        self,
+        send: Callable[[str, float, Mapping[str, Any]], Awaitable[Answer]],
+        kind: SessionKind,
+        env: Mapping[str, str],
+    ) -> None:
+        self._send, self._env = send, env
+        self._type = "bash" if kind is SessionKind.SHELL else "python"
+        self._turn = asyncio.Lock()
+        self._name = ""
+
+    async def open(self) -> None:
+        """Open the session under a new name.
+
+        Raises:
+            SandboxFailed: the sandbox has no such sessions, or is closed.
+        """
+        self._name = f"rollflow-{uuid.uuid4().hex}"
+        body = {"session": self._name, "session_type": self._type, "env": dict(self._env), "env_enable": True}
+        try:
+            await self._send("/create_session", 0, {**body, "startup_timeout": START_SECONDS})
+        except RequestFailed as error:
+            raise SandboxFailed(f"no session of {self._type} could be opened: {error}") from None
+
+    async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
+        """Run code; see `SandboxSession.run`. A server that does not interrupt commands gets a new session instead."""
+        body = {"session": self._name, "command": code, "timeout": timeout, "check": "silent", "action_type": "bash"}
+        async with self._turn:
+            began = time.monotonic()
+            try:
+                found = await self._send("/run_in_session", timeout, body)
+            except RequestFailed as error:
+                if "end" not in error.result:
+                    await self._close()
+                    await self.open()
+                    end = ProgramEnd.TIMEOUT if time.monotonic() - began >= timeout else ProgramEnd.EXITED
+                    return SessionResult(end, KILLED, b"", time.monotonic() - began, f"the session failed: {error}")
+                found = error.result
+            code_found = found.get("exit_code")
+            return SessionResult(
+                ProgramEnd(found.get("end") or "exited"),
+                code_found if isinstance(code_found, int) else KILLED,
+                str(found.get("output") or "").encode(errors="replace"),
+                time.monotonic() - began,
+                str(found.get("lost") or ""),
+            )
+
+    async def close(self) -> None:
+        """End the session; see `SandboxSession.close`."""
+        async with self._turn:
+            await self._close()
+
+    async def _close(self) -> None:
+        with contextlib.suppress(RequestFailed, SandboxFailed):
+            await self._send("/close_session", 0, {"session": self._name, "session_type": "bash"})
+
+
+def read_result(answer: httpx.Response) -> Answer:
+    """Return the result in an envelope of ROCK.
+
+    Raises:
+        RequestFailed: the envelope says that the request failed.
+        SandboxFailed: the answer is no envelope, or says that the server failed.
+    """
+    found = _read_object(answer)
+    result = found.get("result")
+    result = result if isinstance(result, Mapping) else {}
+    if answer.status_code != 200 or found.get("status") not in ("Success", "Failed"):
+        raise SandboxFailed(f"the server answered with status {answer.status_code}: {shorten(answer.text)}")
+    if found["status"] == "Success":
+        return result
+    reason = shorten(str(found.get("error") or found.get("message") or ""))
+    if result.get("code") == 5000:
+        raise SandboxFailed(f"the server failed: {reason}")
+    raise RequestFailed(reason, result)
+
+
+def read_rocklet_result(answer: httpx.Response) -> Answer:
+    """Return the answer of a rocklet, which has no envelope.
+
+    Raises:
+        RequestFailed: the rocklet raised an exception.
+        SandboxFailed: the answer is none of a rocklet.
+    """
+    found = _read_object(answer)
+    if answer.status_code == ROCKLET_ERROR:
+        raised = found.get("rockletexception")
+        raise RequestFailed(shorten(str(raised.get("message") if isinstance(raised, Mapping) else raised)), {})
+    if answer.status_code == TIMED_OUT:
+        raise RequestFailed("the command took too long", {})
+    if answer.status_code != 200:
+        raise SandboxFailed(f"the rocklet answered with status {answer.status_code}: {shorten(answer.text)}")
+    return found
+
+
+def _read_object(answer: httpx.Response) -> Answer:
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    return found if isinstance(found, Mapping) else {}
