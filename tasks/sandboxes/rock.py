@@ -34,18 +34,17 @@ from rollflow.tasks.sandboxes.base import (
     SandboxFailed,
     SandboxLimits,
     SessionKind,
-    SessionResult,
 )
 from rollflow.tasks.sandboxes.config import MIB, RockSandbox
+from rollflow.tasks.sandboxes.rock_session import KILLED, START_SECONDS, Answer, RequestFailed, RockSession
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
 PREFIX = "/apis/envs/sandbox/v1"
-START_SECONDS = 10.0  # deadline of the first program
 GRACE_SECONDS = 5.0  # time that the server gives a program beyond its deadline, which `timeout` in the sandbox holds
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two questions whether a sandbox has started
 FAILED_COMMAND = -1  # exit code of a command that the server could not run
-KILLED, SIGNALED = -9, 128
+SIGNALED = 128
 ROCKLET_ERROR, TIMED_OUT = 511, 504  # HTTP status of an exception in a rocklet, and of a command that takes too long
 # Gets the folder to create, the folder of the program and its input; then becomes the program.
 BEGIN = 'mkdir -p "$1" && cd "$2" && exec <"$3" || exit 127; shift 3; exec "$@"'
@@ -60,17 +59,7 @@ try:
 except OSError as error:
     print(error.errno)
 """
-Answer = Mapping[str, Any]
-Send = Callable[[str, float, Mapping[str, Any]], Awaitable[Answer]]
 Found = TypeVar("Found")
-
-
-class RequestFailed(Exception):
-    """Raised if the server answered that a request failed; `code` is ROCK's code, and `result` what it knows."""
-
-    def __init__(self, message: str, result: Answer) -> None:
-        super().__init__(message)
-        self.result = result
 
 
 class RockSandboxes:
@@ -267,7 +256,7 @@ class RockRemoteSandbox:
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
     ) -> RockSession:
         """Open a session; see `Workspace.open_session`. Only rollflow's server has sessions of Python."""
-        session = RockSession(self._send, kind, env)
+        session = RockSession(self._send, kind, env, f"{self._folder}/work")
         await session.open()
         return session
 
@@ -339,66 +328,6 @@ class RockRemoteSandbox:
             return ExecResult(ProgramEnd(end), KILLED, stdout, stderr, seconds)
         is_late = code == KILLED and seconds >= program.timeout
         return ExecResult(ProgramEnd.TIMEOUT if is_late else ProgramEnd.EXITED, code, stdout, stderr, seconds)
-
-
-class RockSession:
-    """A session of a sandbox on the server; see `base.SandboxSession`."""
-
-    def __init__(
-        self,
-        send: Callable[[str, float, Mapping[str, Any]], Awaitable[Answer]],
-        kind: SessionKind,
-        env: Mapping[str, str],
-    ) -> None:
-        self._send, self._env = send, env
-        self._type = "bash" if kind is SessionKind.SHELL else "python"
-        self._turn = asyncio.Lock()
-        self._name = ""
-
-    async def open(self) -> None:
-        """Open the session under a new name.
-
-        Raises:
-            SandboxFailed: the sandbox has no such sessions, or is closed.
-        """
-        self._name = f"rollflow-{uuid.uuid4().hex}"
-        body = {"session": self._name, "session_type": self._type, "env": dict(self._env), "env_enable": True}
-        try:
-            await self._send("/create_session", 0, {**body, "startup_timeout": START_SECONDS})
-        except RequestFailed as error:
-            raise SandboxFailed(f"no session of {self._type} could be opened: {error}") from None
-
-    async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
-        """Run code; see `SandboxSession.run`. A server that does not interrupt commands gets a new session instead."""
-        body = {"session": self._name, "command": code, "timeout": timeout, "check": "silent", "action_type": "bash"}
-        async with self._turn:
-            began = time.monotonic()
-            try:
-                found = await self._send("/run_in_session", timeout, body)
-            except RequestFailed as error:
-                if "end" not in error.result:
-                    await self._close()
-                    await self.open()
-                    end = ProgramEnd.TIMEOUT if time.monotonic() - began >= timeout else ProgramEnd.EXITED
-                    return SessionResult(end, KILLED, b"", time.monotonic() - began, f"the session failed: {error}")
-                found = error.result
-            code_found = found.get("exit_code")
-            return SessionResult(
-                ProgramEnd(found.get("end") or "exited"),
-                code_found if isinstance(code_found, int) else KILLED,
-                str(found.get("output") or "").encode(errors="replace"),
-                time.monotonic() - began,
-                str(found.get("lost") or ""),
-            )
-
-    async def close(self) -> None:
-        """End the session; see `SandboxSession.close`."""
-        async with self._turn:
-            await self._close()
-
-    async def _close(self) -> None:
-        with contextlib.suppress(RequestFailed, SandboxFailed):
-            await self._send("/close_session", 0, {"session": self._name, "session_type": "bash"})
 
 
 def read_result(answer: httpx.Response) -> Answer:

@@ -1,0 +1,92 @@
+"""A session of ROCK's protocol: `create_session`, `run_in_session`, `close_session`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rollflow.tasks.sandboxes.base import ProgramEnd, SandboxFailed, SessionKind, SessionResult
+
+START_SECONDS = 10.0  # deadline of the first program, and of the start of a session
+KILLED = -9
+Answer = Mapping[str, Any]
+Send = Callable[[str, float, Mapping[str, Any]], Awaitable[Answer]]
+
+
+class RequestFailed(Exception):
+    """Raised if the server answered that a request failed; `code` is ROCK's code, and `result` what it knows."""
+
+    def __init__(self, message: str, result: Answer) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class RockSession:
+    """A session of a sandbox on the server; see `base.SandboxSession`. Its output has no blanks at its ends."""
+
+    def __init__(self, send: Send, kind: SessionKind, env: Mapping[str, str], folder: str) -> None:
+        """Prepare a session that begins in the sandbox's folder; `send` sends a request to the sandbox."""
+        self._send, self._env = send, env
+        shell = f"export HOME={folder}; mkdir -p {folder}; cd {folder}"
+        python = f"import os; os.makedirs({folder!r}, exist_ok=True); os.chdir({folder!r}); del os"
+        self._enter = shell if kind is SessionKind.SHELL else python
+        self._has_entered = False
+        self._type = "bash" if kind is SessionKind.SHELL else "python"
+        self._turn = asyncio.Lock()
+        self._name = ""
+
+    async def open(self) -> None:
+        """Open the session under a new name.
+
+        Raises:
+            SandboxFailed: the sandbox has no such sessions, or is closed.
+        """
+        self._name, self._has_entered = f"rollflow-{uuid.uuid4().hex}", False
+        body = {"session": self._name, "session_type": self._type, "env": dict(self._env), "env_enable": True}
+        try:
+            await self._send("/create_session", 0, {**body, "startup_timeout": START_SECONDS})
+        except RequestFailed as error:
+            raise SandboxFailed(f"no session of {self._type} could be opened: {error}") from None
+
+    async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
+        """Run code; see `SandboxSession.run`. A server that does not interrupt commands gets a new session instead."""
+        async with self._turn:
+            began = time.monotonic()
+            try:
+                if not self._has_entered:
+                    await self._run(self._enter, START_SECONDS)
+                    self._has_entered = True
+                found = await self._run(code, timeout)
+            except RequestFailed as error:
+                if "end" not in error.result:
+                    await self._close()
+                    await self.open()
+                    end = ProgramEnd.TIMEOUT if time.monotonic() - began >= timeout else ProgramEnd.EXITED
+                    return SessionResult(end, KILLED, b"", time.monotonic() - began, f"the session failed: {error}")
+                found = error.result
+            code_found, lost = found.get("exit_code"), str(found.get("lost") or "")
+            self._has_entered = not lost
+            return SessionResult(
+                ProgramEnd(found.get("end") or "exited"),
+                code_found if isinstance(code_found, int) else KILLED,
+                str(found.get("output") or "").encode(errors="replace"),
+                time.monotonic() - began,
+                lost,
+            )
+
+    async def _run(self, code: str, timeout: float) -> Answer:
+        body = {"session": self._name, "command": code, "timeout": timeout, "check": "silent", "action_type": "bash"}
+        return await self._send("/run_in_session", timeout, body)
+
+    async def close(self) -> None:
+        """End the session; see `SandboxSession.close`."""
+        async with self._turn:
+            await self._close()
+
+    async def _close(self) -> None:
+        with contextlib.suppress(RequestFailed, SandboxFailed):
+            await self._send("/close_session", 0, {"session": self._name, "session_type": "bash"})
