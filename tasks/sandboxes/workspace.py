@@ -27,6 +27,7 @@ from rollflow.tasks.sandboxes.base import (
     ProgramEnd,
     Sandbox,
     SandboxFailed,
+    SandboxLost,
     SessionKind,
     SessionResult,
 )
@@ -57,7 +58,7 @@ class BoxWorkspace:
         If the sandbox is not isolated, files are read and written only below its folder, and no link is followed.
         """
         self._sandbox, self.output_bytes, self._file_bytes = sandbox, output_bytes, file_bytes
-        self._only_below = not is_isolated
+        self._is_isolated = is_isolated
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._guest: GuestConnection | None = None
@@ -88,6 +89,10 @@ class BoxWorkspace:
             found, output = await self.ask(request, program.stdin, program.timeout)
         except GuestEnded as ended:
             return ExecResult(ended.end, KILLED, b"", f"{ended}\n".encode(), time.monotonic() - began)
+        except SandboxLost as lost:
+            if self._is_isolated:
+                raise
+            return ExecResult(ProgramEnd.EXITED, KILLED, b"", f"{lost}\n".encode(), time.monotonic() - began)
         stdout = found["stdout"]
         return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
 
@@ -153,7 +158,7 @@ class BoxWorkspace:
         """Read or write a file; try again if the guest ended meanwhile."""
         for _ in range(2):
             try:
-                return (await self.ask(request | {"only_below": self._only_below}, data, FILE_SECONDS))[1]
+                return (await self.ask(request | {"only_below": not self._is_isolated}, data, FILE_SECONDS))[1]
             except GuestEnded as ended:
                 error = ended
         raise OSError(5, f"the sandbox's processes were killed: {error}", request["path"])

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from rollflow.tasks.sandboxes.base import Sandboxes
 from rollflow.tasks.sandboxes.server.callers import TooLarge, TooSlow, read_body, refuse_caller
 from rollflow.tasks.sandboxes.server.live import LiveSandboxes
-from rollflow.tasks.sandboxes.server.rock import add_rock_routes
+from rollflow.tasks.sandboxes.server.rock import BodyLimits, add_rock_routes
 from rollflow.tasks.sandboxes.server.run_code import RunCodeRequest, RunCodeResponse, run_code
 
 BODY_FACTOR = 2  # a body may have this many times the bytes of a sandbox's folder
@@ -93,7 +93,8 @@ def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> 
             return JSONResponse({"detail": refused.reason}, refused.status, refused.headers)
         try:
             async with gate.enter():
-                body = RunCodeRequest.model_validate_json(await read_body(request, bounds.body_bytes, bounds.body_seconds))
+                content = await read_body(request, bounds.body_bytes, bounds.body_seconds)
+                body = RunCodeRequest.model_validate_json(content)
                 answer = await run_for_caller(request, sandboxes, body, bounds.memory_bytes)
         except Full as error:
             return JSONResponse({"detail": str(error)}, 503, {"Retry-After": "1"})

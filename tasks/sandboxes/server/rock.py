@@ -15,17 +15,19 @@ import math
 import re
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 
 from rollflow.tasks.sandboxes.base import Program, ProgramEnd, SandboxFailed, SandboxLimits, SessionKind
-from rollflow.tasks.sandboxes.server.callers import TooLarge, read_body, refuse_caller
+from rollflow.tasks.sandboxes.server.callers import TooLarge, TooSlow, read_body, refuse_caller
 from rollflow.tasks.sandboxes.server.live import (
     LiveSandbox,
     LiveSandboxes,
@@ -34,10 +36,21 @@ from rollflow.tasks.sandboxes.server.live import (
     find_session,
     open_session,
 )
+from rollflow.tasks.sandboxes.server.rock_requests import (
+    LONGEST_COMMAND,
+    CreateSessionRequest,
+    ExecuteRequest,
+    ReadRequest,
+    RockRequest,
+    RunRequest,
+    SandboxRequest,
+    SessionRequest,
+    StartRequest,
+    WriteRequest,
+)
 
 PREFIX = "/apis/envs/sandbox/v1"
 BAD_REQUEST, SERVER_ERROR, COMMAND_ERROR = 4000, 5000, 6000  # ROCK's codes
-LONGEST_COMMAND = 3600.0  # seconds; also of a command without a time limit
 LONGEST_CLEAR = 24 * 60  # minutes
 SMALLEST_MEMORY = 32 * 2**20
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
@@ -45,7 +58,19 @@ UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 SESSION_KINDS = {"bash": SessionKind.SHELL, "python": SessionKind.PYTHON}  # ROCK has only bash
 FORM_BYTES = 2**20  # of a part of an upload that is no file
 Result = dict[str, Any]
-Body = TypeVar("Body", bound="RockRequest")
+Body = TypeVar("Body", bound=RockRequest)
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """Limits of the body of a request: bytes, and the seconds in which it must have come."""
+
+    most: int
+    seconds: float
+
+    async def read(self, request: Request) -> bytes:
+        """Read a body; see `read_body`."""
+        return await read_body(request, self.most, self.seconds)
 
 
 class CommandFailed(Exception):
@@ -54,74 +79,6 @@ class CommandFailed(Exception):
     def __init__(self, message: str, result: Result) -> None:
         super().__init__(message)
         self.result = result
-
-
-class RockRequest(BaseModel):
-    """The body of a request."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class StartRequest(RockRequest):
-    image: str = Field(min_length=1)
-    image_os: str = "linux"
-    auto_clear_time: float | None = Field(None, ge=0, allow_inf_nan=False)
-    auto_clear_time_minutes: float = Field(30.0, ge=0, allow_inf_nan=False)
-    memory: str = "8g"
-    cpus: float = Field(2.0, gt=0, allow_inf_nan=False)
-    limit_cpus: float | None = Field(None, gt=0, allow_inf_nan=False)
-    num_gpus: float | None = None
-    sandbox_id: str | None = None
-    disk: str | None = None
-
-
-class SandboxRequest(RockRequest):
-    sandbox_id: str = Field(min_length=1)
-
-
-class ExecuteRequest(SandboxRequest):
-    command: str | list[str]
-    timeout: float | None = Field(1200.0, gt=0, allow_inf_nan=False)
-    shell: bool = False
-    check: bool = False
-    error_msg: str = ""
-    cwd: str | None = None
-    env: dict[str, str] | None = None
-    keep_children: bool = True  # no key of ROCK: false ends what the command leaves in the background
-
-
-class SessionRequest(SandboxRequest):
-    session_type: str = "bash"
-    session: str = "default"
-
-
-class CreateSessionRequest(SessionRequest):
-    startup_source: list[str] = Field(default_factory=list)
-    startup_timeout: float = Field(10.0, gt=0, le=LONGEST_COMMAND)
-    env: dict[str, str] | None = None
-    remote_user: str | None = None
-
-
-class RunRequest(SandboxRequest):
-    command: str
-    session: str = "default"
-    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    check: str = "raise"
-    error_msg: str = ""
-    is_interactive_command: bool = False
-    is_interactive_quit: bool = False
-    expect: list[str] = Field(default_factory=list)
-
-
-class ReadRequest(SandboxRequest):
-    path: str
-    encoding: str | None = None
-    errors: str | None = None
-
-
-class WriteRequest(SandboxRequest):
-    path: str
-    content: str
 
 
 class RockService:
@@ -300,14 +257,14 @@ def read_size(name: str, text: str) -> int:
     return int(size * 2 ** UNITS[found[2].lower()])
 
 
-def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, body_bytes: int) -> None:
-    """Add the routes of ROCK's protocol to an application; a body has at most `body_bytes`."""
+def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, limits: BodyLimits) -> None:
+    """Add the routes of ROCK's protocol to an application."""
     service = RockService(live)
 
     def add(path: str, model: type[Body], action: Callable[[Body], Awaitable[Any]]) -> None:
         async def answer(request: Request) -> JSONResponse:
             async def do() -> Any:
-                return await action(model.model_validate_json(await read_body(request, body_bytes)))
+                return await action(model.model_validate_json(await limits.read(request)))
 
             return await envelop(request, token, do)
 
@@ -328,7 +285,7 @@ def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, body_b
     @app.post(PREFIX + "/upload")
     async def upload(request: Request) -> JSONResponse:
         async def do() -> Any:
-            identity, path, data = await read_upload(request, body_bytes)
+            identity, path, data = await read_upload(request, limits)
             return await service.store(identity, path, data)
 
         return await envelop(request, token, do)
@@ -346,11 +303,11 @@ def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, body_b
         return await envelop(request, token, do)
 
 
-async def read_upload(request: Request, most: int) -> tuple[str, str, bytes]:
+async def read_upload(request: Request, limits: BodyLimits) -> tuple[str, str, bytes]:
     """Read an upload: the id of its sandbox, its path and its content."""
 
     async def parts() -> AsyncIterator[bytes]:
-        yield await read_body(request, most)
+        yield await limits.read(request)
 
     try:
         form = await MultiPartParser(request.headers, parts(), max_files=1, max_part_size=FORM_BYTES).parse()
@@ -378,8 +335,10 @@ async def envelop(request: Request, token: str | None, do: Callable[[], Awaitabl
         return JSONResponse(describe_failure(COMMAND_ERROR, str(error), error.result))
     except OSError as error:
         return JSONResponse(describe_failure(BAD_REQUEST, f"{error.filename!r}: {error.strerror}"))
-    except (Refused, TooLarge) as error:
+    except (Refused, TooLarge, TooSlow) as error:
         return JSONResponse(describe_failure(BAD_REQUEST, str(error)))
+    except ClientDisconnect:
+        return JSONResponse(describe_failure(BAD_REQUEST, "the caller is gone"), 400)
     except (NoRoom, SandboxFailed) as error:
         return JSONResponse(describe_failure(SERVER_ERROR, str(error)))
 
