@@ -37,7 +37,7 @@ PACKAGE = "rollflow.tasks.sandboxes"
 MODULES = ("box.wire", "box.tree", "host.files", "guest.process", "guest.session", "guest.serve")
 LIFETIME = 7 * 86400.0  # seconds that a guest may run
 FILE_SECONDS = 60.0
-STOP_SECONDS = 5.0  # time in which the guest stops what has run too long
+STOP_SECONDS = 15.0  # time in which the guest stops what has run too long, on a slow machine
 KILLED = -9
 
 

@@ -87,7 +87,7 @@ async def test_session_that_does_not_stop_is_replaced(workspace: Workspace) -> N
     stubborn = "x = 5\nimport signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     found = await python.run(stubborn, SOON)
     assert found.end is ProgramEnd.TIMEOUT
-    assert "killed" in found.lost
+    assert found.lost
     assert (await python.run("'x' in globals()", LONG)).output.strip() == b"False"
 
 

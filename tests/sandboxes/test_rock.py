@@ -14,7 +14,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
-from rollflow.tasks.sandboxes import build_sandboxes
+from rollflow.tasks.sandboxes import build_sandboxes, workspace
 from rollflow.tasks.sandboxes.base import Program, ProgramEnd, Sandboxes, SandboxFailed
 from rollflow.tasks.sandboxes.config import MIB, BubblewrapSandbox, RockSandbox, UnsafeProcessSandbox
 from rollflow.tasks.sandboxes.rock import RockSandboxes
@@ -344,14 +344,15 @@ time.sleep(600)
         ("while True: pass", Outcome.TIMEOUT),
         ("import os, time\nos.kill(os.getppid(), 9)\nprint(42); time.sleep(600)", Outcome.WRONG),
         (SIGNAL_ALL.replace("NUMBER", "9"), Outcome.WRONG),
-        (SIGNAL_ALL.replace("NUMBER", "19"), Outcome.TIMEOUT),
+        pytest.param(SIGNAL_ALL.replace("NUMBER", "19"), Outcome.TIMEOUT, marks=pytest.mark.soak),
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", None),
     ],
     ids=["right", "wrong", "loop", "kills its parent", "kills all", "stops all", "memory"],
 )
 async def test_programs_are_judged_through_server_and_client(
-    sandboxes: Sandboxes, code: str, outcome: Outcome | None
+    sandboxes: Sandboxes, code: str, outcome: Outcome | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(workspace, "STOP_SECONDS", 3.0)  # the time until a stopped guest is given up
     async with serve_in_background(sandboxes, bounds=BOUNDS) as url:
         config = RockSandbox(url=url, memory_bytes=128 * MIB, at_once=2)
         scorer = CodeScorer(CodeReward(case_seconds=1.0, fenced=False, sandbox=config))
