@@ -37,10 +37,11 @@ MAY: dict[str, set[str]] = {
     # A worker reads responses as the policy writes them.
     "tasks/scorers": {
         *("tasks/policies", "tasks/runtime", "tasks/sandboxes"),
-        *("tasks/scorers/code", "tasks/scorers/model", "tasks/scorers/text"),
+        *("tasks/scorers/code", "tasks/scorers/judge", "tasks/scorers/model", "tasks/scorers/text"),
     },
     "tasks/scorers/model": {"tasks/policies", "tasks/runtime", "tasks/scorers"},
     "tasks/scorers/text": {"tasks/scorers"},
+    "tasks/scorers/judge": {"tasks/policies", "tasks/runtime", "tasks/scorers"},
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
     "tasks/sandboxes/guest": {"tasks/sandboxes/box", "tasks/sandboxes/host"},
@@ -128,6 +129,8 @@ LIBRARIES: dict[str, set[str]] = {
     "sandlock": {"tasks/sandboxes/host"},
     "fastapi": {"tasks/sandboxes/server"},
     "uvicorn": {"tasks/sandboxes/server"},
+    "openai": {"tasks/scorers/judge/endpoint"},
+    "aiolimiter": {"tasks/scorers/judge/endpoint"},
     "httpx": {"flows/registration/prefect_api", "tasks/sandboxes/run_code", "tasks/sandboxes/rock"},
 }
 # Single arrows that point the wrong way until somebody turns them.

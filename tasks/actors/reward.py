@@ -46,7 +46,7 @@ POLL_SECONDS = 2.0  # longest time that a call waits for a score, in seconds
 
 
 # a request on its way to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
-PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]]]
+PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,7 @@ class RewardActor:
         """Score requests; return the first scores."""
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
-        asked = [ScoreRequest(Int32s(tokens), reference, name, chat) for tokens, reference, name, chat in requests]
-        ticket, to_come = next(self._tickets), scorer.submit(asked)
+        ticket, to_come = next(self._tickets), scorer.submit([_unpack(request) for request in requests])
         self._open[ticket] = {future: place for place, future in enumerate(to_come)}
         return await self.await_more(ticket)
 
@@ -156,7 +155,13 @@ def start_reward(context: RunContext) -> Any:
 
 
 def _pack(request: ScoreRequest) -> PackedRequest:
-    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages
+    peers = [Int32s.of(tokens).data for tokens in request.peers]
+    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages, peers
+
+
+def _unpack(packed: PackedRequest) -> ScoreRequest:
+    tokens, reference, scorer, messages, peers = packed
+    return ScoreRequest(Int32s(tokens), reference, scorer, messages, [Int32s(peer) for peer in peers])
 
 
 class RewardClient:

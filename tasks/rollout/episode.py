@@ -26,6 +26,8 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NOTHING = TokenSpan()
 CHOSEN = b"\1"
+# Waits for the group's other final responses, and returns them; None if the group was given up.
+Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class PlayedEpisode:
     scorer: Callable[[ScoreRequest], Awaitable[Score]]
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
+    meet: Meeting | None = None  # for a scorer that compares the responses of a group
     made: TokenSpan = NOTHING
     mask: bytes = b""  # one byte per token: 1 if the policy generated it, 0 if the environment added it
     turns: int = 0
@@ -113,15 +116,20 @@ class PlayedEpisode:
         try:
             if not await self._close():
                 return None
-            return await self.score(tokens)
+            peers = await self.meet(self._check_tokens(tokens)) if self.meet is not None else ()
+            return None if peers is None else await self._score(tokens, self.prompt.reference, peers)
         finally:
             self._asked = False
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         """Score tokens with the prompt's scorer; implements `Episode.score`."""
-        wanted = self.prompt.reference if reference is None else reference
-        prompt = self.prompt
-        score = await self.scorer(ScoreRequest(self._check_tokens(tokens), wanted, prompt.scorer, prompt.messages))
+        return await self._score(tokens, self.prompt.reference if reference is None else reference)
+
+    async def _score(
+        self, tokens: Sequence[int], reference: Mapping[str, Any], peers: Sequence[Sequence[int]] = ()
+    ) -> Score:
+        checked, prompt = self._check_tokens(tokens), self.prompt
+        score = await self.scorer(ScoreRequest(checked, reference, prompt.scorer, prompt.messages, peers))
         if score.outcome is Outcome.UNJUDGED:
             self._unjudged = score
         return score

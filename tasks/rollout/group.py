@@ -42,6 +42,7 @@ from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.rollout.limits import RolloutLimits
+from rollflow.tasks.rollout.peers import GroupPeers
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from rollflow.tasks.runtime.spans import Spans
@@ -77,6 +78,7 @@ class GroupRollout:
     awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
     redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
     unjudged: str = field(default="", kw_only=True)  # why a response could not be judged
+    _peers: GroupPeers = field(init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the dispatch was given up
     unanswered: int = field(init=False)  # number of episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
@@ -91,6 +93,7 @@ class GroupRollout:
 
     def __post_init__(self) -> None:
         self.unanswered = self.responses
+        self._peers = GroupPeers(self.ports.limits.group_size)
 
     @property
     def started_version(self) -> int | None:
@@ -101,6 +104,7 @@ class GroupRollout:
         """Abort the running requests; `run` then returns a `Discard` with `reason`."""
         self._reason = self._reason or reason
         self._over.set()
+        self._peers.cancel()
         await self._abort()
 
     async def _abort(self) -> None:
@@ -133,6 +137,7 @@ class GroupRollout:
         """Run one episode to its reward; return None if the episode is not kept."""
         ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
+        compares = ports.limits.judging_of(prompt.scorer).compares_group
         episode = PlayedEpisode(
             prompt,
             ports.limits.max_new_tokens,
@@ -141,6 +146,7 @@ class GroupRollout:
             judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over),
             ports.vocabulary,
             ports.environment_ports,
+            functools.partial(self._peers.arrive, sample) if compares else None,
         )
         if self._reason is not None:
             await episode.abandon()
@@ -150,6 +156,8 @@ class GroupRollout:
             score = await episode.play(self.ports.environment)
         finally:
             self._playing.discard(episode)
+            if episode.wanted:
+                self._peers.leave(sample)
         if score is None:
             return None
         if ports.limits.judge_tries(prompt.scorer) and (unjudged := episode.find_unjudged(score)):

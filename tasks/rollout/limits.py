@@ -18,6 +18,7 @@ class JudgingLimits:
 
     tries: int = 0  # times that a response is judged while its outcome is "unjudged"; 0: it is trained on
     max_unjudged: int = 20  # the run fails after this many unjudged groups of the scorer in a row
+    compares_group: bool = False  # True if the scorer compares a response with the others of its group
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from rollflow.tasks.runtime.names import RecipeName
 from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
 from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig, name_section
+from rollflow.tasks.scorers.judge.config import JudgeReward
 
 Refusals = Iterator[PydanticCustomError]
 
@@ -226,21 +227,21 @@ class RunConfig(Section):
     def _policy(self) -> Refusals:
         cold = self.policy.cold_start
         if (self.policy.path is None) == (cold is None):
-            yield refusal(
-                "policy.path", self.policy.path, "give either policy.path or [policy.cold_start], but not both"
-            )
+            cure = "give either policy.path or [policy.cold_start], but not both"
+            yield refusal("policy.path", self.policy.path, cure)
         if cold and cold.hidden_size % cold.heads:
-            yield refusal(
-                "policy.cold_start.heads",
-                cold.heads,
-                f"heads must divide hidden_size = {cold.hidden_size}; choose a divisor",
-            )
+            cure = f"heads must divide hidden_size = {cold.hidden_size}; choose a divisor"
+            yield refusal("policy.cold_start.heads", cold.heads, cure)
         if cold and cold.context <= self.engine.max_new_tokens:
             cure = (
                 f"max_new_tokens must be below policy.cold_start.context = {cold.context}; lower max_new_tokens, "
                 "or raise the context"
             )
             yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
+        for name, scorer in self.scorers.items():
+            if cold and isinstance(scorer, JudgeReward):
+                cure = "a cold start measures its accuracy without a judge; set policy.path to a trained policy"
+                yield refusal(f"{name_section(name)}.kind", scorer.kind, cure)
 
     def _rollout(self) -> Refusals:
         rollout = self.rollout

@@ -30,6 +30,9 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         batch_order=rollout.batch_order,
         staleness_from=rollout.staleness_from,
         filter=rollout.filter,
-        judging={name: JudgingLimits(one.judge_tries, one.max_unjudged) for name, one in config.scorers.items()},
+        judging={
+            name: JudgingLimits(one.judge_tries, one.max_unjudged, one.compares_group)
+            for name, one in config.scorers.items()
+        },
         shares=tuple(source.share for source in config.prompts),
     )

@@ -232,9 +232,14 @@ class Rejudging:
                 f"{name_section(prompt.scorer)}: prompts of the run name this scorer, and the config has only {have}; "
                 "add the section"
             )
-        for one in group.trajectories:
-            tokens = Int32s.of([token for token, own in zip(one.tokens, one.loss_mask, strict=True) if own])
-            request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages)
+        compares = self._scorers[prompt.scorer].compares_group
+        responses = [
+            Int32s.of([token for token, own in zip(one.tokens, one.loss_mask, strict=True) if own])
+            for one in group.trajectories
+        ]
+        for place, (one, tokens) in enumerate(zip(group.trajectories, responses, strict=True)):
+            peers = responses[:place] + responses[place + 1 :] if compares else ()
+            request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages, peers)
             yield StoredVerdict(version, group.key, group.domain, one, request)
 
     async def _score_all(

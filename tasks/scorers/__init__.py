@@ -3,6 +3,7 @@
     verifier     a function that scores texts: `exact`, `reasoning_gym`, those in `text`, or user-defined (`imported`)
     pool         runs a verifier for one response after another, in worker processes
     concurrent   runs a verifier for several responses at a time, in worker processes
+    judge        asks a language model behind an OpenAI-compatible endpoint
     routed       several scorers, of which each prompt names one
     model        a reward model, whose copies are actors
     versioned    adds the version to the scores of a scorer without worker processes
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollflow.storage.errors import ConfigError
 from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
@@ -31,6 +33,7 @@ from rollflow.tasks.scorers.config import (
     RewardConfig,
     name_section,
 )
+from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.verifier import Verifier
 
@@ -82,6 +85,10 @@ def build_scorer(
     Raises:
         ConfigError: there is no user-defined function with that import path on this machine.
     """
+    if isinstance(config, JudgeReward):
+        from rollflow.tasks.scorers.judge.scorer import JudgeScorer
+
+        return JudgeScorer(config, policy_folder, section)
     from rollflow.tasks.scorers.concurrent import ConcurrentPool
     from rollflow.tasks.scorers.pool import RewardPool
 
@@ -110,7 +117,7 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
     """Build the verifier of the kind that the section `[section]` names, and import the verifier's modules.
 
     Raises:
-        ConfigError: there is no verifier with that import path.
+        ConfigError: there is no verifier with that import path, or a scorer of this kind is no function.
     """
     match config:
         case ReasoningGymReward():
@@ -151,6 +158,8 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
             places = {name: f"{section}.parts.{name}.scorer" for name in config.parts}
             parts = {name: build_verifier(config.parts[name].scorer, place) for name, place in places.items()}
             return CompositeScorer(config, parts).build()
+        case JudgeReward():
+            raise ConfigError("kind = 'judge': a judge is no function that scores a text in one process")
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 

@@ -72,12 +72,14 @@ class ScoreRequest:
     """A response to score, with the reference answer for the verifier.
 
     `scorer` is the name of the scorer; "" names the scorer of `[reward]`. `messages` is the prompt as chat messages.
+    `peers` are the tokens of the group's other responses, for a scorer that compares them.
     """
 
     tokens: Sequence[int]
     reference: Mapping[str, Any]
     scorer: str = ""
     messages: Sequence[Mapping[str, str]] = ()
+    peers: Sequence[Sequence[int]] = ()
 
     def encode(self) -> bytes:
         """Encode the request as JSON for a worker, with the int32 tokens in hexadecimal."""

@@ -132,3 +132,8 @@ class RewardBase(Section):
     def worker_processes(self) -> int:
         """Number of worker processes that the reward actor starts for this scorer."""
         return self.workers
+
+    @property
+    def compares_group(self) -> bool:
+        """True if the score of a response depends on the other responses of its group."""
+        return False

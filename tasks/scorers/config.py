@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
 from rollflow.tasks.scorers.base_config import RewardBase
+from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.model.config import ModelReward
 
 
@@ -214,6 +215,7 @@ RewardConfig = Annotated[
     | ChoiceReward
     | RegexReward
     | InstructionsReward
+    | JudgeReward
     | ModelReward
     | CompositeReward,
     Field(discriminator="kind"),

@@ -11,6 +11,7 @@ from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CodeReward,
     InstructionsReward,
+    JudgeReward,
     MathsReward,
     RegexReward,
     RewardConfig,
@@ -42,6 +43,10 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
                 from rollflow.tasks.scorers.text.instructions import check_constraints
 
                 check_constraints(reference)
+            case JudgeReward():
+                from rollflow.tasks.scorers.judge.prompts import check_row
+
+                check_row(config, reference)
             case RegexReward():
                 from rollflow.tasks.scorers.text.regex import compile_pattern
 

@@ -28,6 +28,7 @@ LENGTH = 12  # hexadecimal digits of a version
 OPERATIONS = {
     *("at_once", "judge_tries", "max_unjudged", "start_seconds", "workers"),
     *("batch_tokens", "cpus", "gpus", "max_batch"),
+    *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
 EVERY = ("base.py", "verifier.py")  # source files that every scorer uses
 # kind -> its own source files in this folder
@@ -38,6 +39,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact": ("exact.py",),
     "import": (),
     "instructions": ("text/instructions.py", "text/constraints.py"),
+    "judge": ("judge/endpoint.py", "judge/prompts.py", "judge/scorer.py"),
     "maths": ("text/maths.py", "text/maths_text.py", "text/marked.py"),
     "model": ("model/classifier.py", "model/copies.py", "model/inputs.py", "model/scorer.py"),
     "reasoning-gym": ("reasoning_gym.py",),

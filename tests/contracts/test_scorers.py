@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,12 @@ from rollflow.tasks.scorers.config import (
     RegexReward,
     RewardConfig,
 )
+from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import Verifier, score_response
 from rollflow.testing.scorers import ODD, ScorerCase, ScorerContract
+from tests.support.judge_server import Body, Reply, judge_server, verdict
 from tests.support.reward_models import make_reward_model
 from tests.support.scoring_functions import PARTS
 from tests.support.user_code import FOLDER, put_in_reach
@@ -114,7 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_config_kind_has_a_test_case() -> None:
     kinds = RewardConfig.__origin__.__args__  # type: ignore[attr-defined]
-    assert {type(case.config) for case in CASES.values()} == set(kinds)
+    assert {type(case.config) for case in CASES.values()} | {JudgeReward} == set(kinds)
 
 
 class TestVerifiers(ScorerContract):
@@ -126,6 +128,41 @@ class TestVerifiers(ScorerContract):
 
     def test_value_of_a_proportional_verifier_is_a_share(self, case: ScorerCase, verify: Verifier) -> None:
         assert all(0.0 <= score.value <= 1.0 for score in self.score(verify, case, case.right, case.wrong, *ODD))
+
+
+def grade(_: int, body: Body) -> Reply:
+    """Find the response right that is 17, as a judge."""
+    return verdict(score=10 * ("]\n17\n[" in body["messages"][-1]["content"]))
+
+
+class TestJudge(ScorerContract):
+    """The contract, on a judge behind an endpoint."""
+
+    @pytest.fixture
+    def case(self) -> Iterator[ScorerCase]:
+        with judge_server(grade) as server:
+            yield ScorerCase(JudgeReward(url=server.url, model="judge"), {"question": "8 + 9"})
+
+    @pytest.fixture
+    def verify(self, case: ScorerCase, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verifier:
+        """Score texts as the scorer does; an event loop has a scorer of its own."""
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        scorers: dict[asyncio.AbstractEventLoop, asyncio.Task[Scorer]] = {}
+
+        async def start() -> Scorer:
+            scorer = build_scorer(case.config, folder)
+            await scorer.start()
+            return scorer
+
+        async def score(response: str, reference: Mapping[str, Any]) -> Score:
+            loop = asyncio.get_running_loop()
+            scorer = await scorers.setdefault(loop, scorers.get(loop) or loop.create_task(start()))
+            [found] = await scorer.score([ScoreRequest(tokenizer.encode(response).ids, reference)])
+            return found
+
+        verifier = Verifier(score, is_async=True)
+        monkeypatch.setattr("rollflow.testing.scorers.build_verifier", lambda _: verifier)
+        return verifier
 
 
 def test_verifier_error_becomes_the_reason(case: ScorerCase, verify: Verifier) -> None:

@@ -1,0 +1,49 @@
+"""Brings the final responses of a group together, for a scorer that compares them with each other.
+
+    episode --arrive(response)--> waits until every kept episode has arrived or left --> the other responses
+            --leave()-----------> it ended without a final response to score
+
+A group ends only once all its episodes have ended, so this wait delays no group. `cancel` ends the wait of a group that
+was given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+
+class GroupPeers:
+    """The final responses of one dispatch. See the module's docstring."""
+
+    def __init__(self, size: int) -> None:
+        """Expect `size` episodes, which is the number of responses that are kept."""
+        self._size = size
+        self._arrived: dict[int, Sequence[int]] = {}
+        self._left: set[int] = set()
+        self._complete = asyncio.Event()
+        self._is_cancelled = False
+
+    async def arrive(self, sample: int, tokens: Sequence[int]) -> list[Sequence[int]] | None:
+        """Add a response, and return the group's other responses; return None if the group was given up."""
+        self._arrived[sample] = tokens
+        self._check()
+        await self._complete.wait()
+        if self._is_cancelled:
+            return None
+        return [self._arrived[other] for other in sorted(self._arrived) if other != sample]
+
+    def leave(self, sample: int) -> None:
+        """Note that a kept episode has ended; the group no longer waits for its response."""
+        if sample not in self._arrived:
+            self._left.add(sample)
+            self._check()
+
+    def cancel(self) -> None:
+        """End all waits, because the group was given up."""
+        self._is_cancelled = True
+        self._complete.set()
+
+    def _check(self) -> None:
+        if len(self._arrived) + len(self._left) >= self._size:
+            self._complete.set()

@@ -1,0 +1,6 @@
+"""Scores responses by a language model behind an OpenAI-compatible endpoint.
+
+prompts     writes what the judge reads, so that a response cannot pose as an instruction, and reads the verdict
+endpoint    calls the endpoint: tries, limits, budget
+scorer      one verdict, a rubric, or comparisons within a group; a cache by content
+"""

@@ -1,0 +1,222 @@
+"""Calls an OpenAI-compatible endpoint: at most `at_once` calls at a time, and `tokens_per_minute` tokens in a minute.
+
+- The client tries a failed call again: lost connections, time-outs, 408, 409, 429 and 5xx, with growing pauses, or when
+  the endpoint's Retry-After says. An answer that is no verdict counts as a failed try, too.
+- If no try gives a verdict, `ask` raises `Unjudged`, because the policy is not the cause.
+- Some failures end the run: the endpoint refuses the key or the model before it has given any verdict, or the budget is
+  used up. `failed` then has the error, and each further call raises it.
+- The endpoint's key appears in no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.scorers.base import Unjudged
+from rollflow.tasks.scorers.judge.config import JudgeReward
+from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
+
+REFUSED = (401, 403, 404)  # statuses that mean a wrong key, address or model, and not a fault of the moment
+CHARS_PER_TOKEN = 3  # for the size of a request; few texts have fewer characters per token
+LONGEST_ANSWER = 200  # most characters of an answer of the endpoint in an error
+
+
+@dataclass(slots=True)
+class JudgeUsage:
+    """Counters of an endpoint: calls with an answer, verdicts, and tokens as the endpoint reports them."""
+
+    calls: int = 0
+    verdicts: int = 0
+    tokens: int = 0
+
+
+class Endpoint:
+    """Asks a judge questions. See the module's docstring."""
+
+    def __init__(self, config: JudgeReward, section: str) -> None:
+        self._config, self._section = config, section
+        self._places = asyncio.Semaphore(config.at_once)
+        self._limiter: Any = None
+        self._client: Any = None
+        self._key = ""
+        self._error: ConfigError | None = None
+        self.failed = asyncio.Event()
+        self.usage = JudgeUsage()
+
+    async def open(self) -> None:
+        """Import the client, and create it; no call is made.
+
+        Raises:
+            ConfigError: the variable with the key is not set, or a package is missing.
+        """
+        if name := self._config.token_env:
+            if not (key := os.environ.get(name)):
+                raise ConfigError(f"{self._section}.token_env = {name!r}: this variable is not set; set it to the key")
+            self._key = key
+        try:
+            openai, aiolimiter = await asyncio.to_thread(_import_packages)
+        except ImportError as error:
+            cure = f"the package {error.name} is missing; pip install 'rollflow[judge]'"
+            raise ConfigError(f"{self._section}.kind = 'judge': {cure}") from None
+        # By default the client sends what OPENAI_ORG_ID and OPENAI_PROJECT_ID name, whatever the endpoint is.
+        own = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
+        self._client = openai.AsyncOpenAI(
+            base_url=self._config.url,
+            api_key=self._key or "none",
+            timeout=self._config.call_seconds,
+            default_headers=own,
+        )
+        if limit := self._config.tokens_per_minute:
+            self._limiter = aiolimiter.AsyncLimiter(limit, 60.0)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+        self._client = None
+
+    @property
+    def error(self) -> ConfigError:
+        """The error with which the endpoint failed; `failed` must be set."""
+        assert self._error is not None
+        return self._error
+
+    async def ask(self, question: JudgeQuestion, repeat: int) -> Verdict:
+        """Return the judge's verdict; `repeat` is the number of the repetition, which changes the judge's seed.
+
+        Raises:
+            Unjudged: no try gave a verdict.
+            ConfigError: the endpoint failed; see the module's docstring.
+        """
+        left = self._config.tries
+        while True:
+            async with self._places:
+                text, tries = await self._call(question, left, 1000 * repeat + self._config.tries - left)
+            left -= tries
+            try:
+                content, tokens = _read_answer(text)
+                await self._count(question, tokens)
+                verdict = question.read(content)
+            except (ValueError, RecursionError) as error:
+                if left <= 0:
+                    raise Unjudged(f"{self._config.tries} calls gave no verdict; {self._quote(str(error))}") from None
+                continue
+            self.usage.verdicts += 1
+            return verdict
+
+    async def _call(self, question: JudgeQuestion, tries: int, seed: int) -> tuple[str, int]:
+        """Call the endpoint up to `tries` times; return the body of its answer, and the number of tries."""
+        import openai
+
+        await self._reserve(self._estimate(question))
+        self._check_budget()
+        body = self._build_body(question, seed)
+        client = self._client.with_options(max_retries=tries - 1)
+        try:
+            async with asyncio.timeout(self._config.deadline_seconds):
+                answer = await client.chat.completions.with_raw_response.create(**body)
+        except TimeoutError:
+            limit = f"{self._config.deadline_seconds:g} s ({self._section}.deadline_seconds)"
+            raise Unjudged(f"the judge gave no verdict within {limit}") from None
+        except openai.APIStatusError as error:
+            raise self._explain(error.status_code, error.response.text) from None
+        except openai.APIError as error:
+            raise Unjudged(f"the judge answered none of {tries} calls; {self._quote(_find_cause(error))}") from None
+        self.usage.calls += 1
+        return answer.http_response.text, answer.retries_taken + 1
+
+    def _build_body(self, question: JudgeQuestion, seed: int) -> dict[str, Any]:
+        config = self._config
+        schema = {"name": "verdict", "strict": True, "schema": question.schema}
+        return {
+            "model": config.model,
+            "messages": question.messages,
+            "temperature": config.temperature,
+            "seed": seed,
+            "max_completion_tokens": config.max_tokens,
+            "response_format": {"type": "json_schema", "json_schema": schema},
+            "extra_body": config.extra_body,
+        }
+
+    def _explain(self, status: int, text: str) -> Exception:
+        """Return the error for a call that the endpoint refused."""
+        said = f"status {status}: {self._quote(text)}"
+        if status not in REFUSED or self.usage.verdicts:
+            return Unjudged(f"the judge refused a call with {said}")
+        key = "model" if status == 404 else "token_env"
+        cure = "correct the key, the address or the model"
+        return self._fail(f"{key} = {getattr(self._config, key)!r}: {self._config.url} refuses it with {said}; {cure}")
+
+    def _check_budget(self) -> None:
+        """Raise the error of the endpoint if it has failed, or if the budget is used up."""
+        budget = self._config.budget_tokens
+        if budget and self.usage.tokens >= budget and self._error is None:
+            raise self._fail(
+                f"budget_tokens = {budget}: the judge has used {self.usage.tokens} tokens; raise the budget, and "
+                "resume the run"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _fail(self, what: str) -> ConfigError:
+        self._error = ConfigError(f"{self._section}.{what}")
+        self.failed.set()
+        return self._error
+
+    async def _reserve(self, tokens: int) -> None:
+        """Wait until `tokens` more tokens are within the limit of tokens per minute."""
+        while self._limiter is not None and tokens > 0:
+            some = min(tokens, self._config.tokens_per_minute or tokens)
+            await self._limiter.acquire(some)
+            tokens -= some
+
+    async def _count(self, question: JudgeQuestion, tokens: int | None) -> None:
+        """Count the tokens of an answered call; tokens above the estimate delay the next calls."""
+        estimate = self._estimate(question)
+        self.usage.tokens += estimate if tokens is None else tokens
+        await self._reserve((tokens or 0) - estimate)
+
+    def _estimate(self, question: JudgeQuestion) -> int:
+        """Return the largest number of tokens that a call is expected to use."""
+        return sum(len(one["content"]) for one in question.messages) // CHARS_PER_TOKEN + self._config.max_tokens
+
+    def _quote(self, text: str) -> str:
+        """Return the beginning of a text in one line, without the endpoint's key."""
+        hidden = text.replace(self._key, "***") if self._key else text
+        return " ".join(hidden.split())[:LONGEST_ANSWER]
+
+
+def _import_packages() -> tuple[Any, Any]:
+    import aiolimiter
+    import openai
+
+    return openai, aiolimiter
+
+
+def _read_answer(text: str) -> tuple[str, int | None]:
+    """Return the judge's message and the number of tokens of an answer; raise `ValueError` if it has no message."""
+    answer = json.loads(text)
+    try:
+        choice = answer["choices"][0]
+        content, usage = choice["message"]["content"], answer.get("usage")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise ValueError("the answer has no message") from None
+    if not isinstance(content, str):
+        raise ValueError("the answer's message has no text")
+    if choice.get("finish_reason") == "length":
+        raise ValueError("the answer is cut off at reward.max_tokens; raise max_tokens")
+    total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
+    return content, total if type(total) is int and total >= 0 else None
+
+
+def _find_cause(error: BaseException) -> str:
+    """Return the text of the innermost error behind `error`."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
