@@ -9,7 +9,9 @@ A reward model that restarts delays only the responses that it scores.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
@@ -23,7 +25,7 @@ from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.reward_models import list_models
 
-FINISH_SECONDS = 30.0  # longest time that the end of the keepers may take
+FINISH_SECONDS = 30.0  # longest time that the end of all keepers may take, in seconds
 
 
 class ModelKeepers:
@@ -62,11 +64,14 @@ class ModelKeepers:
 
     def finish(self) -> None:
         """End the keepers after the last response was scored, so that they record their recoveries."""
+        limit, calls = time.monotonic() + FINISH_SECONDS, dict[str, Any]()
         for name in self._names:
+            with contextlib.suppress(RollflowError):  # a dead copy has no response left to score
+                calls[name] = cluster.find_actor(name).finish.remote()
+        for name, call in calls.items():
             try:
-                call = cluster.find_actor(name).finish.remote()
-                cluster.call_within(call, FINISH_SECONDS, f"{name} to take note of the end")
+                cluster.call_within(call, max(0.0, limit - time.monotonic()), f"{name} to take note of the end")
             except RollflowError as error:
                 self._log(f"{name} does not answer at the run's end: {error}")
         for thread in self._threads:
-            thread.join(FINISH_SECONDS)
+            thread.join(max(0.0, limit - time.monotonic()))

@@ -54,6 +54,9 @@ def check_models(config: RunConfig, download: bool) -> Iterator[str]:
         if config.policy.cold_start is not None:
             cure = "a cold start is judged by answers, which a reward model does not know; set policy.path"
             raise ConfigError(f'{section}.kind = "model": {cure}')
+        if reward.deadline_seconds >= (patience := config.rollout.patience_seconds):
+            cure = f"the run fails after rollout.patience_seconds = {patience:g} without a score; choose less"
+            raise ConfigError(f"{section}.deadline_seconds = {reward.deadline_seconds:g}: {cure}")
         folder = find_model(reward, section, download)
         if folder is None:
             yield (

@@ -357,6 +357,12 @@ def test_command_refuses_a_bad_folder_with_exit_code_two(
     assert said.startswith(f"reward.path = '{tmp_path}/taste': there is no such folder")
 
 
+def test_deadline_is_shorter_than_the_patience_of_the_run(one: Path) -> None:
+    config = parse_config(tree_of("x", path=str(one), deadline_seconds=600))
+    with pytest.raises(ConfigError, match=r"reward\.deadline_seconds = 600: the run fails after rollout\.patience_sec"):
+        list(check_models(config, download=False))
+
+
 def test_cold_start_has_no_reward_model(one: Path) -> None:
     config = RunConfig.model_validate({"reward": {"kind": "model", "path": str(one)}})
     with pytest.raises(ConfigError, match=r'reward\.kind = "model": a cold start is judged by answers'):
