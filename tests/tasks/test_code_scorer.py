@@ -13,11 +13,13 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, Sandboxes, SandboxFailed
-from rollflow.tasks.sandboxes.config import UnsafeProcessSandbox
+from rollflow.tasks.sandboxes.config import RunCodeSandbox, UnsafeProcessSandbox
+from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.code import cases, guest
 from rollflow.tasks.scorers.code.scorer import TRIES, CodeScorer, find_program
 from rollflow.tasks.scorers.config import CodeReward
+from rollflow.tasks.scorers.verifier import score_response
 from tests.support.counts import examples
 
 ADD = "def add(a, b):\n    return a + b"
@@ -259,8 +261,8 @@ async def test_row_without_valid_cases_is_named(reference: dict[str, Any]) -> No
 class BrokenSandboxes:
     """Sandboxes that fail the first `failures` programs."""
 
-    def __init__(self, failures: int) -> None:
-        self.left = failures
+    def __init__(self, failures: int, error: type[Exception] = SandboxFailed) -> None:
+        self.left, self.error = failures, error
 
     async def run(self, program: Program, files: Any = None) -> ExecResult:
         """Fail, or say that the program has printed 3."""
@@ -268,13 +270,14 @@ class BrokenSandboxes:
 
         if self.left:
             self.left -= 1
-            raise SandboxFailed("killed by the system")
+            raise self.error("killed by the system")
         return ExecResult(ProgramEnd.EXITED, 0, b"3", b"", 0.1)
 
 
+@pytest.mark.parametrize("error", [SandboxFailed, OSError])
 @pytest.mark.parametrize(("failures", "outcome"), [(TRIES - 1, Outcome.CORRECT), (TRIES, Outcome.UNJUDGED)])
-async def test_only_a_failed_sandbox_is_unjudged(failures: int, outcome: Outcome) -> None:
-    scorer = CodeScorer(CodeReward(), BrokenSandboxes(failures))  # type: ignore[arg-type]
+async def test_only_a_failed_sandbox_is_unjudged(failures: int, outcome: Outcome, error: type[Exception]) -> None:
+    scorer = CodeScorer(CodeReward(), BrokenSandboxes(failures, error))  # type: ignore[arg-type]
     assert (await judge(scorer, RIGHT["print"], CASES["print"])).outcome is outcome
 
 
@@ -308,3 +311,12 @@ async def test_program_that_ends_its_unsafe_sandbox_is_wrong() -> None:
     assert "its sandbox ended 3 times" in score.reason
     assert (await judge(scorer, "print(1)", {"stdin": "", "stdout": "1"})).outcome is Outcome.CORRECT
     await scorer.close()
+
+
+def test_response_is_unjudged_while_no_sandbox_starts() -> None:
+    """A server that is away when a worker starts is no fault of the response."""
+    away = RunCodeSandbox(url="http://127.0.0.1:9/run_code", tries=1)
+    verify = build_verifier(CodeReward(sandbox=away))
+    score = score_response(verify, "all", f"```python\n{ADD}\n```", {"cases": [CASES["call"]]})
+    assert (score.value, score.outcome) == (0.0, Outcome.UNJUDGED)
+    assert "runs no programs" in score.reason

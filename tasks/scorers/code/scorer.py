@@ -14,10 +14,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Capability, ProgramEnd, Sandboxes, SandboxFailed, SandboxLost
-from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.base import Score, Unjudged
 from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
 from rollflow.tasks.scorers.config import CodeReward
 
@@ -42,13 +43,16 @@ class CodeScorer:
         """Score one response.
 
         Raises:
-            ConfigError: this machine cannot run the sandboxes.
+            Unjudged: the sandboxes did not start, for example because their server is away.
             ValueError: the reference has no valid test cases.
         """
         cases = read_cases(reference)
         if (program := find_program(response, fenced=self._config.fenced)) is None:
             return Score(0.0, "the response has no fenced block of code", Outcome.UNPARSABLE)
-        sandboxes = await self.start()
+        try:
+            sandboxes = await self.start()
+        except ConfigError as error:
+            raise Unjudged(str(error)) from error
         results = []
         for case in cases:
             try:
@@ -98,12 +102,12 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
     for attempt in range(TRIES):
         try:
             return await case.judge(sandboxes, program, seconds)
-        except SandboxFailed as error:
+        except (SandboxFailed, OSError) as error:  # OSError: of this process, such as too many open files
             if attempt < TRIES - 1:
                 continue
             if isinstance(error, SandboxLost) and Capability.ISOLATION not in sandboxes.capabilities:
                 return CaseResult(False, f"its sandbox ended {TRIES} times: {error}", ProgramEnd.EXITED, 0.0)
-            raise
+            raise SandboxFailed(str(error)) from error
     raise AssertionError("the last try of a case returns or raises")
 
 
