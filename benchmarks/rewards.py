@@ -1,10 +1,11 @@
-"""Measures the sandboxes of code rewards: their latency, their throughput, and many live sandboxes.
+"""Measures the sandboxes of code rewards, and simulates when responses are scored (`reward_schedule`).
 
-    python -m benchmarks.rewards
+    python -m benchmarks.rewards [--only sandboxes deadlines overlap] [--json FILE]
 
-A warm sandbox, which is a copy of an interpreter with finished imports, is compared with a plain fork of such an
-interpreter without isolation. The program prints one number, so that a run's time is the time of its sandbox. Nothing
-else should run on the machine.
+The section `sandboxes` measures their latency, their throughput, and many live sandboxes. A warm sandbox, which is a
+copy of an interpreter with finished imports, is compared with a plain fork of such an interpreter without isolation.
+The program prints one number, so that a run's time is the time of its sandbox. Nothing else should run on the machine.
+The other sections run on the virtual clock.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from benchmarks.report import Row, arguments, at_least, at_most, publish
+from benchmarks.reward_schedule import SECTIONS
 from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Program, Sandboxes
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox
@@ -154,9 +156,12 @@ def _percentile(values: list[float]) -> float:
 
 
 def main() -> None:
+    sections = {"sandboxes": lambda: asyncio.run(measure()), **SECTIONS}
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="sections to run")
     options = parser.parse_args()
-    publish(asyncio.run(measure()), "Sandboxes of code rewards", options.json)
+    rows = [row for section in options.only for row in sections[section]()]
+    publish(rows, "Rewards", options.json)
 
 
 if __name__ == "__main__":

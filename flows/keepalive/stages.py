@@ -47,7 +47,7 @@ from rollflow.tasks.actors.reward import REWARD
 from rollflow.tasks.actors.reward_models import model_names
 from rollflow.tasks.actors.rollout import ROLLOUT
 from rollflow.tasks.actors.run_engines import EVALUATION, engine_name
-from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RolloutStatus
+from rollflow.tasks.actors.statuses import ActorStatus, LearnerStatus, RewardStatus, RolloutStatus
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
@@ -379,6 +379,11 @@ class Stages:
         """The last status of the rollout actor."""
         seen = self.all["rollout"].seen
         return seen if isinstance(seen, RolloutStatus) else RolloutStatus()
+
+    @property
+    def reward(self) -> RewardStatus:
+        """The last status of the reward actor."""
+        return seen if isinstance(seen := self.all["reward"].seen, RewardStatus) else RewardStatus()
 
     @property
     def learner(self) -> LearnerStatus:

@@ -29,13 +29,14 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.storage.run_records.usage import CpuUsage, store_usage
 from rollflow.tasks.actors.lease import STATUS
-from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
+from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
 from rollflow.tasks.prompts.epochs import share_skipped
 from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations
 from rollflow.tasks.run.context import RunContext
 
 TELL_SECONDS = 1.0
 MESSAGES = 3  # number of messages in the live view, the newest ones
+DEADLINE_COUNTS = ("kills", "rechecked", "false_kills")  # counts of adaptive deadlines in `RewardStatus`
 USAGE_SECONDS = 30.0  # seconds between writes of the actors' CPU usage
 
 
@@ -47,6 +48,9 @@ class LastStages(Protocol):
 
     @property
     def rollout(self) -> RolloutStatus: ...
+
+    @property
+    def reward(self) -> RewardStatus: ...
 
     @property
     def learner(self) -> LearnerStatus: ...
@@ -103,9 +107,11 @@ class StatusWriter:
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
         """Return a version's metrics, with `system/` figures unless it is the first version that this supervisor
-        sees.
+        sees, and with the counts of adaptive deadlines if there are any.
         """
-        metrics = {**version.metrics, "alarms": float(len(self.alarms))}
+        reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
+        if reward.kills:
+            metrics |= {f"reward/{name}": float(getattr(reward, name)) for name in DEADLINE_COUNTS}
         if self._before is None:
             return metrics
         return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}

@@ -1,9 +1,9 @@
 """Logs a run to MLflow: its parameters, its metrics by policy version, and the reward plot.
 
 The prefix of a metric's name says where the metric comes from: `rollout/` from a batch's trajectories, `train/` from
-the train step, `eval/` from held-out prompts. Metrics with the prefix `system/` measure time and waste. Metrics with
-the prefix `recovery/` measure restarts; the step of such a metric is the number of the restart. The final results of a
-run are tags of its MLflow run (`final.accuracy`, ...).
+the train step, `eval/` from held-out prompts, `reward/` from the reward actor. Metrics with the prefix `system/`
+measure time and waste. Metrics with the prefix `recovery/` measure restarts; the step of such a metric is the number of
+the restart. The final results of a run are tags of its MLflow run (`final.accuracy`, ...).
 
 * Tracking never delays or ends a run. Every method except `flush` and `finish` returns immediately. One thread imports
   MLflow, opens the store and writes many versions in one call.
@@ -271,6 +271,8 @@ def shown_name(metric: str) -> str:
     """Return the name of a version's metric in MLflow, with its prefix."""
     if metric in SYSTEM:
         return f"system/{metric}"
+    if metric.startswith("reward/"):
+        return metric
     return f"rollout/{metric}" if metric.startswith(ROLLOUT) else f"train/{metric}"
 
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import ray
 
-from rollflow.storage.errors import RollflowError, Unreachable
+from rollflow.storage.errors import RollflowError, StoreFailed, Unreachable
+from rollflow.storage.run_records.case_anchors import CaseAnchors, read_anchors, store_anchors
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
@@ -38,15 +39,17 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreRequest
+from rollflow.tasks.scorers.config import has_adaptive_deadlines, name_section
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
 PACKET_SECONDS = 0.05  # seconds that a call's first scores wait for the call's other scores
+SAVE_SECONDS = 30.0  # time between two records of the anchors of adaptive deadlines
 POLL_SECONDS = 2.0  # longest time that a call waits for a score, in seconds
 
 
 # a request on its way to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
-PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes]]
+PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,9 @@ class RewardActor:
         self._finished = asyncio.Event()
         self._attended = False
         self._scorer = AsyncOnce(self._start)
+        self._anchors: dict[str, CaseAnchors] = {}  # scorer with adaptive deadlines -> what it has learned
+        self._stored: dict[str, bytes] = {}  # scorer -> what was last stored of it
+        self._saving: asyncio.Task[None] | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
 
@@ -97,20 +103,41 @@ class RewardActor:
         self._attended = True
         scorer = await self._scorer.get()
         await scorer.serve(self._finished)
+        await self._store_anchors()
         return scorer.usage.scored
 
     async def _start(self) -> Scorer:
         scorer = await asyncio.to_thread(self._build_scorer)
         await scorer.start()
+        if self._anchors:
+            self._saving = asyncio.create_task(self._keep_anchors())
         spare_collector()
         return scorer
 
     def _build_scorer(self) -> Scorer:
-        scorer = build_scorers(self.context.config.scorers, self.context.policy_folder, RayCopies)
+        scorers = self.context.config.scorers
+        for name in (name for name, config in scorers.items() if has_adaptive_deadlines(config)):
+            self._anchors[name] = read_anchors(self.context.store, name_section(name))
+        scorer = build_scorers(scorers, self.context.policy_folder, RayCopies, self._anchors)
         with contextlib.suppress(RollflowError, OSError):  # no decision depends on the record of the scorers' versions
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
         return scorer
+
+    async def _keep_anchors(self) -> None:
+        """Store the anchors of adaptive deadlines, again and again."""
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            await self._store_anchors()
+
+    async def _store_anchors(self) -> None:
+        """Store the anchors that have changed; without storage they are stored the next time."""
+        for name, anchors in self._anchors.items():
+            record = anchors.encode()
+            if record != self._stored.get(name):
+                with contextlib.suppress(Unreachable, StoreFailed):
+                    await asyncio.to_thread(store_anchors, self.context.store, name_section(name), record)
+                    self._stored[name] = record
 
     async def finish(self) -> None:
         """End `run`, because no more responses will be scored."""
@@ -143,8 +170,19 @@ class RewardActor:
             return RewardStatus(waits, costs, warned=warned, attended=self._attended)
         lasted = max(time.monotonic() - self._began, 1e-9) * self._workers
         idle = max(0.0, 1.0 - scorer.usage.busy_seconds / lasted)
-        done = scorer.usage.scored, scorer.usage.timeouts
-        return self._gauges.show(RewardStatus(waits, costs, idle, warned, *done, attended=self._attended))
+        status = RewardStatus(
+            waits,
+            costs,
+            idle,
+            warned,
+            scorer.usage.scored,
+            scorer.usage.timeouts,
+            kills=sum(anchors.kills for anchors in self._anchors.values()),
+            rechecked=sum(anchors.rechecked for anchors in self._anchors.values()),
+            false_kills=sum(anchors.false_kills for anchors in self._anchors.values()),
+            attended=self._attended,
+        )
+        return self._gauges.show(status)
 
 
 def start_reward(context: RunContext) -> Any:
@@ -156,12 +194,12 @@ def start_reward(context: RunContext) -> Any:
 
 def _pack(request: ScoreRequest) -> PackedRequest:
     peers = [Int32s.of(tokens).data for tokens in request.peers]
-    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages, peers
+    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages, peers, request.adapts
 
 
 def _unpack(packed: PackedRequest) -> ScoreRequest:
-    tokens, reference, scorer, messages, peers = packed
-    return ScoreRequest(Int32s(tokens), reference, scorer, messages, [Int32s(peer) for peer in peers])
+    tokens, reference, scorer, messages, peers, adapts = packed
+    return ScoreRequest(Int32s(tokens), reference, scorer, messages, [Int32s(peer) for peer in peers], adapts)
 
 
 class RewardClient:

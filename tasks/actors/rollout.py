@@ -16,6 +16,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,10 +275,7 @@ class RolloutActor:
             waits_for=waits or ("" if self.feed.newest >= 0 else "the first policy version, from the train stage"),
             costs=[*self._cpu.read(), *(cost for stats in self._stats.values() for cost in stats.costs)],
             idle=idle,
-            warned=[
-                *warnings_of(ROLLOUT).read(),
-                *(warning for stats in self._stats.values() for warning in stats.warned),
-            ],
+            warned=[*warnings_of(ROLLOUT).read(), *(w for stats in self._stats.values() for w in stats.warned)],
             version=self.proxy.version,
             batch=self.scheduler.number,
             running=self.scheduler.running,
@@ -290,6 +288,8 @@ class RolloutActor:
             wasted_tokens=counts.discarded_tokens + counts.surplus_tokens,
             held=counts.held.seconds / lasted,
             waited=counts.waited.seconds / lasted,
+            unscored=self.scheduler.scoring.waiting,
+            backlogged=counts.backlogged.seconds / lasted,
             dropped=counts.dropped_tokens / max(counts.tokens, 1),
             prefix_hits=self._measure_prefix_hits(),
             restarted=self.proxy.restarted,
@@ -337,9 +337,9 @@ class RolloutActor:
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        score = await judge_repeatedly(self.reward.score, build_limits(self.config).judge_tries(request.scorer))(
-            request
-        )
+        """Score a response of an evaluation, whose deadlines are the same for every version."""
+        tries = build_limits(self.config).judge_tries(request.scorer)
+        score = await judge_repeatedly(self.reward.score, tries)(replace(request, adapts=False))
         self._judged += 1
         return score
 

@@ -72,10 +72,11 @@ class RolloutStatus(ActorStatus):
     `running` groups have unfinished responses, and `buffered` groups are scored but in no batch. `waiting` counts the
     batches that the learner has not trained on. `trajectories` and `tokens` count what this actor has generated.
     `discards` and `filtered` count groups by reason. `held` is the share of the time in which engines had free slots,
-    but `async_ratio` allowed no new group. `waited` is the share of the time in which the learner was idle while a full
-    batch waited for a slow group. `dropped` is the share of generated tokens in groups that were discarded as too slow
-    or not needed. `prefix_hits` is the share of prompt tokens that engines found in their prefix cache. `failed` maps
-    the number of each failed engine to the reason of the failure.
+    but `async_ratio` allowed no new group. `waited` is the share of the time in which the learner was idle while a
+    full batch waited for a slow group. `unscored` responses wait for a score, and `backlogged` is the share of the
+    time in which only `rollout.max_unscored` allowed no new group. `dropped` is the share of generated tokens in
+    groups that were discarded as too slow or not needed. `prefix_hits` is the share of prompt tokens that engines
+    found in their prefix cache. `failed` maps the number of each failed engine to the reason of the failure.
     """
 
     version: int = -1
@@ -90,6 +91,8 @@ class RolloutStatus(ActorStatus):
     wasted_tokens: int = 0
     held: float = 0.0
     waited: float = 0.0
+    unscored: int = 0
+    backlogged: float = 0.0
     dropped: float = 0.0
     prefix_hits: float = 0.0
     restarted: int = 0
@@ -98,7 +101,7 @@ class RolloutStatus(ActorStatus):
     evaluations_due: int = 0
     judged: int = 0
 
-    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"held", "waited"}
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"held", "waited", "backlogged"}
 
     @property
     def progress(self) -> Mapping[str, object]:
@@ -114,6 +117,7 @@ class RolloutStatus(ActorStatus):
             "discards": self.discards,
             "filtered": self.filtered,
             "wasted_tokens": self.wasted_tokens,
+            "unscored": self.unscored,
             "dropped": self.dropped,
             "prefix_hits": self.prefix_hits,
             "restarted": self.restarted,
@@ -136,7 +140,8 @@ class RolloutStatus(ActorStatus):
         lost = f", {sum(self.discards.values())} discarded" if any(self.discards.values()) else ""
         slow = f", drops {self.dropped:.0%} of its tokens as too slow" if self.dropped > WORTH_SAYING else ""
         held = f", held back by alpha {self.held:.0%}" if self.held > WORTH_SAYING else ""
-        return f"version {self.version}, {self.trajectories} trajectories{lost}{slow}{held}"
+        behind = f", held back by rewards {self.backlogged:.0%}" if self.backlogged > WORTH_SAYING else ""
+        return f"version {self.version}, {self.trajectories} trajectories{lost}{slow}{held}{behind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +189,28 @@ class LearnerStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class RewardStatus(ActorStatus):
-    """The status of the reward actor; `timeouts` counts responses whose scoring took too long."""
+    """The status of the reward actor; `timeouts` counts responses whose scoring took too long.
+
+    `kills` counts test cases that an adaptive deadline ended early. Of these, `rechecked` ran again with the longest
+    deadline, and `false_kills` passed then; they count from the beginning of the run.
+    """
 
     scored: int = 0
     timeouts: int = 0
+    kills: int = 0
+    rechecked: int = 0
+    false_kills: int = 0
 
     @property
     def progress(self) -> Mapping[str, object]:
         """The fields, by name, that change only when the actor does work."""
-        return {"scored": self.scored, "timeouts": self.timeouts}
+        return {
+            "scored": self.scored,
+            "timeouts": self.timeouts,
+            "kills": self.kills,
+            "rechecked": self.rechecked,
+            "false_kills": self.false_kills,
+        }
 
     @property
     def made(self) -> float:
@@ -202,4 +220,8 @@ class RewardStatus(ActorStatus):
     @property
     def line(self) -> str:
         """The status as one line for people."""
-        return f"{self.scored} scored" + (f", {self.timeouts} timed out" if self.timeouts else "")
+        late = f", {self.timeouts} timed out" if self.timeouts else ""
+        if not self.kills:
+            return f"{self.scored} scored{late}"
+        checked = f", {self.false_kills} of {self.rechecked} rechecked wrongly" if self.rechecked else ""
+        return f"{self.scored} scored{late}, {self.kills} test cases killed early{checked}"

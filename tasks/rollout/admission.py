@@ -11,6 +11,9 @@ of the same batch. If batches wait for slow groups, the fractional part of `asyn
 (`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups that are at most one version
 old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
 
+If scoring is slower than generation, `max_unscored` bounds the queue of responses that wait for a score: while the
+queue is full, no group starts. Running groups go on, so the queue may exceed the bound by their unfinished responses.
+
 Voided batches are formed again before all other batches, which are formed in the order of their numbers. Batches that
 are already formed do not reduce the number of groups that may start for a voided batch.
 """
@@ -63,6 +66,7 @@ class AdmissionInputs:
     outstanding: int  # number of groups that may still join a batch: running groups and groups in the buffer
     generating: int  # number of unfinished responses of all running groups
     slots: float  # largest number of requests that may be in flight
+    unscored: int = 0  # number of responses that wait for a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +77,22 @@ class AdmissionDecision:
     fresh: int  # number of groups that `async_ratio` allows to start now
     wanted: int  # number of groups that the run still needs
     free: bool  # True if the engines have room for one more group
+    scores: bool = True  # True if the queue of responses that wait for a score is not full
 
     @property
     def opens(self) -> bool:
         """True if one more group may start."""
-        return self.free and min(self.fresh, self.wanted) > 0
+        return self.free and self.scores and min(self.fresh, self.wanted) > 0
 
     @property
     def is_held(self) -> bool:
         """True if engines have free slots and only `async_ratio` prevents a new group."""
-        return self.free and self.fresh <= 0 < self.wanted
+        return self.free and self.scores and self.fresh <= 0 < self.wanted
+
+    @property
+    def is_backlogged(self) -> bool:
+        """True if engines have free slots and only the queue of unscored responses prevents a new group."""
+        return self.free and not self.scores and min(self.fresh, self.wanted) > 0
 
 
 def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
@@ -106,6 +116,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
         fresh=fresh + extra if version >= 0 else 0,
         wanted=due.count * limits.groups + extra - supply.outstanding if version >= 0 else 0,
         free=supply.running < limits.max_inflight_groups and supply.generating < supply.slots,
+        scores=limits.max_unscored is None or supply.unscored < limits.max_unscored,
     )
 
 

@@ -55,6 +55,12 @@ class RolloutConfig(Section):
         "async_ratio. This key limits how much is in flight; async_ratio limits how old a trajectory "
         "may become",
     )
+    max_unscored: int | None = Field(
+        None,
+        gt=0,
+        description="no group starts while so many responses wait for a score; default: no such limit, so that only "
+        "max_inflight_groups bounds them",
+    )
     redundant_groups: int = Field(
         0,
         ge=0,

@@ -35,3 +35,4 @@ class SchedulerCounts:
         default_factory=Stopwatch
     )  # time in which engines had free slots, but `async_ratio` allowed no new group
     waited: Stopwatch = field(default_factory=Stopwatch)  # time in which the learner was idle while a full batch waited
+    backlogged: Stopwatch = field(default_factory=Stopwatch)  # time in which only `max_unscored` allowed no new group

@@ -33,6 +33,25 @@ def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None
     return judge_again
 
 
+class ScoreQueue:
+    """Has responses scored, and counts those that wait for a score."""
+
+    def __init__(self, judge: Judge, most: int | None, on_room: Callable[[], None]) -> None:
+        """`on_room` is called when the number of waiting responses falls below `most`, which may be None."""
+        self._judge, self._most, self._on_room = judge, most, on_room
+        self.waiting = 0
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Have a response scored."""
+        self.waiting += 1
+        try:
+            return await self._judge(request)
+        finally:
+            self.waiting -= 1
+            if self.waiting + 1 == self._most:
+                self._on_room()
+
+
 async def _wait(event: asyncio.Event, seconds: float) -> bool:
     """Wait until the event is set, but at most `seconds`; return whether it is set."""
     with contextlib.suppress(TimeoutError):

@@ -35,6 +35,7 @@ class RolloutLimits:
     max_new_tokens: int
     temperature: float
     slots: int | None = None  # a group starts only while fewer responses than this are unfinished; None: no limit
+    max_unscored: int | None = None  # a group starts only while fewer responses wait for a score; None: no limit
     max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: `async_ratio`
     redundant_groups: int = 0
     redundant_responses: int = 0

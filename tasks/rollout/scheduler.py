@@ -56,6 +56,7 @@ from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
+from rollflow.tasks.rollout.judging import ScoreQueue
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
@@ -131,10 +132,12 @@ class RolloutScheduler:
         self._starts = RunningByVersion()
         self._formation = Formation(limits, self.buffer, self._starts)
         self._spans = PromptSpans(ports.spans)
+        self._room, self._ready = asyncio.Event(), asyncio.Event()
+        self.scoring = ScoreQueue(ports.score, limits.max_unscored, self._room.set)
         self._group_ports = GroupPorts(
             limits,
             proxy,
-            ports.score,
+            self.scoring.score,
             self._count_response,
             self._note_start,
             ports.environment,
@@ -154,7 +157,6 @@ class RolloutScheduler:
         self._issued_at_unjudged = Counter[str]()  # scorer -> dispatches when its last unjudged group was counted
         self._published = proxy.version  # newest published version, and number of the learner's next batch
         self._aborts: set[asyncio.Task[None]] = set()
-        self._room, self._ready = asyncio.Event(), asyncio.Event()
         proxy.on_change = self.wake
         self._order.advance(proxy.version)
 
@@ -202,7 +204,9 @@ class RolloutScheduler:
             else:
                 assert self._ports.start_epoch is not None, "a source skips solved questions"
                 self._order.note_epoch(missing[0], await self._ports.start_epoch(*missing))
-        self.counts.held.note(asyncio.get_running_loop().time(), holds=room.is_held)
+        now = asyncio.get_running_loop().time()
+        self.counts.held.note(now, holds=room.is_held)
+        self.counts.backlogged.note(now, holds=room.is_backlogged)
 
     def _decide_admission(self) -> AdmissionDecision:
         supply = self._read_supply()
@@ -219,6 +223,7 @@ class RolloutScheduler:
             outstanding=len(self._running) - len(self._left_behind) + len(self.buffer),
             generating=self._generating,
             slots=math.inf if limits.slots is None else min(limits.slots, self._proxy.capacity),
+            unscored=self.scoring.waiting,
         )
 
     def _start(self, batch: int, tasks: asyncio.TaskGroup) -> None:

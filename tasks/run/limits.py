@@ -21,6 +21,7 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         max_new_tokens=engine.max_new_tokens,
         temperature=engine.temperature,
         slots=slots,
+        max_unscored=rollout.max_unscored,
         max_batches_ahead=rollout.max_batches_ahead,
         redundant_groups=rollout.redundant_groups,
         redundant_responses=rollout.redundant_responses,

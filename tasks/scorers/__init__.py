@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
@@ -42,18 +43,27 @@ if TYPE_CHECKING:
 
 
 def build_scorers(
-    configs: Mapping[str, RewardConfig], policy_folder: Path, copies: Callable[[str], ModelCopies | None] | None = None
+    configs: Mapping[str, RewardConfig],
+    policy_folder: Path,
+    copies: Callable[[str], ModelCopies | None] | None = None,
+    anchors: Mapping[str, CaseAnchors] | None = None,
 ) -> Scorer:
     """Build the scorers of a run by name (`RunConfig.scorers`) as one scorer, which is not started.
 
-    `copies` returns the copies of a reward model by the name of its scorer.
+    Args:
+        copies: returns the copies of a reward model by the name of its scorer.
+        anchors: what decides the adaptive deadlines of test cases, by the name of the scorer.
 
     Raises:
         ConfigError: there is no user-defined function with one of the import paths on this machine.
     """
     scorers = {
         name: build_scorer(
-            config, policy_folder, name_section(name), copies(name) if copies and config.kind == "model" else None
+            config,
+            policy_folder,
+            name_section(name),
+            copies(name) if copies and config.kind == "model" else None,
+            (anchors or {}).get(name),
         )
         for name, config in configs.items()
     }
@@ -75,7 +85,11 @@ def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
 
 
 def build_scorer(
-    config: RewardConfig, policy_folder: Path, section: str = "reward", copies: ModelCopies | None = None
+    config: RewardConfig,
+    policy_folder: Path,
+    section: str = "reward",
+    copies: ModelCopies | None = None,
+    anchors: CaseAnchors | None = None,
 ) -> Scorer:
     """Build the scorer of the kind that the section `[section]` names; the scorer is not started.
 
@@ -99,7 +113,7 @@ def build_scorer(
         isinstance(config, ImportReward | CodeReward | CompositeReward)
         and (verifier := build_verifier(config, section)).scores_several
     ):
-        return ConcurrentPool(config, policy_folder, verifier, section)
+        return ConcurrentPool(config, policy_folder, verifier, section, anchors)
     return RewardPool(config, policy_folder, section)
 
 

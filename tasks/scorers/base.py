@@ -7,7 +7,8 @@
 - A scorer may call a function in a worker process, an actor or an HTTP endpoint. `build_scorer` alone decides which
   scorer a run has.
 - A score must depend only on the response and its reference, because a response is scored again after a worker has
-  died.
+  died. The one exception are adaptive deadlines of test cases; a score that such a deadline decided has a part
+  "deadline".
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class ScoreRequest:
     """A response to score, with the reference answer for the verifier.
 
     `scorer` is the name of the scorer; "" names the scorer of `[reward]`. `messages` is the prompt as chat messages.
-    `peers` are the tokens of the group's other responses, for a scorer that compares them.
+    `peers` are the tokens of the group's other responses, for a scorer that compares them. With `adapts = False`,
+    adaptive deadlines of test cases are at their maximum, so that scores of different times can be compared.
     """
 
     tokens: Sequence[int]
@@ -80,6 +82,7 @@ class ScoreRequest:
     scorer: str = ""
     messages: Sequence[Mapping[str, str]] = ()
     peers: Sequence[Sequence[int]] = ()
+    adapts: bool = True
 
     def encode(self) -> bytes:
         """Encode the request as JSON for a worker, with the int32 tokens in hexadecimal."""

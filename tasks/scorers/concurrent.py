@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.tasks.scorers.base import ScoreRequest
+from rollflow.tasks.scorers.code.deadlines import DeadlineReport, name_row
 from rollflow.tasks.scorers.config import CodeReward, CompositeReward, ImportReward
 from rollflow.tasks.scorers.verifier import Verifier
 from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
@@ -38,8 +42,11 @@ class ConcurrentPool(WorkerPool):
         tokenizer_folder: Path,
         verifier: Verifier,
         section: str = "reward",
+        anchors: CaseAnchors | None = None,
     ) -> None:
+        """Start nothing yet; `anchors` decide the deadlines of test cases, which are fixed if it is None."""
         super().__init__(config, tokenizer_folder, section)
+        self._anchors = anchors
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
         self._limit_seconds = config.deadline_seconds
         if verifier.is_async:  # after a failed call, the worker calls again for each response
@@ -62,6 +69,21 @@ class ConcurrentPool(WorkerPool):
         finally:
             if worker:
                 await worker.end()
+
+    def _name_row(self, request: ScoreRequest) -> str:
+        return name_row(request.reference) if self._anchors is not None and request.adapts else ""
+
+    def encode_job(self, job: ScoringJob) -> bytes:
+        """Encode a request for a worker, with the anchors of its row."""
+        if not job.row or self._anchors is None:
+            return b"[%d,%s]" % (job.arrival, job.body)
+        row = json.dumps([job.row, list(self._anchors.list_row(job.row).items())])
+        return b"[%d,%s,%s]" % (job.arrival, job.body, row.encode())
+
+    def note_report(self, report: DeadlineReport) -> None:
+        """Add a worker's report to the anchors."""
+        if self._anchors is not None:
+            report.add_to(self._anchors)
 
     async def take(self, most: int) -> list[ScoringJob]:
         """Wait for jobs and take up to `most` of them; a job whose `alone` is True is taken alone."""
@@ -90,8 +112,10 @@ class _Exchange:
         feeding = asyncio.create_task(self._feed())
         try:
             while True:
-                number, score = await self._worker.read_numbered_score()
-                if job := self._land(number):
+                number, score, report = await self._worker.read_numbered_score()
+                if report:
+                    self._pool.note_report(report)
+                if score and (job := self._land(number)):
                     self._pool._settle(job, score)
         except WorkerDied:
             pass
@@ -134,7 +158,7 @@ class _Exchange:
         for job in jobs:
             self._flying[job.arrival] = job
             job.timer = loop.call_later(self._pool._limit_seconds, self._end_late, job)
-        self._worker.send([b"[", b",".join(b"[%d,%s]" % (job.arrival, job.body) for job in jobs), b"]\n"])
+        self._worker.send([b"[", b",".join(map(self._pool.encode_job, jobs)), b"]\n"])
 
     def _end_late(self, job: ScoringJob) -> None:
         self._late.add(job)

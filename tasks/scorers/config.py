@@ -40,6 +40,26 @@ class ImportReward(Imported, RewardBase):
     )
 
 
+class AdaptiveDeadline(Section):
+    """Deadlines of test cases that follow the seconds of correct programs, after RollPacker (arXiv 2509.21009)."""
+
+    factor: float = Field(
+        1.5,
+        ge=1,
+        description="deadline of a test case, as a multiple of the longest seconds of a correct program on the case",
+    )
+    min_seconds: float = Field(
+        2.0, gt=0, le=LONGEST_SECONDS, description="smallest deadline; the largest is case_seconds"
+    )
+    recheck: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="share of the killed test cases that run again with case_seconds, to count those that would have "
+        "passed",
+    )
+
+
 class CodeReward(RewardBase):
     kind: Literal["code"] = Field(
         "code", description='runs the program in the response on the test cases of the row\'s column "cases"'
@@ -62,7 +82,15 @@ class CodeReward(RewardBase):
         le=LONGEST_SECONDS,
         description="seconds allowed for scoring one response on all its test cases",
     )
+    adaptive: AdaptiveDeadline | None = None
     sandbox: SandboxConfig = BubblewrapSandbox()
+
+    @model_validator(mode="after")
+    def _can_adapt(self) -> Self:
+        if self.adaptive and self.adaptive.min_seconds >= self.case_seconds:
+            cure = f"it must be below reward.case_seconds = {self.case_seconds:g}; lower it, or raise case_seconds"
+            refuse("reward.adaptive.min_seconds", self.adaptive.min_seconds, cure)
+        return self
 
 
 class MathsReward(RewardBase):
@@ -225,3 +253,9 @@ RewardConfig = Annotated[
 def name_section(name: str) -> str:
     """Return the section of the scorer with this name: `rewards.<name>`, or `reward` for the name ""."""
     return f"rewards.{name}" if name else "reward"
+
+
+def has_adaptive_deadlines(config: RewardConfig) -> bool:
+    """Return whether the deadlines of a scorer's test cases follow the seconds of correct programs."""
+    scorers = [part.scorer for part in config.parts.values()] if isinstance(config, CompositeReward) else [config]
+    return any(isinstance(scorer, CodeReward) and scorer.adaptive is not None for scorer in scorers)

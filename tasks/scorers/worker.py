@@ -7,6 +7,8 @@ The kind of the verifier decides which lines the worker reads and writes.
   line, in the order of the requests.
 - For a verifier that scores several responses at a time, each input line is a list of numbered requests. The worker
   then writes one line per score, with the number of its request, in any order.
+- A request may have the anchors of its row (see `deadlines`). Its score may then have a report. A report of a run that
+  was repeated has no score.
 
 The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
 section as JSON. The worker sends its warnings to the open socket with the file descriptor `EAR`. The worker ends when
@@ -23,7 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,6 +37,7 @@ from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.runtime.memory_limit import limit_memory
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
+from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock, DeadlineReport, Rechecks
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CompositeReward,
@@ -59,6 +62,7 @@ class _TextRequest:
     tokens: Sequence[int]
     response: str
     reference: Mapping[str, Any]
+    clock: CaseClock | None = None  # None: the deadlines of test cases are fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +73,37 @@ class _Worker:
     verifier: Verifier
     tokenizer: PolicyTokenizer
     answers: TextIO
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # responses that are being scored
+    rechecks: Rechecks = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rechecks", Rechecks(lambda: not self.tasks, self._write_report))
 
     def run_one_by_one(self) -> None:
         """Score one response after another until the input ends."""
         for line in sys.stdin:
-            one = self._read(0, json.loads(line))
+            one = self._read_request(0, json.loads(line))
             score = score_response(self.verifier, self.config.answer, one.response, one.reference)
             self._write(self._finish(score, one, score.seconds).to_columns())
 
     async def run_several(self) -> None:
         """Score several responses at a time until the input ends."""
-        loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
-            asked = [self._read(number, one) for number, one in json.loads(line)]
+            asked = [self._read_request(*one) for one in json.loads(line)]
             for together in [asked] if self.verifier.takes_several else [[one] for one in asked]:
                 task = loop.create_task(self._score(together))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+                self.tasks.add(task)
+                task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.rechecks.begin()
 
     async def _score(self, asked: Sequence[_TextRequest]) -> None:
         """Score responses in one call of the verifier; if the call fails, call again for each response alone."""
         started, config = time.perf_counter(), self.config
+        CLOCK.set(asked[0].clock if len(asked) == 1 else None)
         limit = asyncio.timeout(config.deadline_seconds)
         try:
             async with limit:
@@ -108,15 +122,23 @@ class _Worker:
             scores = [validate_score("verifier", one) for one in found]
         seconds = time.perf_counter() - started
         for one, score in zip(asked, scores, strict=True):
-            self._write((one.number, self._finish(score, one, seconds).to_columns()))
+            columns = self._finish(score, one, seconds).to_columns()
+            self._write((one.number, columns, one.clock.report.to_columns()) if one.clock else (one.number, columns))
+            if one.clock:
+                self.rechecks.add(one.clock)
 
     def _finish(self, score: Score, one: _TextRequest, seconds: float) -> Score:
         return replace(finish_score(score, self.config, one.response, len(one.tokens)), seconds=seconds)
 
-    def _read(self, number: int, asked: Mapping[str, Any]) -> _TextRequest:
+    def _read_request(self, number: int, asked: Mapping[str, Any], row: Sequence[Any] | None = None) -> _TextRequest:
+        """Decode a numbered request, which may have the name of its row and the row's anchors."""
+        clock = CaseClock(row[0], {int(case): float(seconds) for case, seconds in row[1]}) if row else None
         tokens = list(Int32s(bytes.fromhex(asked["tokens"])))
         text = self.tokenizer.decode_response(tokens, self.config.special_tokens)
-        return _TextRequest(number, tokens, text, asked["reference"])
+        return _TextRequest(number, tokens, text, asked["reference"], clock)
+
+    def _write_report(self, report: DeadlineReport) -> None:
+        self._write((-1, None, report.to_columns()))
 
     def _write(self, answer: object) -> None:
         self.answers.write(json.dumps(answer) + "\n")

@@ -35,6 +35,7 @@ class ScoringJob:
     future: asyncio.Future[Score]
     deaths: int = 0  # number of worker deaths attributed to this response
     alone: bool = False  # True if the response must be scored alone
+    row: str = ""  # name of the row whose anchors decide the deadlines of test cases; "": the deadlines are fixed
     timer: asyncio.TimerHandle | None = None
 
 
@@ -66,10 +67,15 @@ class WorkerPool(Scorer):
         futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
             try:
-                self._put(ScoringJob(next(self._arrivals), request.encode(), future))
+                job = ScoringJob(next(self._arrivals), request.encode(), future, row=self._name_row(request))
+                self._put(job)
             except (TypeError, ValueError) as error:  # a user's environment passed an invalid request
                 future.set_result(failure_score("request", error))
         return futures
+
+    def _name_row(self, request: ScoreRequest) -> str:
+        """Return the name of the row whose anchors decide the deadlines of test cases; "": the deadlines are fixed."""
+        return ""
 
     async def serve(self, finished: asyncio.Event) -> None:
         """Wait until `finished` is set, then end the workers; raise `ConfigError` if no worker becomes ready."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.runtime.actor_warnings import open_socket
 from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.code.deadlines import DeadlineReport
 
 T = TypeVar("T")
 READY = "ready"
@@ -76,12 +77,18 @@ class WorkerProcess:
         """Read the next score; raise `TimeoutError` after `seconds`, or `WorkerDied` if the process has ended."""
         return await self._decode(await self._read_line(seconds), self._build_score)
 
-    async def read_numbered_score(self) -> tuple[int, Score]:
-        """Read the next score and the number of its request; raise `WorkerDied` if the process has ended."""
-        return await self._decode(await self._read_line(None), lambda found: (found[0], self._build_score(found[1])))
+    async def read_numbered_score(self) -> tuple[int, Score | None, DeadlineReport | None]:
+        """Read the next score, the number of its request, and a report, of which the score or the report may be
+        missing; raise `WorkerDied` if the process has ended.
+        """
+        return await self._decode(await self._read_line(None), self._read_answer)
 
     def _build_score(self, columns: Sequence[Any]) -> Score:
         return replace(Score.of_columns(columns), version=self.version)
+
+    def _read_answer(self, found: Sequence[Any]) -> tuple[int, Score | None, DeadlineReport | None]:
+        score = None if found[1] is None else self._build_score(found[1])
+        return int(found[0]), score, DeadlineReport.of_columns(found[2]) if len(found) > 2 else None
 
     async def _decode(self, line: bytes, build: Callable[[Any], T]) -> T:
         """Build a value from a line of JSON; end the process and raise `WorkerDied` if the line is invalid."""

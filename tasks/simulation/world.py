@@ -111,6 +111,8 @@ class SimulatedRun:
 
     proxy_type: type[InferenceProxy] = InferenceProxy
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
+    prompts_type: type[SimulatedPrompts] = SimulatedPrompts
+    rewards_type: type[TimedRewards] = TimedRewards
 
     def __init__(self, config: RunConfig, hardware: Hardware, recipe: RunConfig, timeline: bool) -> None:
         assert isinstance(config.engine, TimedEngineConfig)
@@ -121,7 +123,7 @@ class SimulatedRun:
         self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, by the engine's place
         self._buried: list[EngineUsage] = []
         _check(config, hardware)
-        self.rewards = TimedRewards(hardware.reward, config.seed, self.records)
+        self.rewards = self.rewards_type(hardware.reward, config.seed, self.records)
         self.memory = Memory()
         self._build()
         self.sampler = Sampler(self._read, self._shortest_bin()) if timeline else None
@@ -134,7 +136,7 @@ class SimulatedRun:
         self.proxy = self.proxy_type(engines, self.engine.max_concurrent_requests, FOREVER, config.rollout.routing)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         ports = SchedulerPorts(
-            SimulatedPrompts(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
+            self.prompts_type(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
         )
         self.scheduler = self.scheduler_type(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = VersionCallbacks(self._note_published, self._note_updated)

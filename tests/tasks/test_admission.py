@@ -175,3 +175,38 @@ def test_decision_tells_whether_alpha_alone_holds_engines(
 def test_next_group_belongs_to_the_expected_batch(supply: dict[str, Any], limits: dict[str, Any], batch: int) -> None:
     assert next_batch(replace(SUPPLY, **supply), replace(LIMITS, **limits)) == batch
     assert rooms(limits=limits, **supply).batch == batch
+
+
+@pytest.mark.parametrize(
+    ("unscored", "most", "scores"), [(0, None, True), (999, None, True), (4, 5, True), (5, 5, False), (6, 5, False)]
+)
+def test_full_queue_of_unscored_responses_admits_no_group(unscored: int, most: int | None, scores: bool) -> None:
+    room = rooms(unscored=unscored, limits={"max_unscored": most})
+    assert (room.scores, room.opens, room.is_backlogged) == (scores, scores, not scores)
+    assert not room.is_held
+
+
+@given(
+    version=st.integers(0, 6),
+    due=dues(),
+    outstanding=st.integers(0, 9),
+    generating=st.integers(0, 20),
+    unscored=st.integers(0, 9),
+    most=st.none() | st.integers(1, 9),
+    extra=st.integers(0, 3),
+)
+def test_bound_on_unscored_responses_only_closes_admission(
+    version: int,
+    due: BatchesToForm,
+    outstanding: int,
+    generating: int,
+    unscored: int,
+    most: int | None,
+    extra: int,
+) -> None:
+    supply = {"version": version, "due": due, "outstanding": outstanding, "generating": generating}
+    room = rooms(extra, {"max_unscored": most}, **supply, unscored=unscored)
+    unbounded = rooms(extra, **supply)
+    assert replace(room, scores=True) == unbounded  # no other number of the decision changes
+    assert room.opens == (unbounded.opens and (most is None or unscored < most))
+    assert sum((room.opens, room.is_held, room.is_backlogged)) <= 1

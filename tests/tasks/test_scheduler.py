@@ -137,6 +137,7 @@ CHOICES = st.fixed_dictionaries(
     optional={
         "slots": st.integers(1, 24),
         "max_batches_ahead": st.just(0.0),
+        "max_unscored": st.integers(1, 8),
         "max_preemptions": st.integers(1, 2),
         "redundant_groups": st.integers(1, 4),
         "redundant_responses": st.integers(1, 2),
@@ -496,3 +497,33 @@ def test_deposed_scheduler_stops_at_its_next_read(tmp_path: Path, monkeypatch: p
     with pytest.raises(Deposed, match=r"another scheduler now \(the second one"):
         asyncio.run(watch())
     assert len(looks) == 3
+
+
+class SlowlyScored(Pipeline):
+    """A run whose scorer is slower than its engine; it counts the responses that wait for a score."""
+
+    waiting = most_waiting = 0
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        self.waiting += 1
+        self.most_waiting = max(self.waiting, self.most_waiting)
+        score = await super()._score(request)
+        self.waiting -= 1
+        return score
+
+
+@pytest.mark.parametrize("most", [1, 3, 6, None])
+def test_queue_of_unscored_responses_is_bounded(most: int | None) -> None:
+    pipeline = SlowlyScored(
+        fresh_store(), async_ratio=8.0, reward_seconds=2.0, choices={"slots": 4, "max_unscored": most}
+    )
+    report = run_and_audit(pipeline)
+    assert report.violations == []
+    assert report.versions == 6
+    running = 4 - 1 + pipeline.group_size  # responses that may still end when the queue is full
+    if most is None:
+        assert pipeline.most_waiting > 6 + running, "the scorer is fast enough without a bound"
+    else:
+        assert pipeline.most_waiting < most + running
+    assert (pipeline.scheduler.counts.backlogged.seconds > 0) == (most is not None)
+    assert pipeline.scheduler.scoring.waiting == 0

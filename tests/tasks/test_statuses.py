@@ -61,4 +61,8 @@ def test_status_line_omits_small_shares() -> None:
     )
     assert RewardStatus(scored=9).line == "9 scored"
     assert RewardStatus(scored=9, timeouts=1).line == "9 scored, 1 timed out"
+    assert replace(quiet, unscored=9, backlogged=0.5).line == "version 3, 40 trajectories, held back by rewards 50%"
+    assert RewardStatus(scored=9, kills=4).line == "9 scored, 4 test cases killed early"
+    checked = RewardStatus(scored=9, timeouts=1, kills=40, rechecked=2, false_kills=1)
+    assert checked.line == "9 scored, 1 timed out, 40 test cases killed early, 1 of 2 rechecked wrongly"
     assert LearnerStatus(note="replaying version 2 of 5").line == "replaying version 2 of 5"

@@ -4,14 +4,19 @@ The reference of a response has a column `cases` (see `cases`). The value is the
 or with `reward.all_or_nothing` 1 if it passes all cases, otherwise 0. A fault that the program may have caused, such as
 a timeout, makes its case fail. If a sandbox fails, its case runs again, up to `TRIES` times in all; then the outcome of
 the response is "unjudged". In sandboxes without isolation the case fails instead, because a program can end them.
+
+With `reward.adaptive` the deadlines of the cases follow the seconds of correct programs (`deadlines`). If such a
+deadline ended a run, the score's reason says so, and the part "deadline" has the shortest such deadline in seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollflow.storage.errors import ConfigError
@@ -20,6 +25,7 @@ from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Capability, ProgramEnd, Sandboxes, SandboxFailed, SandboxLost
 from rollflow.tasks.scorers.base import Score, Unjudged
 from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
+from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock, compute_deadline, is_drawn
 from rollflow.tasks.scorers.config import CodeReward
 
 TRIES = 3  # most tries of a case if sandboxes fail
@@ -53,13 +59,35 @@ class CodeScorer:
             sandboxes = await self.start()
         except ConfigError as error:
             raise Unjudged(str(error)) from error
-        results = []
-        for case in cases:
+        clock = CLOCK.get() if self._config.adaptive else None
+        results, early = list[CaseResult](), list[float]()
+        for number, case in enumerate(cases):
+            seconds = self._compute_deadline(clock, number)
             try:
-                results.append(await _judge(sandboxes, case, program, self._config.case_seconds))
+                result = await _judge(sandboxes, case, program, seconds)
             except SandboxFailed as error:
                 return Score(0.0, f"the sandbox failed {TRIES} times: {error}", Outcome.UNJUDGED)
-        return self._sum_up(results)
+            if clock and result.end is ProgramEnd.TIMEOUT and seconds < self._config.case_seconds:
+                self._note_kill(clock, number, sandboxes, case, program)
+                result = replace(result, reason=f"{result.reason}, its adaptive deadline")
+                early.append(seconds)
+            results.append(result)
+        if clock and all(result.passed for result in results):
+            clock.report.seconds = {number: result.seconds for number, result in enumerate(results)}
+        score = self._sum_up(results)
+        return replace(score, parts={**score.parts, "deadline": min(early)}) if early else score
+
+    def _compute_deadline(self, clock: CaseClock | None, number: int) -> float:
+        """Compute the deadline of a case; without a clock it is that of the config."""
+        adaptive, longest = self._config.adaptive, self._config.case_seconds
+        return compute_deadline(adaptive, longest, clock.anchors.get(number)) if adaptive and clock else longest
+
+    def _note_kill(self, clock: CaseClock, number: int, sandboxes: Sandboxes, case: Case, program: str) -> None:
+        """Count a kill by an adaptive deadline, and let a share of such kills run again with the longest deadline."""
+        clock.report.kills += 1
+        if self._config.adaptive and is_drawn(self._config.adaptive.recheck, clock.row, str(number), program):
+            rerun = functools.partial(_measure, sandboxes, case, program, self._config.case_seconds)
+            clock.doubtful.append((number, rerun))
 
     async def start(self) -> Sandboxes:
         """Return the sandboxes, started; raise `ConfigError` if this machine cannot run them."""
@@ -109,6 +137,12 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
                 return CaseResult(False, f"its sandbox ended {TRIES} times: {error}", ProgramEnd.EXITED, 0.0)
             raise SandboxFailed(str(error)) from error
     raise AssertionError("the last try of a case returns or raises")
+
+
+async def _measure(sandboxes: Sandboxes, case: Case, program: str, seconds: float) -> float | None:
+    """Return the seconds of a program that passes the case, or None if it fails."""
+    result = await _judge(sandboxes, case, program, seconds)
+    return result.seconds if result.passed else None
 
 
 def read_cases(reference: Mapping[str, Any]) -> list[Case]:

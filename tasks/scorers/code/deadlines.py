@@ -1,0 +1,126 @@
+"""Adaptive deadlines of test cases, after RollPacker (arXiv 2509.21009, section 4.3).
+
+    deadline = min(max(T_min, lambda * T_anchor), T_max)
+
+    T_anchor   longest seconds so far of a correct program on the test case; a program is correct if it passes all cases
+    T_max      `reward.case_seconds`, which is also the deadline of a case without an anchor
+
+    CaseAnchors    --anchors of the row, with each response-->   CaseClock --deadlines--> CodeScorer
+    (reward actor) <--seconds of correct programs, early kills-- (worker)  <--seconds----
+
+Two parts are not in the paper. First, a share of the early kills runs again with T_max, while the worker has nothing
+else to do (`Rechecks`). A case that passes then was killed falsely. It is counted and raises the anchor, so that the
+case's deadline recovers; it never changes a score. Second, a request with `adapts = False`, such as one of an
+evaluation, is scored with T_max.
+
+A `CaseClock` reaches the scorer as a context variable, because a composite scorer calls the scorer of programs, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.tasks.sandboxes.base import SandboxFailed
+from rollflow.tasks.scorers.config import AdaptiveDeadline
+
+MOST_WAITING = 64  # largest number of early kills that wait to run again; older ones are forgotten
+Rerun = Callable[[], Awaitable[float | None]]  # runs a case with T_max; returns the seconds, or None if it failed
+
+
+def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float | None) -> float:
+    """Compute the seconds that a program gets on a test case; without an anchor it gets `longest` (T_max)."""
+    if anchor is None:
+        return longest
+    return min(max(adaptive.min_seconds, adaptive.factor * anchor), longest)
+
+
+def name_row(reference: Mapping[str, Any]) -> str:
+    """Return the name of a row, a hash of its content; raise `TypeError` or `ValueError` if it is no JSON."""
+    return hashlib.blake2b(json.dumps(dict(reference)).encode(), digest_size=12).hexdigest()
+
+
+def is_drawn(share: float, *names: str) -> bool:
+    """Return whether the thing with these names belongs to a share of all things; the draw is repeatable."""
+    drawn = int.from_bytes(hashlib.blake2b("\0".join(names).encode("utf-8", "replace"), digest_size=8).digest())
+    return drawn < share * 2**64
+
+
+@dataclass(slots=True)
+class DeadlineReport:
+    """What a worker reports about the cases of a row: seconds of correct programs, and counts of `CaseAnchors`."""
+
+    row: str
+    seconds: dict[int, float] = field(default_factory=dict)
+    kills: int = 0
+    rechecked: int = 0
+    false_kills: int = 0
+
+    def to_columns(self) -> tuple[Any, ...]:
+        """Return the report as values for JSON."""
+        return self.row, list(self.seconds.items()), self.kills, self.rechecked, self.false_kills
+
+    @classmethod
+    def of_columns(cls, columns: Sequence[Any]) -> DeadlineReport:
+        """Build a report from the result of `to_columns`; raise `ValueError` or `TypeError` for anything else."""
+        row, seconds, *counts = columns
+        return cls(str(row), {int(case): float(measured) for case, measured in seconds}, *map(int, counts))
+
+    def add_to(self, anchors: CaseAnchors) -> None:
+        """Add the report to the anchors and counts of the scorer."""
+        anchors.raise_row(self.row, self.seconds)
+        anchors.kills += self.kills
+        anchors.rechecked += self.rechecked
+        anchors.false_kills += self.false_kills
+
+
+@dataclass(slots=True)
+class CaseClock:
+    """The anchors of one response's row, and what scoring the response tells about the row's cases."""
+
+    row: str
+    anchors: Mapping[int, float]
+    report: DeadlineReport = field(init=False)
+    doubtful: list[tuple[int, Rerun]] = field(default_factory=list)  # early kills that should run again
+
+    def __post_init__(self) -> None:
+        self.report = DeadlineReport(self.row)
+
+
+CLOCK: ContextVar[CaseClock | None] = ContextVar("the clock of the response that this task scores", default=None)
+
+
+class Rechecks:
+    """Runs early kills again, one at a time, while its worker has no response to score."""
+
+    def __init__(self, is_idle: Callable[[], bool], send: Callable[[DeadlineReport], None]) -> None:
+        self._is_idle, self._send = is_idle, send
+        self._waiting: deque[tuple[str, int, Rerun]] = deque(maxlen=MOST_WAITING)
+        self._running: asyncio.Task[None] | None = None
+
+    def add(self, clock: CaseClock) -> None:
+        """Queue the early kills of a response."""
+        self._waiting.extend((clock.row, case, rerun) for case, rerun in clock.doubtful)
+
+    def begin(self) -> None:
+        """Run the next early kill again, unless the worker is busy or another one runs."""
+        if self._waiting and self._running is None and self._is_idle():
+            self._running = asyncio.create_task(self._run(*self._waiting.popleft()))
+
+    async def _run(self, row: str, case: int, rerun: Rerun) -> None:
+        try:
+            seconds = await rerun()
+        except (SandboxFailed, OSError):
+            pass  # nothing is known about the program
+        else:
+            passed = {} if seconds is None else {case: seconds}
+            self._send(DeadlineReport(row, passed, rechecked=1, false_kills=len(passed)))
+        self._running = None
+        self.begin()

@@ -1,0 +1,48 @@
+"""The stored anchors of adaptive deadlines: they only rise, and a damaged record costs only time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors, store_anchors
+
+SECONDS = st.floats(0, 1000)
+
+
+@given(measured=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), SECONDS)))
+def test_anchor_is_the_longest_measured_time(measured: list[tuple[str, int, float]]) -> None:
+    anchors = CaseAnchors()
+    for row, case, seconds in measured:
+        anchors.raise_row(row, {case: seconds})
+    for row, case, _ in measured:
+        longest = max(s for r, c, s in measured if (r, c) == (row, case))
+        assert longest <= anchors.list_row(row)[case] <= longest + 0.0101
+    assert anchors.list_row("c") == {}
+
+
+def test_stored_anchors_are_read_back() -> None:
+    run = MemoryStore("anchors")
+    anchors = CaseAnchors({"a": {0: 1.5, 11: 0.01}}, 7, 2, 1)
+    store_anchors(run, "rewards.code", anchors.encode())
+    assert read_anchors(run, "rewards.code") == anchors
+    assert read_anchors(run, "reward") == CaseAnchors()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[]",
+        '{"rows": 3}',
+        '{"rows": {"a": {"x": 1.0}}}',
+        '{"rows": {"a": {"0": -1}}}',
+        '{"rows": {"a": {"0": NaN}}}',
+    ],
+)
+def test_damaged_record_counts_as_empty(damaged: str) -> None:
+    run = MemoryStore("anchors")
+    run.put(anchors_path("reward"), damaged.encode())
+    assert read_anchors(run, "reward") == CaseAnchors()
