@@ -9,10 +9,12 @@ import pytest
 
 from rollflow.flows.tracking import status_writer
 from rollflow.flows.tracking.status_writer import StatusWriter
+from rollflow.flows.tracking.tracking import shown_name
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.storage.objects import open_store
+from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.usage import CpuUsage
-from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RolloutStatus
+from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
@@ -21,8 +23,9 @@ from tests.support.described import describe
 class Seen:
     """Stages whose actors have given this status last."""
 
-    def __init__(self, rollout: RolloutStatus, learner: LearnerStatus) -> None:
+    def __init__(self, rollout: RolloutStatus, learner: LearnerStatus, reward: RewardStatus | None = None) -> None:
         self.rollout, self.learner, self.usage = rollout, learner, CpuUsage()
+        self.reward = reward or RewardStatus()
 
     def statuses(self) -> dict[str, StageStatus]:
         return {"train": StageStatus("Running", self.learner.line, self.learner.idle)}
@@ -92,3 +95,20 @@ def test_damaged_status_counts_as_missing(tmp_path: Path, damaged: str) -> None:
     context = RunContext(str(tmp_path), tmp_path / "cache")
     context.store.put(STATUS, damaged.encode("latin-1"))
     assert read_status(context) is None
+
+
+def test_false_kills_are_metrics_of_the_version(tmp_path: Path) -> None:
+    describe(open_store(str(tmp_path)), "new", RunConfig())
+    context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
+    version = PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {"reward": 0.5}, "")
+    seen = Seen(RolloutStatus(), LearnerStatus(), RewardStatus(kills=40, rechecked=2, false_kills=1))
+    metrics = StatusWriter(context, seen, tracker)._metrics_of(version)
+    assert {name: value for name, value in metrics.items() if "/" in name} == {
+        "reward/kills": 40.0,
+        "reward/rechecked": 2.0,
+        "reward/false_kills": 1.0,
+    }
+    assert shown_name("reward/kills") == "reward/kills"
+    assert shown_name("reward") == "rollout/reward"
+    without = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)._metrics_of(version)
+    assert not any("/" in name for name in without)
