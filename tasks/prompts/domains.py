@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.base import Question, QuestionSource
 
 TRIES = 1000  # number of questions to draw for a position until one is not held out
 STEPS = {"plus": "+", "minus": "-", "times": "*"}  # word of a step -> its operator
-INPUTS, CASES = range(2, 100), 2  # inputs of programs, and number of test cases of a question
+INPUTS, CASES = range(2, 100), 1  # inputs of programs, and number of test cases of a question
 WORDS = ("ant", "bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl", "pig", "ram", "yak")
 
 

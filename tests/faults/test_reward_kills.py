@@ -19,7 +19,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import score_response
+from rollflow.tasks.scorers.verifier import close_thread_runner, score_response
 from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -69,8 +69,11 @@ def assert_scores_are_right(context: RunContext, rows: list[dict[str, Any]]) -> 
     """Score every trained response again in this process, and compare."""
     verifiers = {name: build_verifier(config) for name, config in context.config.scorers.items()}
     prompts, decode = context.prompts(), context.tokenizer.decode_response
-    for row in rows:
-        prompt = prompts.prompt(row["prompt_index"])
-        text = decode(row["response_tokens"])
-        again = score_response(verifiers[prompt.scorer], "all", text, prompt.reference)
-        assert (again.value, str(again.outcome)) == (pytest.approx(row["reward"]), row["outcome"]), (prompt.id, text)
+    try:
+        for row in rows:
+            prompt = prompts.prompt(row["index"])
+            made = [token for token, chosen in zip(row["tokens"], row["loss_mask"], strict=True) if chosen]
+            again = score_response(verifiers[prompt.scorer], "all", decode(made), prompt.reference)
+            assert (again.value, str(again.outcome)) == (pytest.approx(row["reward"]), row["outcome"]), row
+    finally:
+        close_thread_runner()
