@@ -21,14 +21,16 @@ from rollflow.flows.views.status import read_status
 from rollflow.flows.views.summary import read_summary
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.usage import read_usage
-from rollflow.tasks.rollout.evaluation import read_evaluations, safe_name
+from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations, safe_name
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
 Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
 DOMAIN_CURVES = {"reward": "reward", "training accuracy": "accuracy", "response length": "response_length"}
-BY_DOMAIN = ("reward of ", "training accuracy of ", "response length of ", "part ")  # beginnings of curves' names
+HELD_OUT = "held-out accuracy of "
+# beginnings of the names of curves
+BY_DOMAIN = (HELD_OUT, "reward of ", "training accuracy of ", "response length of ", "part ")
 PLACES = "cluster."  # prefix of config keys that say where a run is trained, which does not affect its results
 
 
@@ -162,12 +164,21 @@ def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict
         rows = np.array([place for place, one in enumerate(trained, 1) if metric in one.metrics])
         values_of = np.array([trained[place - 1].metrics[metric] for place in rows])
         found[name] = VersionCurve(numbers[rows], tokens[rows], seconds[rows], values_of)
-    done = [(one.version, one.accuracy) for one in read_evaluations(context.store, last=versions[-1].number)]
-    places = np.array([version for version, _ in done], dtype=np.int64) - versions[0].number
-    if done:
-        accuracy = np.array([share for _, share in done])
-        found["accuracy"] = VersionCurve(numbers[places], tokens[places], seconds[places], accuracy)
+    done = read_evaluations(context.store, last=versions[-1].number)
+    for name, shares in _list_accuracies(done).items():
+        places = np.array(list(shares), dtype=np.int64) - versions[0].number
+        accuracy = np.array(list(shares.values()))
+        found[name] = VersionCurve(numbers[places], tokens[places], seconds[places], accuracy)
     return found
+
+
+def _list_accuracies(evaluations: Sequence[Evaluation]) -> dict[str, dict[int, float]]:
+    """Return the held-out accuracy of the evaluated versions, of all domains together and by domain."""
+    found = {"accuracy": {one.version: one.accuracy for one in evaluations}}
+    for one in evaluations:
+        for domain, result in one.domains.items():
+            found.setdefault(f"{HELD_OUT}{domain}", {})[one.version] = result.accuracy
+    return {name: shares for name, shares in found.items() if shares}
 
 
 def _list_domain_metrics(versions: Sequence[PolicyVersion], domains: Collection[str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.flows.views.summary import summarize
 from rollflow.storage.audit.audit import audit
 from rollflow.tasks.actors.statuses import RolloutStatus
+from rollflow.tasks.rollout.evaluation import DomainResult, Evaluation, store_evaluation
 from rollflow.tasks.run.context import RunContext
 from tests.support import small_run
 from tests.support.described import change_config
@@ -123,7 +124,12 @@ def test_parts_of_a_run_reach_every_view(tmp_path: Path, monkeypatch: pytest.Mon
     assert [point.metrics["rollout/part_gcd_short"] for point in points] == [0.5, 0.5]
     [row] = block_rows(context, [(1, 2)])
     assert (row["short, gcd"], row["reward, gcd"]) == ("0.500", f"{metrics['reward_gcd']:.3f}")
+    domains = {"gcd": DomainResult(0.25, 0.5, 4), "basic_arithmetic": DomainResult(0.75, 0.5, 4)}
+    store_evaluation(context.store, Evaluation(1, 0.5, 0.5, 8, 3.0, True, domains=domains))
     [run] = read_compared([context])
+    assert run.curves["held-out accuracy of gcd"].values.tolist() == [0.25]
+    assert run.curves["accuracy"].versions.tolist() == [1]
+    assert "held-out accuracy of gcd by policy version" in compare_page([run])
     assert run.curves["part short of gcd"].values.tolist() == [0.5, 0.5]
     assert run.result["part short of gcd, last 5"] == "0.500"
     assert not any("no_comma" in name for name in run.curves)
