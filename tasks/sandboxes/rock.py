@@ -224,6 +224,8 @@ class RockRemoteSandbox:
                 body |= {"keep_children": program.keep_children}
                 began = time.monotonic()
                 found = await self._send("/execute", program.timeout + GRACE_SECONDS, body)
+            except OSError as error:
+                raise SandboxFailed(f"the program and its input do not fit into the sandbox: {error}") from None
             except RequestFailed as error:
                 await self.close()  # the program may run on
                 if (seconds := time.monotonic() - began) >= program.timeout:
@@ -298,6 +300,8 @@ class RockRemoteSandbox:
         try:
             await self._sandboxes.send("/upload", 0, data=form, files={"file": ("file", data)})
         except RequestFailed as error:
+            if not await self.is_alive():
+                raise SandboxFailed(f"the sandbox has ended: {error}") from None
             raise OSError(errno.EIO, str(error), place) from None
 
     async def _give(self, program: Program) -> list[str]:
