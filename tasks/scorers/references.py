@@ -11,11 +11,11 @@ from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CodeReward,
     InstructionsReward,
-    JudgeReward,
     MathsReward,
     RegexReward,
     RewardConfig,
 )
+from rollflow.tasks.scorers.judge.config import JudgeReward
 
 NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # an answer that needs no check
 

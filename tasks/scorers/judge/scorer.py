@@ -219,10 +219,12 @@ def choose_opponents(response: str, peers: Sequence[str], most: int | None) -> S
 async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all calls; if some fail, raise the first error once all have ended."""
     found = await asyncio.gather(*calls, return_exceptions=True)
+    values = list[T]()
     for one in found:
         if isinstance(one, BaseException):
             raise one
-    return found
+        values.append(one)
+    return values
 
 
 def _combine(verdicts: Sequence[Verdict]) -> Score:
