@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import socket
@@ -190,7 +191,8 @@ def test_vllm_server_gives_verdicts_of_every_mode(tmp_path: Path, monkeypatch: p
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(tmp_path / "judge"), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "judge", "--dtype", "float32", "--enforce-eager"]
     command += ["--chat-template", str(tmp_path / "judge" / "template.jinja"), "--max-num-seqs", "8"]
-    command += ["--structured-outputs-config.disable_any_whitespace", "true", "--api-key", "planted-judge-key"]
+    compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})  # a random model writes blanks
+    command += ["--structured-outputs-config", compact, "--api-key", "planted-judge-key"]
     monkeypatch.setenv("JUDGE_KEY", "planted-judge-key")
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     log, url = tmp_path / "vllm.log", f"http://127.0.0.1:{port}/v1"
