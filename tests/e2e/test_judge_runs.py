@@ -139,7 +139,7 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 def make_judge(folder: Path) -> None:
     """Make a model with random weights and a chat template, and room for a judge's prompt."""
     folder.mkdir()
-    small = ColdStart(hidden_size=32, layers=2, heads=2, context=8192)
+    small = ColdStart(hidden_size=64, layers=2, heads=2, context=8192)  # vLLM on a CPU has a kernel for heads of 32
     for name, data in build_cold_folder(small, ["Calculate 1 + 1 + 1.", "3"] * 10).items():
         (folder / name).write_bytes(data)
     torch.manual_seed(0)
@@ -194,7 +194,8 @@ def test_vllm_server_gives_verdicts_of_every_mode(tmp_path: Path, monkeypatch: p
     compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})  # a random model writes blanks
     command += ["--structured-outputs-config", compact, "--api-key", "planted-judge-key"]
     monkeypatch.setenv("JUDGE_KEY", "planted-judge-key")
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log, url = tmp_path / "vllm.log", f"http://127.0.0.1:{port}/v1"
     with log.open("wb") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
