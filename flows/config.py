@@ -301,14 +301,15 @@ def describe_error(
 def _place_refusal(place: str, error: ErrorDetails) -> str:
     """Return the sentence of a refusal, with the dotted name of its key.
 
-    A section that may stand in several places names its keys without its own place; other sections name their keys
-    from the root.
+    A scorer's section names its keys as those of `reward`, or without a section; it may also be `rewards.<name>`, or a
+    part of a composite. Other sections stand in one place only.
     """
-    key = error["ctx"]["key"]
-    if not place or key.partition(".")[0] == place.partition(".")[0]:
+    if place.partition(".")[0] not in ("reward", "rewards"):
         return error["msg"]
+    said = error["ctx"]
+    key = said["key"].removeprefix("reward.")
     section = place.removesuffix(f".{key}")  # pydantic adds the key if a validator of one field raised the error
-    return f"{section}.{error['msg']}"
+    return f"{section}.{key} = {said['value']}: {said['cure'].replace('reward.', f'{section}.')}"
 
 
 def _key(place: Iterable[int | str], section: type[Section]) -> str:

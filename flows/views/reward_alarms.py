@@ -24,8 +24,8 @@ PART_SHARE = 0.9  # smallest share of one part in the rises of all parts
 ROOM = 0.05  # a part whose mean is nearer to its best value (1, or 0 for a penalty) cannot rise
 LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # smallest change of the mean response length: factor, and tokens
 SHOWN_PARTS = 8  # largest number of a domain's reward parts in tables and charts
-SUM = "answer"  # part that the scorer of a form adds: the value before the penalty
-PENALTY = "format"
+SUM = "answer"  # part that a penalty of the form or of the length adds: the value before the penalty
+PENALTIES = ("format", "length_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +152,17 @@ def list_parts(versions: Sequence[PolicyVersion], domain: str, domains: Collecti
 
 
 def _is_sum(part: str, reward: Ends, parts: Mapping[str, Ends]) -> bool:
-    """Return whether a part is the sum of the others, which `apply_form` records beside the penalty."""
-    penalty = parts.get(PENALTY)
-    if part != SUM or penalty is None or len(parts) <= 2:
+    """Return whether a part is the sum of the others, which `finish_score` records beside the penalties."""
+    penalties = [parts[name] for name in PENALTIES if name in parts]
+    if part != SUM or not penalties or len(parts) <= 1 + len(penalties):
         return False
-    ends = parts[part]
-    gaps = (ends.first + penalty.first - reward.first, ends.last + penalty.last - reward.last)
+    added = [parts[part], *penalties]
+    gaps = (sum(one.first for one in added) - reward.first, sum(one.last for one in added) - reward.last)
     return max(map(abs, gaps)) < 1e-5
 
 
 def _has_room(part: str, ends: Ends) -> bool:
-    return ends.last < (0.0 if part == PENALTY else 1.0) - ROOM
+    return ends.last < (0.0 if part in PENALTIES else 1.0) - ROOM
 
 
 def _measure(versions: Sequence[PolicyVersion], name: str) -> Ends | None:

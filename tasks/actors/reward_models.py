@@ -75,7 +75,7 @@ class ModelActor:
         classifier = await self._classifier.get()
         self._calls += 1
         try:
-            grades = await self._in_thread(classifier.grade, conversations, self._note_batch)
+            grades: list[Grade] = await self._in_thread(classifier.grade, conversations, self._note_batch)
         except Exception as error:  # noqa: BLE001 - an architecture's code may raise anything here
             if not self._end.done():
                 self._end.set_exception(error)
@@ -99,7 +99,7 @@ class ModelActor:
         self._graded += count
 
     async def _load(self) -> Classifier:
-        classifier = await self._in_thread(load_model, self.context, self._scorer)
+        classifier: Classifier = await self._in_thread(load_model, self.context, self._scorer)
         await self._in_thread(classifier.try_out)
         return classifier
 

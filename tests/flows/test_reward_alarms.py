@@ -103,6 +103,8 @@ def test_sum_beside_a_form_is_not_a_part_of_its_own() -> None:
     parts = {"answer": Ends(0.3, 0.8), "short": Ends(0.1, 0.6), "maths": Ends(0.2, 0.2), "format": Ends(-0.02, -0.02)}
     assert find_lone_part(Ends(0.28, 0.78), parts) == "short"
     assert find_lone_part(Ends(0.5, 0.9), parts) == ""  # here "answer" is a part, because it is not the sum
+    both = parts | {"length_penalty": Ends(-0.1, -0.05)}
+    assert find_lone_part(Ends(0.18, 0.73), both) == "short"
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def test_user_code_of_a_part_is_hashed() -> None:
 
 
 BAD_PART = {"kind": "regex", "pattern": "("}
+JUDGE = {"kind": "judge", "url": "http://127.0.0.1:8000/v1", "model": "m"}
 PLACED: list[tuple[dict[str, Any], str]] = [
     ({"reward": BAD_PART}, r"^reward\.pattern = '\('"),
     ({"rewards": {"r": BAD_PART}}, r"^rewards\.r\.pattern = '\('"),
@@ -195,6 +196,11 @@ PLACED: list[tuple[dict[str, Any], str]] = [
         {"rewards": {"r": {"kind": "composite", "parts": {"p": ANSWER}, "requires": ["q"]}}},
         r"^rewards\.r\.requires = 'q'",
     ),
+    (
+        {"rewards": {"r": {**JUDGE, "lowest": 5, "highest": 3}}},
+        r"^rewards\.r\.highest = 3: it must be above rewards\.r\.lowest = 5; raise it",
+    ),
+    ({"rewards": {"r": {**JUDGE, "url": "ftp://x"}}}, r"^rewards\.r\.url = .* variable in rewards\.r\.token_env"),
     ({"rewards": {"r": {"kind": "exact", "format": {"pattern": "("}}}}, r"^rewards\.r\.format\.pattern = '\('"),
     (
         {"rewards": {"r": {"kind": "exact", "length_penalty": {"start": 9, "full": 9}}}},
