@@ -35,6 +35,7 @@ from rollflow.tasks.run.rejudge import Rejudged, RejudgeReport, Rejudging, Store
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 from rollflow.tasks.scorers.config import RewardConfig
+from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.routed import RoutedScorer
 from rollflow.tasks.scorers.verifier import apply_threshold, score_response
 from rollflow.tasks.scorers.version import compute_version
@@ -295,6 +296,18 @@ async def test_each_response_goes_to_the_scorer_of_its_prompt(run: Path, monkeyp
     assert report.changes
     assert all(one.stored.key.prompt % 2 for one in report.changes)
     assert len(report.total.scorers_now) == 2
+
+
+def test_pairwise_judge_gets_the_group_of_a_stored_response(run: Path) -> None:
+    """As in the run, a response is compared with the other kept responses of its group."""
+    context = attach_run(str(run))
+    judge = JudgeReward(url="http://127.0.0.1:1/v1", model="m", mode="pairwise")
+    verdicts = Rejudging(context, context.config.model_copy(update={"reward": judge})).read_verdicts(2)
+    for one in verdicts:
+        responses = [list(other.request.tokens) for other in verdicts if other.key == one.key]
+        assert len(responses) > 1
+        assert sorted([list(one.request.tokens), *map(list, one.request.peers)]) == sorted(responses)
+    assert not any(one.request.peers for one in Rejudging(context, context.config).read_verdicts(2))
 
 
 # --- what counts as a change ---------------------------------------------------------------------------------------
