@@ -83,7 +83,7 @@ def local(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if "soak" in request.keywords:
         return
 
-    def build(configs: Mapping[str, RewardConfig], folder: Path) -> Scorer:
+    def build(configs: Mapping[str, RewardConfig], folder: Path, copies: object = None) -> Scorer:
         return RoutedScorer({name: LocalScorer(config, folder) for name, config in configs.items()})
 
     monkeypatch.setattr(rejudge, "build_scorers", build)
