@@ -179,7 +179,8 @@ def test_page_shows_raw_json_only_for_tables() -> None:
                 raw.add(key)
             assert one.get("description") or one.keys() & {"$ref", "anyOf"} or one.get("type") == "array", (name, key)
     # the keys of these sections are the user's own
-    assert raw == {"columns", "options", "env", "evaluation_sets", "labels", "runtime_env", "tools", "parts", "rewards"}
+    own = {"columns", "options", "env", "evaluation_sets", "extra_body", "labels", "runtime_env", "tools"}
+    assert raw == own | {"parts", "rewards", "rubric"}
 
 
 def test_kind_may_be_left_out() -> None:
