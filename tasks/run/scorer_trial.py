@@ -15,7 +15,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_scorer
-from rollflow.tasks.scorers.base import Score, ScoreRequest, is_failure
+from rollflow.tasks.scorers.base import FAILED, Score, ScoreRequest
 from rollflow.tasks.scorers.config import CompositeReward, ImportReward, RewardConfig, name_section
 
 SEEN, TRIED = 64, 3  # number of prompts among which each scorer's prompts are found, and of answers that it scores
@@ -73,14 +73,19 @@ def _silence() -> Iterator[None]:
         os.close(nowhere)
 
 
+def _has_failed(score: Score) -> bool:
+    """Return whether the scorer raised an error; the score of a failure is negative if rewards may be negative."""
+    return score.value <= 0 and FAILED in score.reason and score.outcome is not Outcome.UNJUDGED
+
+
 def _describe_failures(name: str, reward: RewardConfig, prompt: Prompt, scores: Sequence[Score]) -> list[str]:
     """Return a note if no answer was judged; raise `ConfigError` if the scorer raised an error on every answer."""
     said, section = scores[0].reason, name_section(name)
     key = f"{section}.path = {reward.path!r}" if isinstance(reward, ImportReward) else f"{section}.kind = 'composite'"
     which = f"the right answers to the first {len(scores)} questions"
-    if all(is_failure(score) and score.outcome is not Outcome.UNJUDGED for score in scores):
+    if all(_has_failed(score) for score in scores):
         columns = ", ".join(map(repr, prompt.reference))
-        raise ConfigError(f"{key}: {which} score 0 ({said}); correct the function (a reference has the keys {columns})")
+        raise ConfigError(f"{key}: it failed on {which} ({said}); correct it (a reference has the keys {columns})")
     if all(score.outcome in (Outcome.UNJUDGED, Outcome.TIMEOUT) for score in scores):
         return [f"{key}: {which} were not judged ({said})"]
     return []
