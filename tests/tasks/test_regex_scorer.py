@@ -72,8 +72,8 @@ def test_row_without_a_pattern_is_an_error(reference: Keys) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"pattern": "("}, "reward.pattern = '\\('.*no regular expression"),
-        ({"pattern": "a", "group": "year"}, "reward.group = 'year'.*no group"),
+        ({"pattern": "("}, "pattern = '\\('.*no regular expression"),
+        ({"pattern": "a", "group": "year"}, "group = 'year'.*no group"),
     ],
 )
 def test_wrong_pattern_in_the_config_is_refused(keys: Keys, sentence: str) -> None:
