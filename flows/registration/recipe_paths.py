@@ -71,7 +71,7 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
             anchor: Anchor = _anchor_file if source.get("format") != "hub" else _anchor_suffixed
             candidates += [(f"prompts.{position}", source, key, anchor) for key in ("path", "held_out_path")]
             sets = source.get("evaluation_sets")
-            for name, one in sets.items() if isinstance(sets, dict) else ():
+            for name, one in (sets if isinstance(sets, dict) else {}).items():
                 candidates.append((f"prompts.{position}.evaluation_sets.{name}", one, "path", anchor))
     for place, table, last, anchor in candidates:
         if isinstance(table, dict) and isinstance(table.get(last), str) and table[last]:

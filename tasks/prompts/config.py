@@ -367,7 +367,7 @@ def find_set_faults(sources: Sequence[PromptConfig]) -> Iterator[tuple[str, str,
     """Yield key, value and cure of each evaluation set whose name cannot name a metric, or is taken."""
     taken = {source.domain for source in sources}
     for which, source in enumerate(sources):
-        for name in source.evaluation_sets if isinstance(source, FilePrompts) else ():
+        for name in source.evaluation_sets if isinstance(source, FilePrompts) else {}:
             key = f"prompts.{which}.evaluation_sets"
             if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII):
                 yield key, name, "the name of a set has letters, digits, - and _; rename the set"

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeGuard
 
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.log.entries import EpochStarted, entry_path
@@ -205,7 +205,7 @@ def list_epochs(log: Log, source: int) -> list[EpochStarted]:
     return found[::-1]
 
 
-def skips_solved(config: object) -> bool:
+def skips_solved(config: object) -> TypeGuard[FileBase]:
     """Return whether a prompt source asks solved questions less often than others."""
     return isinstance(config, FileBase) and config.solved_every > 1
 

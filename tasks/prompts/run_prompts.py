@@ -129,7 +129,8 @@ class RunPrompts:
         found: dict[str, list[Prompt]] = {}
         index = self._held_out
         for which, (config, source) in enumerate(zip(self.configs, self.sources, strict=True)):
-            for name, one in config.evaluation_sets.items() if isinstance(config, FilePrompts) else ():
+            sets = config.evaluation_sets if isinstance(config, FilePrompts) else {}
+            for name, one in sets.items():
                 assert isinstance(source, JsonlSource)
                 asked = enumerate(source.evaluation_set(name, one.prompts), index)
                 prompts = [self._build_prompt(which, "", place, question) for place, question in asked]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tests.support.log_model import Model
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from tests.support.schedules import Case
 
 
-class Questions(NamedTuple):
+@dataclass(frozen=True)
+class Questions:
     """A number of questions, in another order in each epoch."""
 
     questions: int

@@ -133,11 +133,12 @@ class Model:
     def skips(self, source: int) -> bool:
         """Return whether a source skips solved questions."""
         sections = self.entries[0]["body"]["config"].get("prompts", [])
-        return source < len(sections) and sections[source].get("solved_every", 1) > 1
+        return source < len(sections) and bool(sections[source].get("solved_every", 1) > 1)
 
     def may_issue(self, source: int) -> float:
         """Return how many prompts of a source the epochs so far contain."""
-        return sum(entry["body"]["asked"] for entry in self.epochs(source)) if self.skips(source) else math.inf
+        asked = [int(entry["body"]["asked"]) for entry in self.epochs(source)]
+        return sum(asked) if self.skips(source) else math.inf
 
     def filtered(self, source: int) -> int:
         return sum(1 for key, fate in self.fates.items() if fate == "filtered" and key.prompt % self.sources == source)
