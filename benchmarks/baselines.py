@@ -39,11 +39,11 @@ class BatchScheduler(RolloutScheduler):
 
     _generated_all: asyncio.Event
 
-    def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
+    async def _start_groups(self, tasks: asyncio.TaskGroup) -> None:
         if self._running:
             return
         self._generated_all = asyncio.Event()
-        super()._start_groups(tasks)
+        await super()._start_groups(tasks)
 
     def _read_supply(self) -> AdmissionInputs:
         """Read the state for admission, without a limit on slots, because requests may queue at the engines."""

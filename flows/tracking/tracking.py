@@ -46,8 +46,10 @@ from rollflow.storage.audit.anchors import Anchor
 from rollflow.storage.errors import RollflowError
 
 VIEW = "?workflowType=machine_learning"  # query that makes MLflow's UI show metrics; by default it shows GenAI traces
-ROLLOUT = ("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_", "part_", "alarms")
-ROLLOUT += ("skipped_",)
+ROLLOUT = (
+    *("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_", "part_", "alarms"),
+    "skipped_",
+)
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
 METRICS_A_CALL = 900  # largest number of metrics that are logged in one call; MLflow accepts 1,000
 KEPT_POINTS = 10_000
