@@ -3,7 +3,8 @@
     stored batch --rows--> requests, as the run made them --scorers of today--> verdicts --compare--> changes
 
 A request has the sampled tokens of a row, and the reference, the scorer and the messages of the run's pinned prompt, as
-`SingleTurn` passes them. A verdict has changed if the reward or the outcome differs. Nothing is written to the run.
+`SingleTurn` passes them; adaptive deadlines of test cases are at their maximum. A verdict has changed if the reward or
+the outcome differs. Nothing is written to the run.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Rejudging:
         ]
         for place, (one, tokens) in enumerate(zip(group.trajectories, responses, strict=True)):
             peers = responses[:place] + responses[place + 1 :] if compares else ()
-            request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages, peers)
+            request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages, peers, adapts=False)
             yield StoredVerdict(version, group.key, group.domain, one, request)
 
     async def _score_all(

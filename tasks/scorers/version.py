@@ -34,7 +34,7 @@ EVERY = ("base.py", "verifier.py")  # source files that every scorer uses
 # kind -> its own source files in this folder
 SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("text/choice.py", "text/marked.py"),
-    "code": ("code/scorer.py", "code/cases.py", "code/guest.py"),
+    "code": ("code/scorer.py", "code/cases.py", "code/deadlines.py", "code/guest.py"),
     "composite": ("composite.py",),
     "exact": ("exact.py",),
     "import": (),
