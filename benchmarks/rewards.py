@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import psutil
 
@@ -156,7 +156,7 @@ def _percentile(values: list[float]) -> float:
 
 
 def main() -> None:
-    sections = {"sandboxes": lambda: asyncio.run(measure()), **SECTIONS}
+    sections: dict[str, Callable[[], Iterable[Row]]] = {"sandboxes": lambda: asyncio.run(measure()), **SECTIONS}
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="sections to run")
     options = parser.parse_args()
