@@ -69,7 +69,7 @@ def find(home: Path, role: str) -> list[psutil.Process]:
 
 def _list_children(process: psutil.Process) -> list[psutil.Process]:
     try:
-        return process.children()
+        return list(process.children())
     except psutil.Error:
         return []
 
