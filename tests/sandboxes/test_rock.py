@@ -32,7 +32,9 @@ from tests.support.sandbox_server import serve_in_background
 
 LONG = 60.0
 BOUNDS = ServerBounds(live=3, memory_bytes=128 * MIB)
-SMALL = BubblewrapSandbox(memory_bytes=128 * MIB, folder_bytes=8 * MIB, output_bytes=100_000, processes=20, spares=0)
+SMALL = BubblewrapSandbox(
+    memory_bytes=128 * MIB, folder_bytes=8 * MIB, folder_files=200, output_bytes=100_000, processes=20, spares=0
+)
 
 
 class Caller:
@@ -283,8 +285,14 @@ async def test_dead_sandbox_is_reported_and_replaced(caller: Caller) -> None:
     assert (await caller.send("execute", command="echo new"))["result"]["stdout"] == "new\n"
 
 
+# Programs that print what a served sandbox lets them do: they see the guest, and in a session /dev/null and the
+# variables of the shell.
+ALLOWED = ("other processes", "writing to stdin", "environment of the box")
+HOSTILE = [hostile for hostile in PROGRAMS if hostile.name not in ALLOWED]
+
+
 @pytest.mark.many
-@pytest.mark.parametrize("hostile", PROGRAMS[:: len(PROGRAMS) // examples(len(PROGRAMS))], ids=lambda one: one.name)
+@pytest.mark.parametrize("hostile", HOSTILE[:: len(HOSTILE) // examples(len(HOSTILE))], ids=lambda one: one.name)
 async def test_hostile_program_does_no_harm_to_a_served_sandbox(caller: Caller, hostile: Hostile) -> None:
     await caller.send("write_file", path="main.py", content=hostile.source)
     found = (await caller.send("execute", command=["python3", "main.py"], timeout=hostile.seconds + 0.5))["result"]
