@@ -375,7 +375,13 @@ class Rock:
 
     def __init__(self, **answers: Any) -> None:
         started = {"sandbox_id": "one"}
-        self.answers = {"start_async": started, "get_status": {"is_alive": True}, "stop": {}, "upload": {}, **answers}
+        self.answers: dict[str, Any] = {
+            "start_async": started,
+            "get_status": {"is_alive": True},
+            "stop": {},
+            "upload": {},
+            **answers,
+        }
         self.seen: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -391,7 +397,7 @@ class Rock:
         return httpx.Response(200, json=envelope)
 
 
-def build_client(server: Callable[[httpx.Request], httpx.Response], **keys: Any) -> RockSandboxes:
+def build_client(server: Callable[[httpx.Request], Any], **keys: Any) -> RockSandboxes:
     """Build the client on a server."""
     created = RockSandboxes(RockSandbox(url="http://server", tries=2, **keys))
     created._client = httpx.AsyncClient(transport=httpx.MockTransport(server))
