@@ -61,7 +61,7 @@ from rollflow.storage.records import GroupKey, StopReason, StoredObject, Traject
 from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.actors.lease import STATUS
-from rollflow.tasks.actors.statuses import LearnerStatus, RolloutStatus
+from rollflow.tasks.actors.statuses import LearnerStatus, RewardStatus, RolloutStatus
 from rollflow.tasks.rollout.scheduler import ResumePoint
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import FORMAT, RunContext
@@ -256,7 +256,7 @@ class Silent:
 class Seen:
     """Stages that do nothing."""
 
-    usage, rollout, learner = CpuUsage(), RolloutStatus(), LearnerStatus()
+    usage, rollout, reward, learner = CpuUsage(), RolloutStatus(), RewardStatus(), LearnerStatus()
 
     def statuses(self) -> dict[str, StageStatus]:
         return {}

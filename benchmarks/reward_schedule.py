@@ -68,7 +68,7 @@ def draw_reference_seconds(row: int) -> float:
     share = random.Random(f"reference {row}").random()
     place = min(bisect.bisect([at for at, _ in SECONDS], share), len(SECONDS) - 1)
     (low, fast), (high, slow) = SECONDS[place - 1], SECONDS[place]
-    return fast * (slow / fast) ** ((share - low) / (high - low))
+    return fast * math.pow(slow / fast, (share - low) / (high - low))
 
 
 class DrawnSandboxes:
