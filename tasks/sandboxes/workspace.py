@@ -226,12 +226,14 @@ class GuestConnection:
             SandboxFailed: the sandbox failed.
         """
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             if not self._watching.done():
                 # a caller that gives up must not leave half a message
                 await asyncio.shield(self._send(pack({**request, "number": number}, body)))
-                await asyncio.wait([answer, self._watching], return_when=asyncio.FIRST_COMPLETED)
+                ends: list[asyncio.Future[Any]] = [answer, self._watching]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self._watching.result()
             return answer.result()

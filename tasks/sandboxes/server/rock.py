@@ -14,7 +14,7 @@ import codecs
 import math
 import re
 import shlex
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -306,7 +306,7 @@ def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, limits
 async def read_upload(request: Request, limits: BodyLimits) -> tuple[str, str, bytes]:
     """Read an upload: the id of its sandbox, its path and its content."""
 
-    async def parts() -> AsyncIterator[bytes]:
+    async def parts() -> AsyncGenerator[bytes, None]:
         yield await limits.read(request)
 
     try:
