@@ -29,7 +29,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 
 @dataclass(frozen=True, slots=True)
 class BatchesToForm:
-    """The batches that are still to be formed: first the voided batches, then new batches up to the run's last."""
+    """The training batches that still have to be formed: first the voided (lost) batches, then new batches."""
 
     number: int  # number of the first batch that was never formed
     missing: tuple[int, ...]  # numbers of the lower batches that are to be formed again
@@ -37,20 +37,20 @@ class BatchesToForm:
 
     @property
     def count(self) -> int:
-        """Number of batches that are still to be formed."""
+        """Number of training batches that still have to be formed."""
         return max(0, self.last - self.number) + len(self.missing)
 
     @property
     def first(self) -> int:
-        """The number of the next batch to form."""
+        """The number of the next training batch to form."""
         return self.at(0)
 
     def at(self, place: int) -> int:
-        """Return the number of the batch that is formed after `place` other batches."""
+        """Return the number of the training batch that is formed after `place` other batches."""
         return self.missing[place] if place < len(self.missing) else self.number + place - len(self.missing)
 
     def after_first(self) -> BatchesToForm:
-        """Return the batches that are left to form after the next batch is formed."""
+        """Return the training batches that are left to form after the next batch."""
         if self.missing:
             return replace(self, missing=self.missing[1:])
         return replace(self, number=self.number + 1)
@@ -58,7 +58,7 @@ class BatchesToForm:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionInputs:
-    """The state from which admission decides whether a group may start."""
+    """The state of the rollout from which admission decides whether another group of responses may start."""
 
     version: int  # policy version that the engines serve; -1 before the first update
     due: BatchesToForm
@@ -81,28 +81,28 @@ class AdmissionDecision:
 
     @property
     def opens(self) -> bool:
-        """True if one more group may start."""
+        """True if one more group of responses may start."""
         return self.free and self.scores and min(self.fresh, self.wanted) > 0
 
     @property
     def is_held(self) -> bool:
-        """True if engines have free slots and only `async_ratio` prevents a new group."""
+        """True if engines have free slots and only `async_ratio`, the staleness limit, prevents a new group."""
         return self.free and self.scores and self.fresh <= 0 < self.wanted
 
     @property
     def is_backlogged(self) -> bool:
-        """True if engines have free slots and only the queue of unscored responses prevents a new group."""
+        """True if engines have free slots and only the queue of responses without a score prevents a new group."""
         return self.free and not self.scores and min(self.fresh, self.wanted) > 0
 
 
 def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
-    """Return the number of the next group's batch, at most `limits.lead` above the engines' version."""
+    """Return the number of the training batch for which the next group of responses is generated."""
     under_way = supply.outstanding // limits.groups  # number of whole batches that the outstanding groups fill
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
 
 def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int) -> AdmissionDecision:
-    """Decide how many groups may start; `extra` groups may start in addition to those that the next batch needs."""
+    """Decide how many groups of responses may start, including `extra` groups beyond the need of the next batch."""
     due, version = supply.due, supply.version
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
@@ -123,7 +123,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
 def compute_allowance(
     version: int, outstanding: int, *, number: int, missing: Collection[int] = (), groups: int, ahead: float
 ) -> int:
-    """Compute how many more groups may start and still be fresh enough; negative if too many have started.
+    """Compute how many more groups of responses may start and still be fresh enough for training.
 
     Args:
         version: policy version that the engines serve; -1 before the first update.

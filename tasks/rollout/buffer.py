@@ -17,7 +17,7 @@ from rollflow.storage.records import FinishedGroup, GroupKey
 
 
 class Rank(NamedTuple):
-    """Sort key of a group in the buffer: the group with the smallest rank is taken first."""
+    """Sort key of a group of responses in the buffer: a batch takes the groups with the smallest ranks first."""
 
     started_version: int
     passed: bool  # False if the group is awaited
@@ -25,7 +25,7 @@ class Rank(NamedTuple):
 
 
 class BufferedGroup(NamedTuple):
-    """A scored group in the buffer, with its rank and the number of its dispatch."""
+    """A scored group of responses in the buffer, with its sort key and its number in the order of starts."""
 
     rank: Rank
     issue: int
@@ -33,7 +33,7 @@ class BufferedGroup(NamedTuple):
 
 
 class TrajectoryBuffer:
-    """The scored groups of one run. A group is as old as its oldest trajectory."""
+    """The scored groups of one run. The age of a group of responses is the age of its oldest trajectory."""
 
     def __init__(self) -> None:
         self._groups: list[BufferedGroup] = []  # sorted by rank
@@ -42,35 +42,35 @@ class TrajectoryBuffer:
         return len(self._groups)
 
     def add(self, group: FinishedGroup, issue: int = 0, *, awaited: bool = False) -> None:
-        """Add a scored group, which was the `issue`-th group to start."""
+        """Add a scored group of responses, which was the `issue`-th group to start."""
         waiting = BufferedGroup(Rank(group.started_version, not awaited, group.key), issue, group)
         insort(self._groups, waiting, key=attrgetter("rank"))
 
     def count_before(self, issue: int) -> int:
-        """Count the groups in the buffer that started before the `issue`-th group."""
+        """Count the groups of responses in the buffer that started before the `issue`-th group."""
         return sum(waiting.issue < issue for waiting in self._groups)
 
     def count_older(self, bound: float) -> int:
-        """Count the groups in the buffer that started under a version older than `bound`."""
+        """Count the groups of responses in the buffer that started under a policy version older than `bound`."""
         return bisect_left(self._groups, bound, key=lambda waiting: waiting.rank.started_version)
 
     def count_ahead(self, rank: Rank) -> int:
-        """Count the groups in the buffer that a batch takes before a group of this rank."""
+        """Count the groups of responses in the buffer that a batch takes before a group with this sort key."""
         return bisect_left(self._groups, rank, key=attrgetter("rank"))
 
     def drop(self, bound: float) -> tuple[FinishedGroup, ...]:
-        """Remove and return the groups that started under a version older than `bound`."""
+        """Remove and return the groups of responses that started under a policy version older than `bound`."""
         stale = self.count_older(bound)
         dropped, self._groups = self._groups[:stale], self._groups[stale:]
         return tuple(waiting.group for waiting in dropped)
 
     def take(self, count: int, *, in_order: bool = False) -> tuple[FinishedGroup, ...]:
-        """Remove and return the first `count` groups, sorted by start version and key.
+        """Remove and return the first `count` groups of responses, sorted by policy version and key.
 
         Args:
-            in_order: take the groups that were issued first, whatever their start version. The returned groups are
-                sorted by start version and key even with `in_order`, because with `async_ratio = 0` the order of issue
-                may depend on when groups were filtered.
+            in_order: take the groups that started first, whatever policy version they started under. The returned
+                groups are sorted by policy version and key even with `in_order`, so that a synchronous run
+                (`async_ratio = 0`) is reproducible.
         """
         line = sorted(self._groups, key=lambda waiting: (waiting.issue, waiting.rank)) if in_order else self._groups
         self._groups = sorted(line[count:], key=attrgetter("rank"))

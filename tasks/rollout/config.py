@@ -106,12 +106,12 @@ class RolloutConfig(Section):
 
     @property
     def bound(self) -> Literal["drop", "wait"]:
-        """Value of `on_stale`; the default is "drop" with redundant groups or tail batching, and "wait" without."""
+        """What happens to groups of responses that are too slow for their batch: "drop" or "wait"."""
         return self.on_stale or ("drop" if self.redundant_groups or self.tail_batching else "wait")
 
     @property
     def leaves_behind(self) -> bool:
-        """True if a running group may be preempted, so that the random draws of a group have to be repeatable."""
+        """True if a running group of responses may be cancelled and started again later."""
         return self.bound == "drop" or self.tail_batching
 
 

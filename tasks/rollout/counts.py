@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Measures for how many seconds in all a condition was true."""
+    """Measures the total time in which a condition was true, in seconds."""
 
     seconds: float = 0.0
     since: float | None = None
@@ -22,7 +22,7 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """The counters of a scheduler since it started."""
+    """The counters of a rollout scheduler, since the scheduler started."""
 
     tokens: int = 0
     surplus_tokens: int = 0  # tokens of responses that complete groups did not need

@@ -32,7 +32,7 @@ Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request for one generation: its number in the episode (from 0), its context, token limit and stop strings."""
+    """A request of an environment for one generation by the policy, with its context, token limit and stop strings."""
 
     number: int
     prompt: ModelInput
@@ -42,13 +42,13 @@ class Turn:
 
 @dataclass(eq=False, slots=True)
 class PlayedEpisode:
-    """An episode in progress, with the response tokens so far and a mask of one byte per token.
+    """An episode in progress: one conversation of the policy with its environment, with the tokens so far.
 
-    `ask` returns None if the episode is no longer wanted. `closed` is called exactly once, even for an episode without
-    a generation.
+    `ask` requests a generation, and returns None if the episode is no longer wanted. `closed` is called exactly once
+    for each episode, even if the episode generates nothing.
 
-    At any time the environment either runs or waits for the answer to a request. `let_go` cancels the environment only
-    while the environment runs.
+    At any time, the environment of the episode either runs or waits for the answer to a request. `let_go` cancels the
+    environment only while the environment runs.
     """
 
     prompt: Prompt
@@ -76,16 +76,16 @@ class PlayedEpisode:
 
     @property
     def response(self) -> Int32s:
-        """The tokens after the prompt; implements `Episode.response`."""
+        """The tokens after the prompt, as `Episode.response` specifies."""
         return self.made.tokens
 
     @property
     def room(self) -> int:
-        """Number of tokens that the response may still get."""
+        """Number of tokens that may still be added to the response."""
         return self.longest - len(self.made)
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
-        """Let the policy continue the response; implements `Episode.generate`."""
+        """Let the policy continue the response, as `Episode.generate` specifies."""
         if self.wanted is not None or self.room <= 0:
             return None
         turn = self._build_turn((stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
@@ -102,7 +102,7 @@ class PlayedEpisode:
         return None
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not generate; implements `Episode.add`."""
+        """Append tokens that the policy did not generate, as `Episode.add` specifies."""
         given = self._check_tokens(tokens)
         count = len(given)
         if count > self.room:
@@ -111,7 +111,7 @@ class PlayedEpisode:
         self.made, self.mask = self.made + added, self.mask + bytes(count)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """End generation and score tokens with the prompt's scorer; implements `Episode.judge`."""
+        """End generation and score tokens with the prompt's scorer, as `Episode.judge` specifies."""
         self._asked = True
         try:
             if not await self._close():
@@ -122,7 +122,7 @@ class PlayedEpisode:
             self._asked = False
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score tokens with the prompt's scorer; implements `Episode.score`."""
+        """Score tokens with the prompt's scorer, as `Episode.score` specifies."""
         return await self._score(tokens, self.prompt.reference if reference is None else reference)
 
     async def _score(
@@ -135,13 +135,13 @@ class PlayedEpisode:
         return score
 
     def find_unjudged(self, score: Score) -> Score | None:
-        """Return why the episode's reward `score` is none: a score that the reward may be computed from is unjudged."""
+        """Return why the episode has no reward: a score that the reward may depend on could not be computed."""
         return score if score.outcome is Outcome.UNJUDGED else self._unjudged
 
     def let_go(self) -> None:
         """Stop an episode that is no longer wanted.
 
-        A running environment is cancelled; a waiting environment gets None as the answer to its request.
+        A running environment is cancelled; an environment that waits for a generation gets None.
         """
         if self.wanted or self._gone:
             return
@@ -151,12 +151,12 @@ class PlayedEpisode:
             self._leader.cancel()
 
     async def abandon(self) -> None:
-        """End the episode early; the tokens generated so far are still counted."""
+        """End the episode early, and count the tokens generated so far."""
         self.ending = StopReason.ABORTED
         await self._close()
 
     async def play(self, environment: Environment) -> Score | None:
-        """Run the episode in `environment` and return its reward; None if the episode is not wanted."""
+        """Run the episode in `environment` and return its reward; return None if the episode is no longer wanted."""
         score = await self._run_environment(environment)
         if not await self._close():
             return None
@@ -165,7 +165,7 @@ class PlayedEpisode:
         return score if isinstance(score, Score) else Score(score)
 
     def trajectory(self, sample: int, started_version: int, score: Score) -> Trajectory:
-        """Build the trajectory for training."""
+        """Build the trajectory that the learner trains on."""
         prompt, made, given = self.prompt.input, self.made, self.prompt.input.length
         return Trajectory(
             sample=sample,
@@ -186,10 +186,10 @@ class PlayedEpisode:
         )
 
     def started_version(self, staleness_from: str) -> int:
-        """Return the version from which the staleness of this episode is counted.
+        """Return the policy version from which the staleness of this episode is counted.
 
         Raises:
-            ConfigError: the environment asked for no generation.
+            ConfigError: the environment never asked the policy for a generation.
         """
         if self.first is None:
             raise ConfigError(
@@ -200,7 +200,7 @@ class PlayedEpisode:
         return self.first.version
 
     async def _run_environment(self, environment: Environment) -> Score | float | None:
-        """Run the environment and return its score; return None if the environment was interrupted."""
+        """Run the environment and return the episode's score; return None if the environment was interrupted."""
         leader = self._leader = asyncio.current_task()
         assert leader is not None
         try:
@@ -237,7 +237,7 @@ class PlayedEpisode:
         self.ending = generation.ending
 
     def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
-        """Convert tokens from the environment; reject token ids outside the vocabulary, which could crash an engine."""
+        """Convert tokens from an environment; reject token ids outside the vocabulary, which could crash an engine."""
         if tokens is self.made.tokens:
             return self.made.tokens
         if isinstance(tokens, Int32s):
@@ -252,7 +252,7 @@ class PlayedEpisode:
         return Int32s.of(tokens)
 
     async def _close(self) -> bool:
-        """End generation and return whether the episode is wanted."""
+        """End generation and return whether the episode is kept."""
         if self.wanted is None:
             self.at = asyncio.get_running_loop().time()
             self.wanted = await self.closed(self)

@@ -48,7 +48,7 @@ JUDGE_PAUSES = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # seconds until it is ret
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """The result of one evaluation on the held-out prompts of one domain."""
+    """The accuracy, reward and pass@k of one evaluation on the held-out prompts of one domain."""
 
     accuracy: float
     reward: float
@@ -60,9 +60,9 @@ class Evaluation:
     """The result of one evaluation; `accuracy` is the share of correct responses, which is pass@1.
 
     With several domains, accuracy, reward and pass@k are means of the domains, each weighted by its share of the
-    trained groups (`evaluation.mean`). `domains` has the result on each domain.
+    trained groups (`evaluation.mean`). `domains` maps each domain to the result of the evaluation on that domain.
 
-    `sets` has the result on each evaluation set with a name; they do not count towards `accuracy`.
+    `sets` maps the name of each evaluation set to its result; evaluation sets do not count towards `accuracy`.
 
     `pass_at` maps k = 2, 4, 8, ..., up to the number of responses per prompt, to pass@k: the chance that at least one
     of k responses is right.
@@ -80,7 +80,7 @@ class Evaluation:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics for MLflow, which allows no @ in the name of a metric."""
+        """The results as metrics for MLflow, which allows no @ in the name of a metric."""
         found = {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
         for domain, result in [*self.domains.items(), *self.sets.items()]:
             found |= {f"accuracy_{safe_name(domain)}": result.accuracy, f"reward_{safe_name(domain)}": result.reward}
@@ -89,7 +89,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSkipped:
-    """A version that could not be evaluated."""
+    """The record of a policy version that could not be evaluated, with the reason."""
 
     version: int
     reason: str
@@ -99,30 +99,30 @@ EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(EvaluationSkipped)
 
 
 def safe_name(domain: str) -> str:
-    """Return a domain's name without the characters that a metric's name may not contain."""
+    """Return a domain's name with all characters replaced that the name of a metric may not contain."""
     return UNSAFE.sub("_", domain)
 
 
 def evaluation_path(version: int) -> str:
-    """Return the storage path of the evaluation of `version`."""
+    """Return the storage path of the evaluation of policy version `version`."""
     return f"evaluations/{version:08d}.json"
 
 
 def skipped_path(version: int) -> str:
-    """Return the storage path of the reason why `version` has no evaluation."""
+    """Return the storage path of the reason why policy version `version` has no evaluation."""
     return f"evaluations_skipped/{version:08d}.json"
 
 
 def is_evaluated(run: ObjectStore, version: int) -> bool:
-    """Return whether `version` was evaluated or skipped.
+    """Return whether policy version `version` was evaluated or deliberately skipped.
 
-    A version with a damaged record counts as not evaluated, so it is evaluated again.
+    A policy version with a damaged record counts as not evaluated, so it is evaluated again.
     """
     return read_evaluation(run, version) is not None or _read(run, skipped_path(version), SKIPPED) is not None
 
 
 def read_evaluation(run: ObjectStore, version: int) -> Evaluation | None:
-    """Read the evaluation of `version`; return None if the evaluation is missing or damaged."""
+    """Read the evaluation of policy version `version`; return None if the evaluation is missing or damaged."""
     return _read(run, evaluation_path(version), EVALUATION)
 
 
@@ -134,7 +134,7 @@ def _read(run: ObjectStore, path: str, kind: TypeAdapter[T]) -> T | None:
 
 
 def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None) -> list[Evaluation]:
-    """Read the evaluations of the versions above `after` and up to `last`, in the order of versions."""
+    """Read the evaluations of the policy versions above `after` and up to `last`, in ascending order."""
     paths = run.list("evaluations", after=evaluation_path(after) if after >= 0 else "")
     end = "" if last is None else evaluation_path(last)
     wanted = takewhile(lambda path: not end or path <= end, paths)
@@ -142,7 +142,7 @@ def read_evaluations(run: ObjectStore, after: int = -1, last: int | None = None)
 
 
 def read_newest(run: ObjectStore) -> Evaluation | None:
-    """Read the evaluation of the newest evaluated version; return None if there is none."""
+    """Read the evaluation of the newest evaluated policy version; return None if no version was evaluated."""
     for path in reversed(list(run.list("evaluations"))):
         if found := _read(run, path, EVALUATION):
             return found
@@ -155,28 +155,28 @@ def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
 
 
 def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
-    """Store the reason why a version was skipped."""
+    """Store the reason why the evaluation of a policy version was skipped."""
     run.put(skipped_path(skip.version), json.dumps(asdict(skip)).encode())
 
 
 def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
-    """Read which versions could not be evaluated, and why."""
+    """Read which policy versions could not be evaluated, and why."""
     return [skip for path in run.list("evaluations_skipped") if (skip := _read(run, path, SKIPPED))]
 
 
 def pass_at(k: int, responses: int, right: int) -> float:
-    """Compute the chance that k of a prompt's responses, drawn without replacement, include a right response.
+    """Compute pass@k: the chance that k of a prompt's responses, drawn without replacement, include a right one.
 
-    With n responses, c of them right, the chance is 1 - C(n - c, k) / C(n, k). The returned chance is an unbiased
-    estimate of pass@k (Chen et al. 2021, Evaluating large language models trained on code, eq. 1).
+    With n responses, c of them right, pass@k is 1 - C(n - c, k) / C(n, k). This estimate of pass@k is unbiased (Chen et
+    al. 2021, Evaluating large language models trained on code, eq. 1).
     """
     return 1 - math.comb(responses - right, k) / math.comb(responses, k)
 
 
 def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
-    """Map k = 2, 4, 8, ... to the mean pass@k.
+    """Compute the mean pass@k over all prompts, for k = 2, 4, 8, ...
 
-    `right` has the number of right responses among the `samples` responses to each prompt.
+    `right` is a list with the number of right responses to each prompt, out of `samples` responses.
     """
     powers = (2**power for power in range(1, samples.bit_length()))
     return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
@@ -191,7 +191,7 @@ class _Summary(NamedTuple):
 
 
 def combine(domains: Mapping[str, _Summary], shares: Mapping[str, float]) -> _Summary:
-    """Return the mean of the domains, each weighted by its share; domains without a held-out prompt have no weight."""
+    """Return the weighted mean of the results of all domains; a domain without held-out prompts has weight 0."""
     total = math.fsum(shares[domain] for domain in domains)
 
     def mean(values: Mapping[str, float]) -> float:
@@ -223,10 +223,10 @@ class Evaluator:
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:
-        """Evaluate every prompt; the caller must keep the proxy's engines at `version` until `run` returns.
+        """Evaluate every held-out prompt; the caller must keep the engines at policy version `version` meanwhile.
 
         Raises:
-            Unjudged: nobody could judge a response, so an accuracy would count it as wrong.
+            Unjudged: a response could not be judged; counting the response as wrong would falsify the accuracy.
         """
         every = [*self.prompts, *(prompt for prompts in self.sets.values() for prompt in prompts)]
         asked = [(prompt, sample) for prompt in every for sample in range(self.samples)]
@@ -258,14 +258,14 @@ class Evaluator:
         )
 
     def _summarise_sets(self, judged: Sequence[tuple[str, Score]]) -> dict[str, DomainResult]:
-        """Summarise the scores of the evaluation sets; each score has its set's name."""
+        """Summarise the scores of each evaluation set; each score comes with the name of its set."""
         names = [name for name, prompts in self.sets.items() if prompts]
         scores_of = {name: [score for one, score in judged if one == name] for name in names}
         found = {name: self._summarise(scores) for name, scores in scores_of.items()}
         return {name: DomainResult(one.accuracy, one.reward, len(scores_of[name])) for name, one in found.items()}
 
     def _summarise(self, scores: Sequence[Score]) -> _Summary:
-        """Summarise the scores of whole prompts, each with its samples one after another."""
+        """Summarise scores that are grouped by prompt, with the same number of responses to each prompt."""
         passed = [score.value == 1.0 if self.by_value else score.outcome is Outcome.CORRECT for score in scores]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return _Summary(
@@ -297,18 +297,19 @@ class Evaluator:
 
 
 async def _want_every(_: PlayedEpisode) -> bool:
-    """Return True: an evaluation keeps every episode."""
+    """Return True, because an evaluation keeps every episode."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPorts:
-    """The functions that `Evaluations` calls.
+    """The functions that an `Evaluations` object calls.
 
-    `wanted` returns whether to evaluate a version. `evaluated` returns whether a version was evaluated. `engine`
-    returns a context manager that lends an engine. `fetch` loads the weights and the probe of a version, or raises
-    `Missing` or `Corrupt`. `keep` stores the result of an evaluation. A version is skipped after `tries` engine
-    failures, because each failed try may have killed an engine of the run.
+    `wanted` returns whether a policy version is to be evaluated. `evaluated` returns whether a policy version has been
+    evaluated already. `engine` returns a context manager that lends an inference engine to the evaluation. `fetch`
+    loads the weights of a policy version and the log-probabilities to check them with, or raises `Missing` or
+    `Corrupt`. `keep` stores the result of an evaluation. The evaluation of a policy version is skipped after `tries`
+    engine failures, because each failure may have cost the run an engine.
     """
 
     wanted: Callable[[int], bool]
@@ -322,7 +323,7 @@ class EvaluationPorts:
 
 
 class Evaluations:
-    """Evaluates every published version that `wanted` selects, in order. See the module's docstring."""
+    """Evaluates, in order, every published policy version that `wanted` selects. See the module's docstring."""
 
     def __init__(self, means: EvaluationPorts, last: int) -> None:
         self._means, self._last = means, last
@@ -333,17 +334,17 @@ class Evaluations:
 
     @property
     def due(self) -> int:
-        """Number of published versions that are still to be evaluated."""
+        """Number of published policy versions that still have to be evaluated."""
         return len(self._due)
 
     def note_published(self, version: int) -> None:
-        """Note that all versions up to this one are published."""
+        """Record that all policy versions up to this one are published."""
         self._due.extend(filter(self._means.wanted, range(self._seen + 1, version + 1)))
         self._seen = max(self._seen, version)
         self._news.set()
 
     async def run(self) -> None:
-        """Evaluate the selected versions in order; return after the run's last version was evaluated."""
+        """Evaluate the selected policy versions in order; return after the run's last version was evaluated."""
         while self._due or self._seen < self._last:
             if not self._due:
                 self._news.clear()

@@ -23,30 +23,30 @@ FIRST = GroupKey(-1, -1)  # a key that sorts before the key of every group
 
 @dataclass(frozen=True, slots=True)
 class Formation:
-    """Decides when a batch is formed, from the groups in the buffer and the running groups."""
+    """Decides when a training batch is formed, from the groups of responses that are buffered and running."""
 
     limits: RolloutLimits
     buffer: TrajectoryBuffer
     starts: RunningByVersion
 
     def oldest_allowed(self, number: int) -> float:
-        """Compute the oldest version under which a group of batch `number` may have started."""
+        """Compute the oldest policy version under which a group of responses for batch `number` may have started."""
         return number - self.limits.async_ratio
 
     @property
     def is_full(self) -> bool:
-        """True if the buffer has enough groups for a batch."""
+        """True if the buffer has enough groups of responses for a training batch."""
         return len(self.buffer) >= self.limits.groups
 
     def must_wait(self, number: int, running: Iterable[int], *, learner_is_busy: bool, is_lost: bool) -> bool:
-        """Return whether batch `number` has to wait for a running group.
+        """Return whether training batch `number` has to wait for a running group of responses.
 
-        While the learner is busy, the batch waits for every group that would be too old for the next batch, because
-        forming a batch early must preempt no group.
+        While the learner trains, a batch waits for every group of responses that would be too old for the next batch,
+        because no group may be cancelled for a batch that nobody needs yet.
 
         Args:
-            running: issue numbers of the running groups that were not preempted, in ascending order.
-            is_lost: the batch was voided, and later batches are formed already.
+            running: start numbers of the running groups that were not preempted, in ascending order.
+            is_lost: True if the batch was voided (lost) after later batches had been formed.
         """
         if self.limits.batch_order == "started":
             first = next(iter(running), None)
@@ -62,21 +62,21 @@ class Formation:
         return any(self._crowds(number, later) for later in range(1, reached + 1))
 
     def _crowds(self, number: int, later: int) -> bool:
-        """Return whether old groups would have to be dropped if batch `number` was formed now.
+        """Return whether forming batch `number` now would force the scheduler to drop old groups of responses later.
 
-        Old groups have to be dropped if the batch takes younger groups while more old groups run than fit into the next
-        `later` batches.
+        Old groups have to be dropped if the batch takes younger groups while more old groups are running than the next
+        `later` batches can take.
         """
         bound, groups = self.oldest_allowed(number + 1 + later), self.limits.groups
         return self.starts.count_before(bound) > later * groups and self.buffer.count_older(bound) < groups
 
     def _has_room_for_awaited(self, bound: float) -> bool:
-        """Return whether the batch would take an awaited running group that started under a version older than `bound`.
+        """Return whether the batch would include a running group of responses that the batch has to wait for.
 
-        More groups than fit into the batch may have started under versions older than `bound`. If the batch has no room
-        for the awaited group with the smallest rank, it has no room for any other awaited group. The method runs after
-        every group that ends, so it searches for the awaited group with the smallest rank only if that group's version
-        does not already decide.
+        More groups of responses than fit into the batch may have started under policy versions older than `bound`. If
+        the batch has no room for the awaited group that sorts first, the batch has no room for any other awaited group.
+        For speed, the method looks up the first awaited group only if the group's policy version does not already
+        decide the answer.
         """
         groups, version = self.limits.groups, self.starts.find_oldest_awaited(bound)
         if version is None or self.buffer.count_older(version) >= groups:

@@ -51,9 +51,9 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class GroupPorts:
-    """The objects and callbacks of a dispatch.
+    """The objects and callbacks that the rollout of one prompt uses.
 
-    `generated` is awaited for each response that ended, and may delay the reward of the response.
+    `generated` is awaited after each finished response, and may delay the scoring of that response.
     """
 
     limits: RolloutLimits
@@ -97,29 +97,29 @@ class GroupRollout:
 
     @property
     def started_version(self) -> int | None:
-        """Oldest version under which a request of the dispatch started; None before the first start."""
+        """Oldest policy version under which one of the group's requests started; None before the first start."""
         return self._oldest
 
     async def give_up(self, reason: DiscardReason) -> None:
-        """Abort the running requests; `run` then returns a `Discard` with `reason`."""
+        """Abort the running requests of the group, so that `run` returns a `Discard` with `reason`."""
         self._reason = self._reason or reason
         self._over.set()
         self._peers.cancel()
         await self._abort()
 
     async def _abort(self) -> None:
-        """End the episodes of the dispatch and abort their requests; the proxy ignores requests that have ended."""
+        """End all episodes of the group and abort their requests; ended requests are ignored."""
         for episode in self._playing:
             episode.let_go()
         await self.ports.proxy.abort([self._build_id(sample) for sample in range(self.responses)])
 
     def _build_id(self, sample: int) -> str:
-        """Build a request id that is new for each turn and try, because an engine may still know the previous id."""
+        """Build a request id that is unique for each turn and try, because an engine may still know the previous id."""
         turn = f".{self._turns[sample]}" if self._turns[sample] else ""
         return f"{self.key.prompt}.{self.key.attempt}.{sample}{turn}" + "'" * self._tries[sample]
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
-        """Generate and score responses until `group_size` responses are kept or the dispatch is given up.
+        """Generate and score responses until `group_size` responses are kept or the group is given up.
 
         Raises:
             EngineFailed: a request failed `RolloutLimits.attempts` times because no engine was left.
@@ -134,7 +134,7 @@ class GroupRollout:
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
 
     async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
-        """Run one episode to its reward; return None if the episode is not kept."""
+        """Run one episode until its reward is known; return None if the episode is not kept."""
         ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
         compares = ports.limits.judging_of(prompt.scorer).compares_group
@@ -169,7 +169,7 @@ class GroupRollout:
         return trajectory
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
-        """Generate one turn of an episode; note the version of the first turn, from which staleness is counted."""
+        """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
         limits, proxy = self.ports.limits, self.ports.proxy
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start)
@@ -185,7 +185,7 @@ class GroupRollout:
         return None
 
     def _count_failure(self, sample: int) -> None:
-        """Count a failed try of a request; after the last try, raise the handled error again."""
+        """Count a failed try of a request; after the last allowed try, raise the error again."""
         self._tries[sample] += 1
         if self.ports.proxy.version < 0 or self._tries[sample] == self.ports.limits.attempts:
             raise
@@ -198,13 +198,13 @@ class GroupRollout:
             self.ports.started(self, oldest)
 
     async def _close_episode(self, episode: PlayedEpisode) -> bool:
-        """Note that an episode generates no more tokens; return whether the episode is kept."""
+        """Record that the policy generates no more tokens in this episode; return whether the episode is kept."""
         self.unanswered -= 1
         await self.ports.generated(episode.generated)
         return await self._count_response(episode)
 
     async def _count_response(self, episode: PlayedEpisode) -> bool:
-        """Count a response and return whether it is kept; once the group is complete, abort its other responses."""
+        """Count a finished response and return whether it is kept; abort all others once the group is complete."""
         self._tokens += episode.generated
         if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
@@ -218,8 +218,9 @@ class GroupRollout:
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:
     """Compute the 63-bit seed of one generation.
 
-    Every dispatch of a prompt uses the same seed, so that a response that was too long is not replaced by a shorter
-    one. Only `redraws`, the number of the prompt's batches that made weights NaN or infinite, changes the seed.
+    Every dispatch of the same prompt uses the same seed, so that a response that was too long is not replaced by a
+    shorter one. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; any other value
+    gives another seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -32,7 +32,7 @@ LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # prompts discarded for 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One dispatch to start: its key, the number of responses, and whether a batch waits for the dispatch."""
+    """One group of responses to start: its key, its size, and whether a batch waits for the group."""
 
     key: GroupKey
     responses: int
@@ -50,11 +50,11 @@ class IssueOrder:
         behind: Iterable[tuple[int, int]] = (),
         epochs: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Begin with the dispatches in `again`, which were in flight when the run stopped.
+        """Start with the prompts in `again`, whose groups of responses were unfinished when the run stopped.
 
         Args:
-            behind: the number of times that each prompt of `again` was preempted.
-            epochs: the end of the newest epoch of each source that skips solved questions.
+            behind: pairs of a prompt of `again` and how often its group was preempted.
+            epochs: pairs of a prompt source that skips solved questions and the end of its newest epoch.
         """
         self._epoch_ends = dict(epochs)
         self._limits = limits
@@ -72,34 +72,34 @@ class IssueOrder:
         self._long = 0  # number of prompts in the tail that the current round still has to issue
 
     def take_issued(self) -> tuple[int, ...]:
-        """Return the prompts that were dispatched for the first time since the last call, in order."""
+        """Return the prompts that were issued for the first time since the last call, in order."""
         issued, self._fresh = tuple(self._fresh), []
         return issued
 
     def advance(self, version: int) -> None:
-        """Record the engines' version; prompts that were preempted under an older version may now be issued again."""
+        """Record the policy version of the engines; prompts preempted under an older version may start again."""
         if version > self._version:
             self._version = version
             self._again.extend(self._left)
             self._left.clear()
 
     def count_extra_groups(self, batch: int) -> int:
-        """Return the number of redundant groups to start for this batch."""
+        """Return the number of redundant groups of responses to start for this batch."""
         return 0 if self._is_long_for(batch) else self._limits.redundant_groups
 
     def find_missing_epoch(self) -> tuple[int, int] | None:
-        """Return the source and the position of the next new prompt if the prompt's epoch has to start first."""
+        """Return the source and position of the next new prompt, if the epoch of that prompt has not started yet."""
         if self._again or not self._epoch_ends:
             return None
         source, position = self._mixture.find_next()
         return (source, position) if position >= self._epoch_ends.get(source, math.inf) else None
 
     def note_epoch(self, source: int, end: int) -> None:
-        """Record that an epoch of a source has started; `end` is the position after its last prompt."""
+        """Record that an epoch of a prompt source has started; `end` is the position after the epoch's last prompt."""
         self._epoch_ends[source] = end
 
     def next_issue(self, batch: int) -> Issue:
-        """Return the next dispatch for this batch; the first dispatch for a batch begins a round."""
+        """Return the next prompt to start for this training batch, and how many responses it gets."""
         if batch > self._batch:
             self._is_long, self._batch = self._is_long_for(batch), batch
             self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
@@ -118,12 +118,12 @@ class IssueOrder:
         return self._limits.tail_batching and (last or len(self._tail) >= self._limits.groups)
 
     def forget_slowness(self, prompts: Iterable[int]) -> None:
-        """Forget how often these prompts were preempted, because their groups are in a batch now."""
+        """Reset the preemption counts of these prompts, because their groups of responses are now in a batch."""
         for prompt in prompts:
             self._behind.pop(prompt, None)
 
     def note_discard(self, discard: Discard) -> None:
-        """Schedule the prompt of a discarded dispatch again, or another prompt if the group was filtered."""
+        """Schedule the prompt of a discarded group again, or, if the group was filtered, another prompt."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
             if discard.slow:

@@ -15,9 +15,9 @@ Judge = Callable[[ScoreRequest], Awaitable[Score]]
 
 
 def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None) -> Judge:
-    """Return a function that judges a response up to `tries` times while its outcome is "unjudged"; 0 means once.
+    """Return a function that tries up to `tries` times to judge a response; 0 means once.
 
-    Once the event `over` is set, the response is not judged again, because nobody needs its score any more.
+    Once the event `over` is set, the function stops trying, because nobody needs the score any more.
     """
     over = over or asyncio.Event()
 
@@ -34,10 +34,10 @@ def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None
 
 
 class ScoreQueue:
-    """Has responses scored, and counts those that wait for a score."""
+    """Lets the verifier score responses, and counts the responses that wait for a score."""
 
     def __init__(self, judge: Judge, most: int | None, on_room: Callable[[], None]) -> None:
-        """`on_room` is called when the number of waiting responses falls below `most`, which may be None."""
+        """Call `on_room` whenever fewer than `most` responses wait for a score; `most` may be None."""
         self._judge, self._most, self._on_room = judge, most, on_room
         self.waiting = 0
 

@@ -14,7 +14,7 @@ from rollflow.tasks.rollout.config import FilterConfig
 
 @dataclass(frozen=True, slots=True)
 class JudgingLimits:
-    """The limits of one scorer while nobody can judge a response."""
+    """Limits on retries and failures while the judge of a scorer is unavailable."""
 
     tries: int = 0  # times that a response is judged while its outcome is "unjudged"; 0: it is trained on
     max_unjudged: int = 20  # the run fails after this many unjudged groups of the scorer in a row
@@ -23,7 +23,7 @@ class JudgingLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The scheduler's limits; see `RolloutConfig` for the meaning of each choice."""
+    """The limits of the rollout scheduler; `RolloutConfig` explains each choice."""
 
     seed: int
     batches: int  # number of batches to form in the whole run
@@ -54,27 +54,27 @@ class RolloutLimits:
         return self.judging.get(scorer, JudgingLimits())
 
     def judge_tries(self, scorer: str) -> int:
-        """Return how often the scorer with this name judges a response that nobody can judge."""
+        """Return how often the scorer with this name tries to judge a response."""
         return self.judging_of(scorer).tries
 
     @property
     def lead(self) -> float:
-        """Number of batches that generation may run ahead of training.
+        """Number of training batches by which generation may run ahead of training.
 
-        The fractional part of `async_ratio` only lets groups start that replace slower groups. With `on_stale = "wait"`
-        no group is replaced, so `async_ratio` is rounded down.
+        The fractional part of `async_ratio` only lets groups of responses start that replace slower groups. With
+        `on_stale = "wait"` no group of responses is replaced, so `async_ratio` is rounded down.
         """
         ahead = self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
         return ahead if self.on_stale == "drop" else min(ahead, math.floor(self.async_ratio))
 
     @property
     def awaited_after(self) -> int:
-        """Number of times that a prompt may be preempted before a batch waits for its group."""
+        """Number of preemptions of a prompt's group after which a batch waits for the group."""
         return self.max_preemptions or (1 if self.tail_batching else 3)
 
 
 def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str | None:
-    """Return why a group with these rewards is filtered (dynamic sampling, DAPO section 3.2); None if it is kept."""
+    """Return why a group of responses is filtered (dynamic sampling, DAPO section 3.2); None if it is kept."""
     if limits is None:
         return None
     mean = statistics.fmean(rewards)

@@ -26,10 +26,11 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the prompt source of each new prompt. See the module's docstring for the guarantees."""
+    """Chooses the source of each new prompt, so that each source gets its share. See the module's docstring for the
+    guarantees."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
-        """Continue from a cursor's counts for each source; without counts, start from the beginning."""
+        """Continue from the counts of issued and filtered prompts of each source, by default from the beginning."""
         self._slots = Slots(shares)
         self._issued = list(issued) or [0] * len(shares)
         self._filtered = list(filtered) or [0] * len(shares)
@@ -38,11 +39,11 @@ class Mixture:
 
     @property
     def state(self) -> Cursor:
-        """The counts of issued and filtered prompts, to be committed with a batch."""
+        """The numbers of issued and filtered prompts of each source, to be stored with a batch."""
         return Cursor(tuple(self._issued), tuple(self._filtered))
 
     def find_next(self) -> tuple[int, int]:
-        """Return the source of the next prompt, and its position in the source."""
+        """Return the source of the next prompt, and the prompt's position in that source."""
         kept = [issued - gone for issued, gone in zip(self._issued, self._filtered, strict=True)]
         source = self._slots.first_free(kept)
         return source, self._issued[source]
@@ -54,18 +55,18 @@ class Mixture:
         return position * len(self._issued) + source
 
     def note_filtered(self, index: int) -> None:
-        """Record that this prompt's group was filtered, which frees a slot of the prompt's source."""
+        """Record that this prompt's group of responses was filtered, so its source may issue another prompt."""
         self._filtered[index % len(self._filtered)] += 1
 
 
 class Slots:
-    """The sequence of slots, in which each source always has its share of the slots so far, to within one slot.
+    """An endless sequence of slots, each owned by one prompt source, that follows the configured shares closely.
 
-    Each slot goes to the source that would be the first to fall too far behind its share. A source that would get too
-    far ahead of its share is excluded. The rule that chooses a slot's source is Tijdeman's solution of the chairman
-    assignment problem (Discrete Mathematics 32, 1980). With D sources, a source's number of slots differs from its
-    exact share by at most 1 - 1 / (2D - 2). Shares are read as the decimal fractions in the config, so the sequence
-    repeats after a period in which every source has a whole number of slots.
+    Each slot goes to the prompt source that would otherwise be the first to fall too far behind its share. A prompt
+    source that would get too far ahead of its share is excluded. The rule that assigns slots to prompt sources is
+    Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980). With D prompt sources, the
+    number of slots of a source differs from its exact share by at most 1 - 1 / (2D - 2). Shares are read as the decimal
+    fractions in the config, so the sequence of slots is periodic.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
@@ -74,7 +75,7 @@ class Slots:
         self._assigned: list[list[int]] = [[] for _ in shares]
 
     def first_free(self, filled: Sequence[int]) -> int:
-        """Return the source that owns the first free slot; `filled` has the number of filled slots of each source."""
+        """Return the prompt source that owns the first free slot; `filled` counts the filled slots of each source."""
         periods = [count // weight for count, weight in zip(filled, self._weights, strict=True)]
         first = min(periods)
         free = {s: filled[s] - first * self._weights[s] for s, period in enumerate(periods) if period == first}
@@ -85,7 +86,7 @@ class Slots:
         return min(known)[1]
 
     def _assign_slot(self) -> None:
-        """Assign the next slot of a period to a source, in exact integer arithmetic."""
+        """Assign the next slot to a prompt source, in exact integer arithmetic."""
         scale, period, number = max(2 * len(self._weights) - 2, 1), sum(self._weights), sum(map(len, self._assigned))
 
         def behind(source: int) -> int:
@@ -101,7 +102,7 @@ class Slots:
 
 
 def _reduce_shares(shares: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest integers in the ratio of `shares`."""
+    """Return the smallest integers that have the same ratio as `shares`."""
     exact = [Fraction(str(share)) for share in shares]
     scaled = [int(share * math.lcm(*(e.denominator for e in exact))) for share in exact]
     return tuple(weight // math.gcd(*scaled) for weight in scaled)

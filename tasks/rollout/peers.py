@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 
 class GroupPeers:
-    """The final responses of one dispatch. See the module's docstring."""
+    """Collects the final responses to one prompt, so that a scorer can compare them. See the module's docstring."""
 
     def __init__(self, size: int) -> None:
-        """Expect `size` episodes, which is the number of responses that are kept."""
+        """Expect final responses from `size` episodes."""
         self._size = size
         self._arrived: dict[int, Sequence[int]] = {}
         self._left: set[int] = set()
@@ -25,7 +25,7 @@ class GroupPeers:
         self._is_cancelled = False
 
     async def arrive(self, sample: int, tokens: Sequence[int]) -> list[Sequence[int]] | None:
-        """Add a response, and return the group's other responses; return None if the group was given up."""
+        """Add a final response, and return the group's other responses; return None if the group was given up."""
         self._arrived[sample] = tokens
         self._check()
         await self._complete.wait()
@@ -34,13 +34,13 @@ class GroupPeers:
         return [self._arrived[other] for other in sorted(self._arrived) if other != sample]
 
     def leave(self, sample: int) -> None:
-        """Note that a kept episode has ended; the group no longer waits for its response."""
+        """Record that an episode has ended, so that no other episode waits for its response."""
         if sample not in self._arrived:
             self._left.add(sample)
             self._check()
 
     def cancel(self) -> None:
-        """End all waits, because the group was given up."""
+        """End all waits for final responses, because the group was given up."""
         self._is_cancelled = True
         self._complete.set()
 

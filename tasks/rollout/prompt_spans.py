@@ -10,7 +10,8 @@ from rollflow.tasks.runtime.spans import Spans
 
 
 class PromptSpans:
-    """Records a trace for each dispatch. Times are read from the clock of the running event loop."""
+    """Records an OpenTelemetry trace for each dispatched prompt. All times are read from the clock of the running event
+    loop."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
@@ -23,7 +24,7 @@ class PromptSpans:
             self._started[key] = self._now()
 
     def respond(self, key: GroupKey, trajectory: Trajectory) -> None:
-        """Record the generation and the scoring of a response that has its reward."""
+        """Record the generation and the scoring of a response."""
         generated, scored = trajectory.generation_seconds, trajectory.reward_seconds
         more = {"rollflow.sample": trajectory.sample, "rollflow.started_version": trajectory.started_version}
         if self._spans.on:
@@ -33,16 +34,16 @@ class PromptSpans:
             self._spans.record_prompt(key, "score", scored, reward=trajectory.reward, **more)
 
     def complete(self, key: GroupKey) -> None:
-        """Record that a group has all its rewards and waits for its batch."""
+        """Record that all responses of a group have rewards, and that the group waits for a batch."""
         if self._spans.on:
             self._complete[key] = self._now()
 
     def discard(self, discard: Discard) -> None:
-        """Record the end of a dispatch that is not trained on."""
+        """Record the end of a group of responses that is not trained on."""
         self._end(discard.key, f"discarded: {discard.reason.value}")
 
     def commit(self, staged: StagedBatch) -> None:
-        """Record the end of the dispatches whose groups are in a committed batch."""
+        """Record the end of the groups of responses that are in a committed batch."""
         for group in staged.groups:
             self._end(group.key, f"trains version {staged.number + 1}")
 

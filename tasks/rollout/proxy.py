@@ -36,14 +36,14 @@ from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 
 @dataclass(frozen=True, slots=True)
 class WeightsProbe:
-    """Fixed tokens, and the learner's log-probabilities (nats) of these tokens under one version."""
+    """Fixed tokens, and the learner's log-probabilities (in nats) of these tokens under one policy version."""
 
     tokens: Sequence[int]
     expected: Sequence[float]
     tolerance: float
 
     def check(self, found: Sequence[float] | None) -> None:
-        """Raise `EngineFailed` if the engine's log-probs are wrong; accept None from an engine without a model."""
+        """Check the engine's log-probabilities against the learner's; raise `EngineFailed` if they differ too much."""
         if found is None or not self.expected:
             return
         differences = [abs(a - b) for a, b in zip(found, self.expected, strict=True)]
@@ -58,7 +58,7 @@ class WeightsProbe:
 
 @dataclass(frozen=True, slots=True)
 class VersionedGeneration:
-    """A generation, and the version under which its request was started."""
+    """A generation, and the policy version under which the request for it started."""
 
     generation: Generation
     version: int
@@ -66,7 +66,7 @@ class VersionedGeneration:
 
 @dataclass(frozen=True, slots=True)
 class _NewestWeights:
-    """The newest weights, which every engine that joins later loads."""
+    """The newest policy weights, which every engine that joins later has to load."""
 
     version: int
     weights: Any
@@ -76,7 +76,7 @@ class _NewestWeights:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of a request: its priority, the group of requests with the same prompt, a callback for its start."""
+    """Options of a generation request, such as its priority and a callback for its start."""
 
     priority: float = 0.0  # the request with the lowest number goes first
     group: Hashable = None
@@ -85,7 +85,7 @@ class RequestOptions:
 
 @dataclass(eq=False, slots=True)
 class _GenerationJob:
-    """A request in progress, with the version under which it started."""
+    """A generation request in progress, with the policy version under which it started."""
 
     request: GenerationRequest
     asked: RequestOptions
@@ -95,19 +95,19 @@ class _GenerationJob:
     aborted: bool = False
 
     def build_answer(self, generation: Generation, version: int) -> VersionedGeneration:
-        """Build the result of a request; `version` is used if the request never started."""
+        """Build the result of a request; `version` is the policy version to report if the request never started."""
         return VersionedGeneration(generation, version if self.started is None else self.started)
 
     def start(self, version: int) -> None:
-        """Record the version of the start and call `on_start`."""
+        """Record the policy version under which the request starts, and call `on_start`."""
         self.started = version
         if self.asked.on_start is not None:
             self.asked.on_start(version)
 
     def keep_and_restart(self, kept: TokenSpan) -> None:
-        """Prepare the request for another engine, with the tokens in `kept` as its prefix.
+        """Prepare the request to continue on another engine after the tokens `kept`.
 
-        A request without kept tokens starts from the beginning.
+        Without `kept` tokens, the request starts from the beginning.
         """
         # an engine may still know the old id
         self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)
@@ -115,7 +115,7 @@ class _GenerationJob:
             self.started = None
 
     def build_aborted(self, had: TokenSpan) -> Generation:
-        """Build the generation of an aborted request from the tokens it had."""
+        """Build the result of an aborted request from the tokens generated so far."""
         return Generation(self.request.id, had, StopReason.ABORTED)
 
 
@@ -129,9 +129,9 @@ class InferenceProxy:
         replacement_seconds: float = 0.0,
         routing: Routing = "least-work",
     ) -> None:
-        """Serve requests on the started engines `engines` and on engines that `join` later.
+        """Serve generation requests on the started engines `engines` and on engines that join later.
 
-        Each engine runs at most `slots` requests at a time.
+        Each engine runs at most `slots` requests at the same time.
         """
         self._slots = slots
         self._replacement_seconds = replacement_seconds
@@ -150,25 +150,25 @@ class InferenceProxy:
 
     @property
     def running(self) -> int:
-        """Number of requests that run on an engine or wait for one."""
+        """Number of generation requests that run on an engine or wait for one."""
         return len(self._jobs)
 
     @property
     def capacity(self) -> int:
-        """Number of requests that the live engines can run at a time.
+        """Number of requests that all live engines can run at the same time.
 
-        If no engine is alive, the capacity is that of one engine, so that requests can wait for a new engine.
+        If no engine is alive, the capacity is that of one engine, so that requests can wait for a replacement.
         """
         return self._slots * max(1, len(self._queue.live))
 
     @property
     def engines(self) -> Mapping[int, Engine]:
-        """The live engines, keyed by place (the engine's number)."""
+        """The live engines, keyed by the engine's number."""
         return {place: lane.engine for place, lane in self._queue.places.items() if lane.failure is None}
 
     @property
     def failed(self) -> dict[int, str]:
-        """Reasons why engines failed, keyed by place (the engine's number), even if an engine had no request."""
+        """The reason of the failure of each failed engine, keyed by the engine's number."""
         found = ((place, lane.failure or _find_failure(lane.engine)) for place, lane in self._queue.places.items())
         return {place: str(failure) for place, failure in found if failure}
 
@@ -176,7 +176,7 @@ class InferenceProxy:
         """Generate one response on an engine with a free slot.
 
         Raises:
-            EngineFailed: no engine is left, and no engine has joined in time.
+            EngineFailed: no engine is alive, and no replacement has joined in time.
         """
         asked = asked or RequestOptions()
         job = _GenerationJob(request, asked, self._queue.create_ticket(asked.priority, asked.group))
@@ -197,7 +197,7 @@ class InferenceProxy:
             del self._jobs[request.id]
 
     async def abort(self, ids: Collection[str]) -> None:
-        """Abort these requests; `generate` returns the tokens of an aborted request so far. Unknown ids are ignored."""
+        """Abort these requests; `generate` then returns the tokens generated so far. Unknown ids are ignored."""
         running: defaultdict[EngineSlots, list[str]] = defaultdict(list)
         for job in filter(None, map(self._jobs.get, ids)):
             job.aborted = True
@@ -208,10 +208,10 @@ class InferenceProxy:
         await asyncio.gather(*(self._abort(lane, ids) for lane, ids in running.items()))
 
     async def update(self, version: int, weights: Any, probe: WeightsProbe, in_flight: InFlight) -> None:
-        """Update every live engine, and later each joining engine, to `version`; `weights` are in the engines' format.
+        """Update every live engine, and every engine that joins later, to the weights of policy version `version`.
 
         Raises:
-            EngineFailed: no engine survived the update, and none will be replaced.
+            EngineFailed: no engine survived the update, and no engine will be replaced.
         """
         async with self._changing:
             taken = _NewestWeights(version, weights, probe, in_flight)
@@ -225,10 +225,10 @@ class InferenceProxy:
             raise self._queue.build_no_engine_error()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Put a started engine into a place; the requests of that place's previous engine continue on other engines.
+        """Add a started engine under the number of an old engine, whose requests continue on other engines.
 
         Raises:
-            EngineFailed: the new engine could not load the current weights; the previous engine stays in the place.
+            EngineFailed: the new engine could not load the current weights, so the old engine stays.
         """
         lane = EngineSlots(engine, self._slots)
         if self._taken is not None:
@@ -245,12 +245,12 @@ class InferenceProxy:
 
     @asynccontextmanager
     async def borrow_engine(self) -> AsyncIterator[Engine]:
-        """Borrow one engine for the duration of a `with` block.
+        """Borrow one engine from the run for the duration of a `with` block.
 
-        The borrowed engine serves no other requests in the block, and joins again after the block.
+        The borrowed engine serves no requests of the run inside the block, and serves them again after the block.
 
         Raises:
-            EngineFailed: fewer than two engines live, or the borrowed engine died in the block.
+            EngineFailed: fewer than two engines are alive, or the borrowed engine died inside the block.
         """
         place, engine = await self._lend()
         try:
@@ -281,7 +281,7 @@ class InferenceProxy:
             self.on_change()
 
     async def _try_on(self, lane: EngineSlots, job: _GenerationJob) -> Generation | None:
-        """Try a request on one engine; return None if the request has to continue or restart on another engine."""
+        """Try a request on one engine; return None if the request has to move to another engine."""
         await lane.serves.wait()  # a request that arrives during an update starts under the new version
         if job.aborted:
             return job.build_aborted(job.request.prefix)
@@ -329,7 +329,7 @@ class InferenceProxy:
             self._fail(lane, error)
 
     async def _fetch(self, lane: EngineSlots, to: _NewestWeights) -> None:
-        """Fetch the weights to the engine's node while the engine generates."""
+        """Fetch the new weights to the engine's node while the engine continues to generate."""
         try:
             await lane.engine.fetch(to.version, to.weights)
         except EngineFailed as error:
@@ -355,7 +355,7 @@ class InferenceProxy:
             lane.serves.set()
 
     def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
-        """Remove an engine and close it; its process may still run, with wrong weights or without a request."""
+        """Remove a failed engine and close it, because its process may still run."""
         if lane.failure is None:
             lane.failure = EngineFailed(str(error))  # a traceback would keep the engine alive
             closing = asyncio.create_task(self._close(lane))

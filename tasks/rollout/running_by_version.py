@@ -11,7 +11,7 @@ from rollflow.tasks.rollout.group import GroupRollout
 
 
 class RunningByVersion:
-    """The running dispatches that were not preempted."""
+    """An index of the running groups of responses that were not preempted, by policy version."""
 
     def __init__(self) -> None:
         self._versions: dict[GroupRollout, int] = {}
@@ -19,14 +19,14 @@ class RunningByVersion:
         self._awaited: dict[int, int] = {}  # version -> number of dispatches that a batch waits for
 
     def add(self, version: int, rollout: GroupRollout) -> None:
-        """Add a dispatch that started under this version; a dispatch that restarted moves to this version."""
+        """Add a group of responses that started, or started again, under this policy version."""
         self.remove(rollout)
         self._versions[rollout] = version
         self._running.setdefault(version, {})[rollout] = None
         self._awaited[version] = self._awaited.get(version, 0) + rollout.awaited
 
     def remove(self, rollout: GroupRollout) -> None:
-        """Remove a dispatch that ended or was preempted; an unknown dispatch is ignored."""
+        """Remove a group of responses that ended or was preempted; ignore an unknown group."""
         version = self._versions.pop(rollout, None)
         if version is not None:
             del self._running[version][rollout]
@@ -35,17 +35,17 @@ class RunningByVersion:
                 del self._running[version], self._awaited[version]
 
     def count_before(self, bound: float) -> int:
-        """Count the dispatches that started under a version older than `bound`."""
+        """Count the running groups of responses that started under a policy version older than `bound`."""
         return sum(len(running) for version, running in self._running.items() if version < bound)
 
     def list_before(self, bound: float) -> list[GroupRollout]:
-        """List the dispatches that started under a version older than `bound`."""
+        """List the running groups of responses that started under a policy version older than `bound`."""
         return [rollout for version, running in self._running.items() if version < bound for rollout in running]
 
     def find_oldest_awaited(self, bound: float) -> int | None:
-        """Find the oldest version before `bound` under which an awaited dispatch started, or return None."""
+        """Find the oldest policy version before `bound` of a running group that a batch waits for, or return None."""
         return min((version for version, count in self._awaited.items() if count and version < bound), default=None)
 
     def find_first_awaited(self, version: int) -> GroupKey:
-        """Find the smallest key among the awaited dispatches that started under this version."""
+        """Find the smallest key of the groups of this policy version that a batch waits for."""
         return min(rollout.key for rollout in self._running[version] if rollout.awaited)

@@ -68,7 +68,7 @@ from rollflow.tasks.scorers.config import name_section
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The point of a run at which a scheduler starts: the beginning, or the state that the log records."""
+    """The point at which a scheduler starts a run: the beginning, or a state restored from the run's log."""
 
     number: int = 0  # number of the first batch that was never committed
     cursor: Cursor = field(default_factory=Cursor)
@@ -82,7 +82,7 @@ class ResumePoint:
 
     @classmethod
     def of_state(cls, state: RunState) -> ResumePoint:
-        """Build the resume point of a run with this state."""
+        """Build the resume point of a run with this recorded state."""
         return cls(
             number=state.next_batch,
             cursor=state.cursor,
@@ -99,10 +99,10 @@ class ResumePoint:
 class SchedulerPorts:
     """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
 
-    `commit` stores a batch durably and puts the batch into the channel. `pack` prepares a group for its batch as soon
-    as the group is complete. A simulation stores nothing, so it passes a `pack` that changes nothing. `start_epoch`
-    starts the epoch of a source that contains a position, and returns the epoch's end; it is needed if a source skips
-    solved questions.
+    `commit` stores a training batch durably and sends the batch to the learner. `pack` encodes a group of responses for
+    storage as soon as the group is complete. A simulation stores nothing, so its `pack` returns the group unchanged.
+    `start_epoch` starts an epoch of a prompt source and returns the position after the epoch's last prompt; only
+    sources that skip solved questions need epochs.
     """
 
     prompt: Callable[[int], Prompt]
@@ -117,7 +117,8 @@ class SchedulerPorts:
 
 
 class RolloutScheduler:
-    """Turns prompts into committed batches. See the module's docstring for the guarantees."""
+    """Turns prompts into training batches, and commits each batch to storage. See the module's docstring for the
+    guarantees."""
 
     def __init__(
         self, limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
@@ -162,12 +163,12 @@ class RolloutScheduler:
 
     @property
     def number(self) -> int:
-        """Number of the next batch that was never formed."""
+        """Number of the next training batch that was never formed."""
         return self.due.number
 
     @property
     def running(self) -> int:
-        """Number of groups with unfinished responses or rewards."""
+        """Number of groups with responses that are unfinished or have no reward."""
         return len(self._running)
 
     def note_published(self, version: int) -> None:
