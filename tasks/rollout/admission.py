@@ -1,21 +1,23 @@
-"""Admission: decides how many prompt groups may start now, by pure functions of `AdmissionInputs`.
+"""Admission: decides how many groups of responses may start now, by pure functions of `AdmissionInputs`.
 
-Batch b trains version b. A group that started under policy version v is fresh enough for batch number b if b <= v +
-alpha, where alpha is the largest staleness (`async_ratio`). While the engines serve policy version v, groups may start
-for the unformed batches with numbers below v + 1 + `async_ratio`. As long as groups end in about the order in which
-they started, no group is discarded as stale. If a group ends before a slower group that started earlier, the slower
-group may have to join the next batch. The module `formation` decides whether a batch waits for a slow group.
+Batch b trains version b. A group of responses that started under policy version v is fresh enough for batch number b if
+b <= v + alpha, where alpha is the largest allowed staleness (`async_ratio`). While the engines serve policy version v,
+groups of responses may start for the unformed batches with numbers below v + 1 + `async_ratio`. As long as groups of
+responses end in about the order in which they started, no group is discarded as stale. If a group of responses ends
+before a slower group that started earlier, the slower group may have to join the next batch. The module `formation`
+decides whether a batch waits for a slow group of responses.
 
-Staleness is a whole number. The fractional part of `async_ratio` only lets groups start that can replace slower groups
-of the same batch. If batches wait for slow groups, the fractional part of `async_ratio` lets no group start
-(`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups that are at most one version
-old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
+Staleness is a whole number. The fractional part of `async_ratio` only lets groups of responses start that can replace
+slower groups of the same batch. If batches wait for slow groups of responses, the fractional part of `async_ratio` lets
+no group start (`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups of responses
+that are at most one policy version old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
 
-If scoring is slower than generation, `max_unscored` bounds the queue of responses that wait for a score: while the
-queue is full, no group starts. Running groups go on, so the queue may exceed the bound by their unfinished responses.
+If scoring is slower than generation, `max_unscored` limits the queue of responses that wait for a score: while the
+queue is full, no new group of responses starts. Running groups of responses continue, so the queue of unscored
+responses may exceed the limit by the number of their unfinished responses.
 
-Voided batches are formed again before all other batches, which are formed in the order of their numbers. Batches that
-are already formed do not reduce the number of groups that may start for a voided batch.
+Voided (lost) batches are formed again before all other batches, which are formed in the order of their numbers.
+Training batches that are already formed do not reduce the number of groups that may start for a voided (lost) batch.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 class BatchesToForm:
     """The training batches that still have to be formed: first the voided (lost) batches, then new batches."""
 
-    number: int  # number of the first batch that was never formed
-    missing: tuple[int, ...]  # numbers of the lower batches that are to be formed again
-    last: int  # the number of the run's last batch plus one
+    number: int  # number of the first training batch that was never formed
+    missing: tuple[int, ...]  # numbers of the lost training batches that have to be formed again
+    last: int  # number of the run's last training batch plus one
 
     @property
     def count(self) -> int:
@@ -62,21 +64,21 @@ class AdmissionInputs:
 
     version: int  # policy version that the engines serve; -1 before the first update
     due: BatchesToForm
-    running: int  # running groups, including preempted ones
-    outstanding: int  # number of groups that may still join a batch: running groups and groups in the buffer
+    running: int  # number of running groups of responses, including preempted groups
+    outstanding: int  # number of groups of responses that may still join a batch: running or buffered groups
     generating: int  # number of unfinished responses of all running groups
-    slots: float  # largest number of requests that may be in flight
+    slots: float  # largest number of generation requests that may be in flight
     unscored: int = 0  # number of responses that wait for a score
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """The decision of admission."""
+    """Admission's decision whether another group of responses may start."""
 
-    batch: int  # number of the batch for which the next group starts
-    fresh: int  # number of groups that `async_ratio` allows to start now
-    wanted: int  # number of groups that the run still needs
-    free: bool  # True if the engines have room for one more group
+    batch: int  # number of the training batch for which the next group of responses starts
+    fresh: int  # number of groups of responses that `async_ratio` allows to start now
+    wanted: int  # number of groups of responses that the run still needs
+    free: bool  # True if the engines have room for one more group of responses
     scores: bool = True  # True if the queue of responses that wait for a score is not full
 
     @property
@@ -97,7 +99,8 @@ class AdmissionDecision:
 
 def next_batch(supply: AdmissionInputs, limits: RolloutLimits) -> int:
     """Return the number of the training batch for which the next group of responses is generated."""
-    under_way = supply.outstanding // limits.groups  # number of whole batches that the outstanding groups fill
+    # number of whole batches that the outstanding groups of responses fill
+    under_way = supply.outstanding // limits.groups
     return min(supply.due.at(under_way), math.floor(supply.version + limits.lead))
 
 
@@ -107,9 +110,9 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
-    if due.first > version + limits.lead:  # an extra group would come too late
+    if due.first > version + limits.lead:  # a group started beyond the need of its batch would come too late
         extra = 0
-    if due.first > version + limits.async_ratio:  # any group that starts now would come too late
+    if due.first > version + limits.async_ratio:  # any group of responses that starts now would come too late
         fresh = min(fresh, 0)
     return AdmissionDecision(
         batch=next_batch(supply, limits),
@@ -127,15 +130,15 @@ def compute_allowance(
 
     Args:
         version: policy version that the engines serve; -1 before the first update.
-        outstanding: number of groups that run or wait for their batch.
-        number: number of the first batch that was never formed.
-        missing: lower-numbered batches that have to be formed again.
-        groups: number of groups in a batch.
-        ahead: number of batches that may start ahead of training, at most `async_ratio`; it may be fractional.
+        outstanding: number of groups of responses that are running or wait for a batch.
+        number: number of the first training batch that was never formed.
+        missing: numbers of the lost batches that have to be formed again.
+        groups: number of groups of responses in a training batch.
+        ahead: number of batches by which generation may run ahead of training; a fraction is allowed.
     """
     if version < 0:
         return 0
-    # number of groups that may have started by now, over all batches
+    # number of groups of responses that may have started by now, over all batches
     limit = math.floor(groups * (version + 1 + ahead))
     again = sum(min(max(limit - groups * lost, 0), groups) for lost in missing)
     return again + max(limit - groups * number, 0) - outstanding

@@ -1,10 +1,11 @@
-"""The trajectory buffer: holds scored groups until their batch is formed. The buffer never waits.
+"""The trajectory buffer: holds scored groups of responses until a training batch takes them. The buffer never waits.
 
-A batch takes the groups with the oldest start version first. Among groups with the same start version, a batch first
-takes the groups that it has to wait for (see `formation`). If two groups are equal in both respects, start version and
-waiting, a batch first takes the group with the smaller key. With `async_ratio = 0` the buffer has the groups of exactly
-one batch, so the choice of the groups does not depend on which group finished first. A group that is too old for the
-next batch is stale, because later batches need even newer groups.
+A training batch first takes the groups of responses that started under the oldest policy version. Among groups of
+responses that started under the same policy version, a batch first takes the groups that it has to wait for (see
+`formation`). Among groups of responses that are equal in policy version and waiting, a batch first takes the group with
+the smallest key. With `async_ratio = 0` the buffer has the groups of responses of exactly one batch, so the choice of
+the groups does not depend on which group finished first. A group of responses that is too old for the next batch is
+stale, because later batches need even newer groups.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Rank(NamedTuple):
     """Sort key of a group of responses in the buffer: a batch takes the groups with the smallest ranks first."""
 
     started_version: int
-    passed: bool  # False if the group is awaited
+    passed: bool  # False if a batch has to wait for the group
     key: GroupKey
 
 

@@ -14,7 +14,7 @@ class Stopwatch:
     since: float | None = None
 
     def note(self, now: float, *, holds: bool) -> None:
-        """Record whether the condition is true from now on."""
+        """Record whether the measured condition is true from now on."""
         if self.since is not None:
             self.seconds += now - self.since
         self.since = now if holds else None
@@ -25,14 +25,15 @@ class SchedulerCounts:
     """The counters of a rollout scheduler, since the scheduler started."""
 
     tokens: int = 0
-    surplus_tokens: int = 0  # tokens of responses that complete groups did not need
+    surplus_tokens: int = 0  # tokens of redundant responses, which complete groups did not need
     discarded_tokens: int = 0
-    dropped_tokens: int = 0  # discarded tokens of groups that were too slow or not needed
+    dropped_tokens: int = 0  # discarded tokens of groups of responses that were too slow or not needed
     trajectories: int = 0
     discards: Counter[str] = field(default_factory=Counter)
-    filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups
+    filtered: Counter[str] = field(default_factory=Counter)  # reason for filtering -> number of groups of responses
     held: Stopwatch = field(
         default_factory=Stopwatch
-    )  # time in which engines had free slots, but `async_ratio` allowed no new group
-    waited: Stopwatch = field(default_factory=Stopwatch)  # time in which the learner was idle while a full batch waited
+    )  # time in which engines had free slots, but `async_ratio` allowed no new group of responses
+    # time in which the learner was idle while the buffer had a full batch
+    waited: Stopwatch = field(default_factory=Stopwatch)
     backlogged: Stopwatch = field(default_factory=Stopwatch)  # time in which only `max_unscored` allowed no new group

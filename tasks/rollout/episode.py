@@ -1,8 +1,8 @@
 """An episode in progress: the object through which an environment requests tokens and rewards.
 
-The creator of an episode passes the functions `ask`, `closed` and `scorer`. `ask` requests a generation. `closed` is
-called when the policy will generate no more tokens, and returns whether the episode is kept. `scorer` computes the
-reward.
+The creator of an episode passes the functions `ask`, `closed` and `scorer` to the episode. `ask` requests a generation.
+`closed` is called when the policy will generate no more tokens of an episode, and returns whether the episode is kept.
+`scorer` computes the reward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NOTHING = TokenSpan()
 CHOSEN = b"\1"
-# Waits for the group's other final responses, and returns them; None if the group was given up.
+# Waits for the final responses of the group's other episodes, and returns them; None if the group was given up.
 Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
 
@@ -58,9 +58,10 @@ class PlayedEpisode:
     scorer: Callable[[ScoreRequest], Awaitable[Score]]
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
-    meet: Meeting | None = None  # for a scorer that compares the responses of a group
+    meet: Meeting | None = None  # for a scorer that compares the responses to the same prompt
     made: TokenSpan = NOTHING
-    mask: bytes = b""  # one byte per token: 1 if the policy generated it, 0 if the environment added it
+    # one byte per token: 1 for a token that the policy generated, 0 for a token that the environment added
+    mask: bytes = b""
     turns: int = 0
     generated: int = 0  # number of tokens that the policy generated
     first: VersionedGeneration | None = None
@@ -68,9 +69,9 @@ class PlayedEpisode:
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
     wanted: bool | None = None  # True if the episode is kept; None until generation has ended
-    _unjudged: Score | None = None  # the last score of the episode that nobody could judge
+    _unjudged: Score | None = None  # the episode's last score that could not be computed
     _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
-    _asked: bool = False  # True while the environment waits for an answer
+    _asked: bool = False  # True while the environment waits for a generation
     _gone: bool = False  # True after `let_go`
     _interrupted: bool = False  # True if the environment was cancelled while it computed
 
@@ -219,7 +220,7 @@ class PlayedEpisode:
         if wrong := [one for one in stop if not isinstance(one, str)]:
             raise ValueError(f"the stop string {wrong[0]!r} is not a string; decode a token to its text")
         for one in stop:
-            one.encode()  # a lone surrogate, which no engine can search for, raises a `ValueError`
+            one.encode()  # a lone surrogate raises a `ValueError`, because no engine can search for it
         if "" in stop:
             raise ValueError("a stop string is empty")
         max_tokens = None if max_tokens is None else operator.index(max_tokens)

@@ -42,8 +42,8 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged
 
 T = TypeVar("T")
 UNSAFE = re.compile(r"[^\w.-]")  # characters that a metric's name may not contain
-AGAIN_SECONDS = 1.0  # seconds until an evaluation is retried after its engine died
-JUDGE_PAUSES = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # seconds until it is retried after nobody could judge a response
+AGAIN_SECONDS = 1.0  # seconds before an evaluation is retried after its engine died
+JUDGE_PAUSES = (10.0, 20.0, 40.0, 80.0, 160.0, 320.0)  # seconds before an evaluation is retried after a judge failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ class Evaluation:
     reward: float
     responses: int
     mean_tokens: float
-    pinned: bool  # True if every token came from `version`
-    pass_at: Mapping[int, float] = field(default_factory=dict)  # k -> pass@k; empty with one response per prompt
+    pinned: bool  # True if every token was sampled from policy version `version`
+    # k -> pass@k; empty if each prompt gets only one response
+    pass_at: Mapping[int, float] = field(default_factory=dict)
     domains: Mapping[str, DomainResult] = field(default_factory=dict)  # empty with one domain
     sets: Mapping[str, DomainResult] = field(default_factory=dict)
 
@@ -217,7 +218,7 @@ class Evaluator:
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
-    # domain -> its weight in the accuracy; empty: every response has the same weight
+    # domain -> its weight in the accuracy; if empty, every response has the same weight
     shares: Mapping[str, float] = field(default_factory=dict)
     by_value: bool = False  # True: a response is right if its reward is 1; False: if its outcome is "correct"
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name

@@ -1,9 +1,10 @@
-"""Formation: decides whether a batch is formed now or waits for a group. The methods of `Formation` change no state.
+"""Decides whether a training batch is formed now or waits for a running group of responses. No method changes state.
 
-While the learner is busy, a batch is formed only if no running group has to be preempted for it. Once the learner is
-ready for the batch, a running group that would be too old for the next batch is preempted and issued again, unless the
-batch has to wait for the group. A group that a batch has to wait for is called *awaited*. With `on_stale = "wait"`
-every group is awaited. With `on_stale = "drop"` only the groups of prompts that were preempted often are awaited (see
+While the learner is busy, a batch is formed only if no running group of responses has to be preempted for it. Once the
+learner is ready for the batch, a running group of responses that would be too old for the next batch is preempted and
+started again, unless the batch has to wait for the group. A group of responses that a batch has to wait for is called
+*awaited*. With `on_stale = "wait"`, a batch waits for every running group of responses that would be too old for the
+next batch. With `on_stale = "drop"`, a batch waits only for the groups of prompts that were preempted often (see
 `issue_order`).
 """
 
@@ -56,7 +57,7 @@ class Formation:
             return True
         if self.limits.on_stale == "drop" or is_lost:
             return False
-        # Only the later batches that the running groups can fill have to be checked.
+        # Only the later batches that the running groups of responses can fill have to be checked.
         filled = (self.starts.count_before(math.inf) - 1) // self.limits.groups
         reached = min(math.floor(self.limits.async_ratio) - 1, filled)
         return any(self._crowds(number, later) for later in range(1, reached + 1))

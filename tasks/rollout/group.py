@@ -1,4 +1,4 @@
-"""One dispatch of a prompt, which ends with a scored group or is discarded for a reason.
+"""One dispatch of a prompt, which ends with a scored group of responses, or with a reason for discarding the group.
 
     prompt --> G (+ extra) x ( queue --> engine --> scorer )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
@@ -59,8 +59,8 @@ class GroupPorts:
     limits: RolloutLimits
     proxy: InferenceProxy
     score: Callable[[ScoreRequest], Awaitable[Score]]
-    generated: Callable[[int], Awaitable[None]]  # the argument is the number of the response's tokens
-    started: Callable[[GroupRollout, int], None]  # called when `started_version` becomes known or changes
+    generated: Callable[[int], Awaitable[None]]  # called with the number of tokens of each finished response
+    started: Callable[[GroupRollout, int], None]  # called when the value of `started_version` becomes known or changes
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     environment_ports: EnvironmentPorts = NO_PORTS
@@ -74,18 +74,20 @@ class GroupRollout:
     key: GroupKey
     ports: GroupPorts
     responses: int  # number of responses to generate, of which `group_size` are kept
-    number: int  # position of this dispatch among all dispatches of its scheduler
-    awaited: bool = field(kw_only=True)  # True if a batch waits for this dispatch and does not preempt it
+    number: int  # position of this dispatch of a prompt among all dispatches of the scheduler
+    awaited: bool = field(kw_only=True)  # True if a batch waits for this group of responses and does not preempt it
     redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
-    unjudged: str = field(default="", kw_only=True)  # why a response could not be judged
+    unjudged: str = field(default="", kw_only=True)  # reason why a response could not be judged
     _peers: GroupPeers = field(init=False)
-    _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the dispatch was given up
+    _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the group of responses was given up
     unanswered: int = field(init=False)  # number of episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
-    _starts: dict[int, int] = field(default_factory=dict)  # sample -> version under which its request started
-    _turns: Counter[int] = field(default_factory=Counter)  # sample -> number of its current turn
-    _tries: Counter[int] = field(default_factory=Counter)  # sample -> number of times that its request failed
+    # sample -> policy version under which the request for the sample started
+    _starts: dict[int, int] = field(default_factory=dict)
+    _turns: Counter[int] = field(default_factory=Counter)  # sample -> number of the sample's current turn
+    # sample -> number of times that a request for the sample failed
+    _tries: Counter[int] = field(default_factory=Counter)
     _oldest: int | None = None
     _ended: int = 0  # number of responses that ended without an abort
     _tokens: int = 0  # tokens of all responses

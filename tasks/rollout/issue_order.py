@@ -1,19 +1,20 @@
-"""Chooses which prompt is issued next, and collects slow prompts into batches of their own.
+"""Chooses which prompt the policy answers next, and collects slow prompts into training batches of their own.
 
-A round is the set of prompts issued for one batch. Prompts that have to be issued again come before new prompts, whose
-source `Mixture` chooses. A prompt that was preempted waits for the next policy version, because a group that starts
-right after an update has the most time until its batch is formed.
+A *round* is the set of prompts issued for one training batch. Prompts that have to be issued again come before new
+prompts; the class `Mixture` chooses the source of new prompts. A preempted prompt waits for the next policy version,
+because a group of responses that starts right after an update has the most time until its batch is formed.
 
-A prompt that was preempted `RolloutLimits.awaited_after` times is *awaited*, which means that a batch waits for the
-prompt's group. With tail batching (RollPacker, section 4) an awaited prompt first waits in a queue, the *tail*, until
-the tail has enough prompts for a batch. A *short* round issues prompts that are not in the tail, including those of
-redundant groups. Once the tail has enough prompts for a batch, the next round is *long* and issues exactly these
-prompts. The batch of a long round waits for all its groups and has no redundant groups. Tail batching omits no prompt;
-it trains slow prompts together with other slow prompts. A run's last round is always long and issues the prompts in the
-tail first, so that the run does not omit its slowest prompts.
+A prompt whose group of responses was preempted `RolloutLimits.awaited_after` times is *awaited*, which means that a
+batch waits for the prompt's group. With tail batching (RollPacker, section 4) a prompt whose group was preempted often
+first waits in a queue, the *tail*, until the tail has enough prompts for a batch. A *short* round issues prompts that
+are not in the tail (the queue of slow prompts), including the prompts of redundant groups. Once the tail has enough
+slow prompts for a batch, the next round is *long* and issues exactly these prompts. The batch of a long round waits for
+all its groups of responses, and no redundant groups are started for it. Tail batching omits no prompt; it trains slow
+prompts together with other slow prompts. The last round of a run is always long and issues the slow prompts in the tail
+first, so that the run does not omit them.
 
-A source that skips solved questions issues a new prompt only if the prompt's epoch has started, so an epoch has to
-start before its first prompt (`find_missing_epoch`).
+A source that skips solved questions issues a new prompt only after the epoch of that prompt has started
+(`find_missing_epoch`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from rollflow.storage.records import Cursor, Discard, DiscardReason, GroupKey
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.mixing import Mixture
 
-LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)  # prompts discarded for these reasons wait for the next version
+# prompts discarded for these reasons wait for a new policy version
+LATER = (DiscardReason.REDUNDANT, DiscardReason.STALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Issue:
 
 
 class IssueOrder:
-    """Chooses the prompts to issue. See the module's docstring."""
+    """Chooses the prompts that the policy answers next. See the module's docstring."""
 
     def __init__(
         self,
@@ -61,15 +63,15 @@ class IssueOrder:
         self._behind = Counter(dict(behind))
         self._mixture = Mixture(limits.shares, cursor.issued, cursor.filtered)
         self._again: deque[GroupKey] = deque()
-        self._left: deque[GroupKey] = deque()  # preempted prompts, which wait for the next version
+        self._left: deque[GroupKey] = deque()  # preempted prompts, which wait for the next policy version
         self._tail: deque[GroupKey] = deque()
         for key in again:
             (self._tail if self._is_tail(key) else self._again).append(key)
         self._fresh: list[int] = []
         self._version = -1
-        self._batch = -1  # number of the batch for which the current round issues prompts
+        self._batch = -1  # number of the training batch for which prompts are issued now
         self._is_long = False
-        self._long = 0  # number of prompts in the tail that the current round still has to issue
+        self._long = 0  # number of slow prompts (in `_tail`) that still have to be issued for this batch
 
     def take_issued(self) -> tuple[int, ...]:
         """Return the prompts that were issued for the first time since the last call, in order."""

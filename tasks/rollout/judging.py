@@ -1,4 +1,4 @@
-"""Scores a response again while its outcome is "unjudged", which means that its judge could not be reached."""
+"""Tries several times to score a response whose judge cannot be reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries; each pause is twice as long as the previous one
+# seconds between two attempts to judge; each pause is twice as long as the previous pause
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 
 Judge = Callable[[ScoreRequest], Awaitable[Score]]
 

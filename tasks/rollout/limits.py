@@ -1,4 +1,4 @@
-"""The rollout scheduler's limits and choices, which `tasks/run/limits.py` builds from a run's config."""
+"""The rollout scheduler's limits and choices; the module `tasks/run/limits.py` builds them from a run's config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rollflow.tasks.rollout.config import FilterConfig
 class JudgingLimits:
     """Limits on retries and failures while the judge of a scorer is unavailable."""
 
-    tries: int = 0  # times that a response is judged while its outcome is "unjudged"; 0: it is trained on
-    max_unjudged: int = 20  # the run fails after this many unjudged groups of the scorer in a row
-    compares_group: bool = False  # True if the scorer compares a response with the others of its group
+    tries: int = 0  # number of tries to judge a response; if 0, an unjudged response is trained on with reward 0
+    max_unjudged: int = 20  # number of unjudged groups of the scorer in a row after which the run fails
+    compares_group: bool = False  # True if the scorer compares a response with the other responses to the same prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +26,30 @@ class RolloutLimits:
     """The limits of the rollout scheduler; `RolloutConfig` explains each choice."""
 
     seed: int
-    batches: int  # number of batches to form in the whole run
+    batches: int  # number of training batches in the whole run
     groups: int  # N, groups in a batch
     group_size: int  # G, responses to one prompt
     async_ratio: float  # alpha: the largest staleness
-    max_inflight_groups: int  # largest number of groups that run at a time
-    attempts: int  # number of failures of one request after which the run fails
+    max_inflight_groups: int  # largest number of groups of responses that run at the same time
+    attempts: int  # number of failures of one generation request after which the run fails
     max_new_tokens: int
     temperature: float
-    slots: int | None = None  # a group starts only while fewer responses than this are unfinished; None: no limit
-    max_unscored: int | None = None  # a group starts only while fewer responses wait for a score; None: no limit
-    max_batches_ahead: float | None = None  # batches that generation may run ahead of training; None: `async_ratio`
+    slots: int | None = None  # limit on unfinished responses, below which a group may start; None: no limit
+    max_unscored: int | None = None  # limit on responses without a score, below which a group may start; None: no limit
+    # number of batches by which generation may lead training; None: `async_ratio`
+    max_batches_ahead: float | None = None
     redundant_groups: int = 0
     redundant_responses: int = 0
     tail_batching: bool = False
-    # preemptions after which a prompt is awaited; None: 1 with tail batching, else 3
+    # number of preemptions after which a batch waits for a prompt; None: 1 with tail batching, else 3
     max_preemptions: int | None = None
     on_stale: Literal["drop", "wait"] = "wait"
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
     filter: FilterConfig | None = None
-    judging: Mapping[str, JudgingLimits] = field(default_factory=dict)  # scorer -> its limits; default: JudgingLimits()
-    shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the trained groups
+    # scorer -> its limits; the default is `JudgingLimits()`
+    judging: Mapping[str, JudgingLimits] = field(default_factory=dict)
+    shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the groups that are trained on
 
     def judging_of(self, scorer: str) -> JudgingLimits:
         """Return the limits of the scorer with this name."""
@@ -82,7 +84,7 @@ def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str 
         return f"mean reward at or below {limits.min_mean:g}"
     if limits.max_mean is not None and mean >= limits.max_mean:
         return f"mean reward at or above {limits.max_mean:g}"
-    # Batches store rewards as float32, so an audit computes the same deviation only from float32 rewards.
+    # Batches store rewards as float32, so an audit can repeat this decision only from float32 rewards.
     if limits.min_std is not None and statistics.pstdev(array("f", rewards)) <= limits.min_std:
         return f"rewards spread by {limits.min_std:g} or less"
     return None

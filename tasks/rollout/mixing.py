@@ -1,8 +1,8 @@
-"""Mixing prompt sources: chooses the source of the next prompt, so that the trained groups have the configured shares.
+"""Mixes prompt sources: chooses the source of the next prompt, so that training gets each source's configured share.
 
-The shares define an endless sequence of *slots*, each of which belongs to one prompt source. The groups of a source
-fill the source's slots in the order of issue; filtered groups fill no slot. The next prompt comes from the source of
-the first free slot.
+The shares of the prompt sources define an endless sequence of *slots*, each of which belongs to one source. The groups
+of responses from a prompt source fill the slots of that source in the order of issue; filtered groups fill no slot. The
+next prompt comes from the prompt source that owns the first free slot.
 
     slots         a a b a | a a b a | a ...
     issued        a0 a1 b0 a2 ...        a1 is filtered: one more `a` comes before b1
@@ -70,8 +70,8 @@ class Slots:
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        self._weights = _reduce_shares(shares)  # number of slots of each source in a period
-        # source -> numbers of its slots in a period, as far as computed
+        self._weights = _reduce_shares(shares)  # number of slots of each prompt source in one period of the sequence
+        # prompt source -> the numbers of its slots in one period, as far as computed
         self._assigned: list[list[int]] = [[] for _ in shares]
 
     def first_free(self, filled: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Brings the final responses of a group together, for a scorer that compares them with each other.
+"""Collects the final responses to a prompt, for a scorer that compares them with each other.
 
     episode --arrive(response)--> waits until every kept episode has arrived or left --> the other responses
             --leave()-----------> it ended without a final response to score

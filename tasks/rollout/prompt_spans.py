@@ -1,4 +1,4 @@
-"""Records OpenTelemetry spans of prompts, from each dispatch to its end. See `tasks.runtime.spans`."""
+"""Records OpenTelemetry spans of each prompt, from the prompt's dispatch to its end. See `tasks.runtime.spans`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class PromptSpans:
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
-        self._started: dict[GroupKey, float] = {}  # key of a dispatch that has not ended -> start time
-        self._complete: dict[GroupKey, float] = {}  # key of a dispatch with all rewards -> time of the last reward
+        self._started: dict[GroupKey, float] = {}  # key of an unfinished group of responses -> start time
+        # key of a group whose responses all have rewards -> time of the last reward
+        self._complete: dict[GroupKey, float] = {}
 
     def start(self, key: GroupKey) -> None:
         """Note the start of a dispatch."""

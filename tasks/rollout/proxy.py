@@ -1,20 +1,20 @@
 """The inference proxy: presents all engines as one, updates their weights and replaces dead engines.
 
 - Requests wait in one queue; the module `slots` decides which engine runs a request, and when.
-- `update` suspends, updates, probes and resumes all engines at once. An engine whose log-probs differ from the
-  learner's log-probs is closed before the engine generates a token. A request that arrives during an update starts
-  under the new version.
-- The requests of a failed engine continue on another engine with the tokens generated so far, and keep the version
-  under which they first started. With `on_weight_update = "restart"`, the requests of a failed engine start from the
-  beginning if the version has changed.
-- A request that an update aborted (`on_weight_update = "restart"`) starts again under the new version. A request that
-  `abort` ended keeps its tokens.
+- `update` suspends all engines at the same time, loads the new weights, checks their log-probs and resumes them. An
+  engine whose log-probs differ from the learner's log-probs is closed before the engine generates a token. A request
+  that arrives during a weight update starts under the new policy version.
+- The requests of a failed engine continue on another engine with the tokens generated so far, and keep the policy
+  version under which they first started. With `on_weight_update = "restart"`, the requests of a failed engine start
+  from the beginning if the policy version has changed.
+- With `on_weight_update = "restart"`, a request that is aborted by a weight update starts again under the new policy
+  version. The result of a request that `abort` ended has the tokens generated so far.
 - An engine can be borrowed while another engine lives. The requests of a borrowed engine continue on other engines, as
-  if the engine had failed. A borrowed engine joins again after it was given back.
-- A joining engine gets the current weights and passes the probe before it gets a request. A failed engine is closed at
-  once.
-- `version` changes as soon as one engine serves the new version. Every other engine takes requests again only after its
-  own update.
+  if the engine had failed. An engine that was borrowed joins again when the borrower returns it.
+- An engine that joins gets the current weights, and its log-probs are checked before it gets a request. An engine that
+  fails is closed at once.
+- The attribute `version` changes as soon as one engine serves the new policy version. After a weight update begins, an
+  engine starts requests again only when it has the new weights.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ class _NewestWeights:
 class RequestOptions:
     """Options of a generation request, such as its priority and a callback for its start."""
 
-    priority: float = 0.0  # the request with the lowest number goes first
+    priority: float = 0.0  # the request with the lowest number runs first
     group: Hashable = None
-    on_start: Callable[[int], None] | None = None  # called with the engine's version at each start and restart
+    # called with the engine's policy version at each start and restart of the request
+    on_start: Callable[[int], None] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +110,7 @@ class _GenerationJob:
 
         Without `kept` tokens, the request starts from the beginning.
         """
-        # an engine may still know the old id
+        # a new id is needed, because an engine may still know the old id
         self.request = replace(self.request, id=f"{self.request.id}'", prefix=kept)
         if not kept:
             self.started = None
@@ -120,7 +121,7 @@ class _GenerationJob:
 
 
 class InferenceProxy:
-    """Presents all engines as one. See the module's docstring for the guarantees."""
+    """Presents all inference engines as one engine. See the module's docstring for the guarantees."""
 
     def __init__(
         self,
@@ -140,12 +141,12 @@ class InferenceProxy:
             self._queue.put(place, EngineSlots(engine, slots))
         self._jobs: dict[str, _GenerationJob] = {}
         self._taken: _NewestWeights | None = None
-        self._changing = asyncio.Lock()  # an update, a join and the loan of an engine exclude each other
+        self._changing = asyncio.Lock()  # allows only one update, join or loan of an engine at a time
         self._closing: set[asyncio.Task[None]] = set()
-        self.version = -1  # newest version that an engine serves; unchanged if all engines die
+        self.version = -1  # newest policy version that an engine serves; unchanged if all engines die
         self.on_change: Callable[[], None] = lambda: None  # called when `version` grows or an engine joins
-        self.restarted = 0  # number of requests that started again from the beginning
-        self.taken_over = 0  # number of requests that continued on another engine with the tokens so far
+        self.restarted = 0  # number of generation requests that started again from the beginning
+        self.taken_over = 0  # number of generation requests that continued on another engine
         self.update_seconds = 0.0
 
     @property
@@ -232,7 +233,8 @@ class InferenceProxy:
         """
         lane = EngineSlots(engine, self._slots)
         if self._taken is not None:
-            await engine.fetch(self._taken.version, self._taken.weights)  # without the lock, so that no update waits
+            # fetched without the lock, so that no update has to wait
+            await engine.fetch(self._taken.version, self._taken.weights)
         async with self._changing:
             if self._taken is not None:
                 await self._update_lane(lane, self._taken)
@@ -258,7 +260,7 @@ class InferenceProxy:
         finally:
             try:
                 engine.check()
-                if place not in self.engines:  # False if another engine has taken the place meanwhile
+                if place not in self.engines:  # another engine may have taken the borrowed engine's place meanwhile
                     await self.join(place, engine)
             except EngineFailed as error:  # keep the failed engine in its place, so that it is restarted
                 self._queue.places.setdefault(place, EngineSlots(engine, self._slots, failure=EngineFailed(str(error))))
@@ -282,7 +284,7 @@ class InferenceProxy:
 
     async def _try_on(self, lane: EngineSlots, job: _GenerationJob) -> Generation | None:
         """Try a request on one engine; return None if the request has to move to another engine."""
-        await lane.serves.wait()  # a request that arrives during an update starts under the new version
+        await lane.serves.wait()  # a request that arrives during an update starts under the new policy version
         if job.aborted:
             return job.build_aborted(job.request.prefix)
         if lane.failure is not None:
@@ -291,7 +293,7 @@ class InferenceProxy:
         assert self._taken is not None, "an engine must have weights before it serves requests"
         if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._send_again(job, TokenSpan())
-        if job.started is None:  # staleness counts from the request's start, not from its first token
+        if job.started is None:  # staleness counts from the start of the request, not from its first token
             job.start(engine.version)
         clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
         began = clock()
@@ -302,7 +304,7 @@ class InferenceProxy:
         self._queue.observe(lane, len(generation.made) - had, clock() - began)
         if generation.ending is not StopReason.ABORTED or job.aborted:
             return generation
-        handed_over = lane.failure is not None  # False if an update aborted the request
+        handed_over = lane.failure is not None  # True if the engine failed; False if an update aborted the request
         self._send_again(job, generation.made if handed_over else TokenSpan())
         return None
 
@@ -364,7 +366,7 @@ class InferenceProxy:
             self._queue.offer_slots(lane)
 
     async def _hand_over(self, lane: EngineSlots) -> None:
-        with suppress(EngineFailed):  # the engine is dead, and its requests have failed already
+        with suppress(EngineFailed):  # the engine is dead, and all its requests have failed already
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
 
     async def _close(self, lane: EngineSlots) -> None:

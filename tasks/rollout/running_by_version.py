@@ -1,7 +1,7 @@
-"""The running dispatches, indexed by the policy version under which they started.
+"""The running groups of responses, indexed by the policy version under which they started.
 
-The scheduler queries this index after every group. A run has few running versions and many dispatches, so the frequent
-queries cost O(versions), not O(dispatches).
+The scheduler queries this index after every group of responses that ends. A run has few policy versions in flight and
+many groups of responses, so the frequent queries cost O(versions), not O(groups).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ class RunningByVersion:
 
     def __init__(self) -> None:
         self._versions: dict[GroupRollout, int] = {}
-        self._running: dict[int, dict[GroupRollout, None]] = {}  # version -> dispatches, in the order of their start
-        self._awaited: dict[int, int] = {}  # version -> number of dispatches that a batch waits for
+        # policy version -> its running groups, in the order of their start
+        self._running: dict[int, dict[GroupRollout, None]] = {}
+        self._awaited: dict[int, int] = {}  # policy version -> number of groups that a batch waits for
 
     def add(self, version: int, rollout: GroupRollout) -> None:
         """Add a group of responses that started, or started again, under this policy version."""

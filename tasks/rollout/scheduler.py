@@ -1,4 +1,4 @@
-"""The rollout scheduler: commits each dispatched prompt exactly once, either in a batch or as discarded.
+"""The rollout scheduler: uses each prompt exactly once, either in a training batch or as discarded.
 
     prompts --admission--> dispatch: G x (generate -> verify) --> buffer --N groups--> commit --> channel
                 ^                         |                         |
@@ -70,14 +70,14 @@ from rollflow.tasks.scorers.config import name_section
 class ResumePoint:
     """The point at which a scheduler starts a run: the beginning, or a state restored from the run's log."""
 
-    number: int = 0  # number of the first batch that was never committed
+    number: int = 0  # number of the first training batch that was never committed
     cursor: Cursor = field(default_factory=Cursor)
     again: tuple[GroupKey, ...] = ()
-    missing: tuple[int, ...] = ()  # numbers of the batches to form again
-    voids: int = 0  # number of batches that were voided so far
-    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt in `again` and the number of its preemptions
-    redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that made weights NaN
-    # pairs of a source that skips solved questions, and the position after the last prompt of its newest epoch
+    missing: tuple[int, ...] = ()  # numbers of the lost training batches that have to be formed again
+    voids: int = 0  # number of training batches that were voided (lost) so far
+    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and how often its group was preempted
+    redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that led to NaN weights
+    # pairs of a source that skips solved questions, and the position after the last prompt of the source's newest epoch
     epochs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -126,7 +126,7 @@ class RolloutScheduler:
         self.limits, self._ports, self._proxy = limits, ports, proxy
         missing = tuple(number for number in resume.missing if number < limits.batches)
         self.due = BatchesToForm(resume.number, missing, limits.batches)
-        self.voids = resume.voids  # once another batch is voided, the run needs a new scheduler
+        self.voids = resume.voids  # if another batch is voided, the run replaces this scheduler
         self.buffer, self.counts = TrajectoryBuffer(), SchedulerCounts()
         self._order = IssueOrder(limits, resume.cursor, resume.again, resume.behind, resume.epochs)
         self._redraws = dict(resume.redraws)
@@ -146,17 +146,18 @@ class RolloutScheduler:
             ports.environment_ports,
             self._spans,
         )
-        self._running: dict[GroupKey, GroupRollout] = {}  # running groups, in the order of their start
+        self._running: dict[GroupKey, GroupRollout] = {}  # running groups of responses, in the order of their start
         self._issued = 0
-        self._left_behind: set[GroupRollout] = set()  # running groups that were preempted
+        self._left_behind: set[GroupRollout] = set()  # preempted groups that have not ended yet
         self._generating = 0  # number of unfinished responses of all running groups
         self._discards: list[Discard] = []
         self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups among `_discards`
         self._filtered_in_a_row = 0
-        self._unjudged_in_a_row = Counter[str]()  # scorer -> its unjudged groups since a judged one
-        self._unjudged_of: Counter[int] = Counter()  # prompt -> its dispatches that were unjudged since it was scored
-        self._issued_at_unjudged = Counter[str]()  # scorer -> dispatches when its last unjudged group was counted
-        self._published = proxy.version  # newest published version, and number of the learner's next batch
+        self._unjudged_in_a_row = Counter[str]()  # scorer -> number of its unjudged groups since a judged one
+        self._unjudged_of: Counter[int] = Counter()  # prompt -> number of its unjudged groups since it was last scored
+        self._issued_at_unjudged = Counter[str]()  # scorer -> number of dispatches at its last unjudged group
+        # newest published policy version, which is the number of the learner's next batch
+        self._published = proxy.version
         self._aborts: set[asyncio.Task[None]] = set()
         proxy.on_change = self.wake
         self._order.advance(proxy.version)
@@ -172,18 +173,18 @@ class RolloutScheduler:
         return len(self._running)
 
     def note_published(self, version: int) -> None:
-        """Record a published version, after which the learner is ready for another batch."""
+        """Record a published policy version, after which the learner is ready for another batch."""
         self._published = max(self._published, version)
         self._ready.set()
 
     def wake(self) -> None:
-        """Let `_admit` check again whether groups may start, because an engine was updated or has joined."""
+        """Check again whether groups of responses may start, because an engine was updated or has joined."""
         self._order.advance(self._proxy.version)
         self.note_published(self._proxy.version)
         self._room.set()
 
     async def run(self) -> None:
-        """Form all `limits.batches` batches, then wait until the running groups have ended."""
+        """Form all `limits.batches` training batches, then wait until all running groups of responses have ended."""
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit(tasks))
             await self._form_batches()
@@ -192,7 +193,7 @@ class RolloutScheduler:
     # --- starting groups ------------------------------------------------------------------------------------
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start the groups that admission allows, and try again after each change."""
+        """Start the groups of responses that admission allows, and check again after each change."""
         while True:
             await self._start_groups(tasks)
             await self._room.wait()
@@ -245,7 +246,7 @@ class RolloutScheduler:
     # --- running groups -------------------------------------------------------------------------------------
 
     async def _dispatch(self, rollout: GroupRollout) -> None:
-        """Run one group, then put the group into the buffer or discard it."""
+        """Run one group of responses, then put the group into the buffer or discard it."""
         prompt = self._ports.prompt(rollout.key.prompt)
         ended = await rollout.run(prompt)
         del self._running[rollout.key]
@@ -262,9 +263,10 @@ class RolloutScheduler:
         self._ready.set()
 
     def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
-        """Raise `ConfigError` after too many unjudged groups of a scorer in a row.
+        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer.
 
-        Groups that run at the same time count once, because a short outage of a judge's server meets all of them.
+        Unjudged groups that run at the same time count once, because a short outage of a judge's server affects all of
+        them.
         """
         if discard.reason is not DiscardReason.UNJUDGED:
             return
@@ -292,19 +294,19 @@ class RolloutScheduler:
         self._free_requests(1)
 
     def _free_requests(self, responses: int) -> None:
-        """Subtract finished or cancelled responses from the unfinished ones, and let `_admit` check again."""
+        """Count these responses as finished, and check again whether groups of responses may start."""
         self._generating -= responses
         self._room.set()
 
     def _note_start(self, rollout: GroupRollout, version: int) -> None:
-        """Record a group's version at its start or restart; preempt a group that is too old for any batch."""
+        """Record the policy version under which a group started; preempt the group if it is too old for any batch."""
         if rollout not in self._left_behind:
             self._starts.add(version, rollout)
             if self.due.count and version < self._formation.oldest_allowed(self.due.first):
                 self._give_up(rollout)
 
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
-        """Put a complete group into the buffer, unless it is filtered or too old."""
+        """Put a complete group of responses into the buffer, unless the group is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
         # an episode counts once, no matter how many branches it has
         why = filter_reason(self.limits.filter, [t.reward for t in group.trajectories if t.branch is None])
@@ -343,7 +345,7 @@ class RolloutScheduler:
     # --- forming batches ------------------------------------------------------------------------------------
 
     async def _form_batches(self) -> None:
-        """Form and commit one batch after another."""
+        """Form and commit one training batch after another."""
         while self.due.count:
             if (staged := self._stage_batch()) is not None:
                 await self._ports.commit(staged)
@@ -373,7 +375,7 @@ class RolloutScheduler:
         )
 
     def _advance(self) -> None:
-        """Move on to the next batch, and drop or preempt the groups that are too old for the next batch."""
+        """Move on to the next batch, and drop or preempt the groups of responses that are too old for that batch."""
         self.due = self.due.after_first()
         bound = self._formation.oldest_allowed(self.due.first)
         for group in self.buffer.drop(bound):
@@ -392,5 +394,5 @@ class RolloutScheduler:
 
     @property
     def _too_slow(self) -> DiscardReason:
-        """Reason for discarding a group that was too slow: REDUNDANT with `redundant_groups`, otherwise STALE."""
+        """Reason for discarding a slow group of responses: REDUNDANT with `redundant_groups`, otherwise STALE."""
         return DiscardReason.REDUNDANT if self.limits.redundant_groups else DiscardReason.STALE

@@ -1,13 +1,13 @@
-"""The slot queue: decides which request runs on which engine, and when. There is one queue for all engines.
+"""The slot queue: decides which request runs on which inference engine, and when. There is one queue for all engines.
 
 - A request waits in the queue, not at an engine, until a serving engine has a free slot. The first engine with a free
-  slot gets the request. An engine never gets more requests than the engine has slots.
-- The request with the lowest priority number goes first; among requests of equal priority, the one that arrived first.
-  A request that returns from a dead engine keeps its place in the order.
-- `least-work` routing chooses the engine with the smallest product of its number of requests and its measured seconds
-  per token. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
+  slot gets the first request in the queue. An engine never gets more requests than the engine has slots.
+- The request with the lowest priority number goes first; among requests of equal priority, the request that arrived
+  first goes first. A request whose engine died keeps its place in the queue.
+- `least-work` routing chooses the engine with the smallest product of the engine's number of requests and its measured
+  seconds per token. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
 - While no engine lives, requests wait `replacement_seconds` for an engine to join. If no engine joins within
-  `replacement_seconds`, the requests fail with `EngineFailed`.
+  `replacement_seconds`, the waiting requests fail with `EngineFailed`.
 
 Choosing an engine costs O(log engines) per request, however many requests are in flight.
 """
@@ -24,29 +24,30 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.rollout.config import Routing
 
-MEMORY = 0.9  # weight of the old value in a moving average
+MEMORY = 0.9  # weight of the previous value in an exponential moving average
 
 
 @dataclass(eq=False, slots=True)
 class EngineSlots:
-    """A lane: one engine with its slots, its measured speed, and the reason why it was removed."""
+    """An engine with its slots (places for concurrent requests), its measured speed, and the reason of its failure."""
 
     engine: Engine
     slots: int
     taken: int = 0
     failure: EngineFailed | None = None
-    serves: asyncio.Event = field(default_factory=asyncio.Event)  # not set before the first weights and in updates
-    tokens: float = 0.0  # moving average of tokens per response; 0 before the first response
+    # set while the engine takes requests, which it does not during a weight update
+    serves: asyncio.Event = field(default_factory=asyncio.Event)
+    tokens: float = 0.0  # moving average of the number of tokens per response; 0 before the first response
     seconds: float = 0.0  # moving average of seconds per response
-    stamp: int = 0  # number of the lane's newest entry in the heap of free lanes
+    stamp: int = 0  # number of the engine's newest entry in the heap of engines with free slots
 
     @property
     def free(self) -> int:
-        """Number of free slots; 0 while the engine does not serve."""
+        """Number of free slots of the engine; 0 while the engine takes no requests."""
         return self.slots - self.taken if self.failure is None and self.serves.is_set() else 0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Update the measured speed with a response of `tokens` tokens that took `seconds`."""
+        """Update the engine's measured speed with a response of `tokens` tokens that took `seconds`."""
         weight = 1 - MEMORY if self.tokens else 1.0
         self.tokens += weight * (tokens - self.tokens)
         self.seconds += weight * (seconds - self.seconds)
@@ -54,20 +55,21 @@ class EngineSlots:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request's place in the queue. With `prefix` routing, tickets of one `group` prefer one engine."""
+    """A request's place in the queue for an engine. With `prefix` routing, requests with the same `group` prefer the
+    same engine."""
 
-    turn: tuple[float, int]  # sort key: priority, then order of arrival
+    turn: tuple[float, int]  # sort key: the priority of the request, then the order of arrival
     group: Hashable = None
     granted: asyncio.Future[EngineSlots | None] | None = None
 
     @property
     def waits(self) -> bool:
-        """True if the ticket is still in the queue."""
+        """True if the request still waits in the queue."""
         return self.granted is not None and not self.granted.done()
 
     @property
     def lane(self) -> EngineSlots | None:
-        """The lane (engine) that gave the ticket a slot; None while the ticket waits."""
+        """The engine that gave the request a slot; None while the request waits."""
         future = self.granted
         if future is None or not future.done() or future.cancelled() or future.exception():
             return None
@@ -75,25 +77,25 @@ class Ticket:
 
 
 class SlotQueue:
-    """The engines and the queue of requests for them. See the module's docstring for the guarantees."""
+    """The inference engines and the queue of requests for them. See the module's docstring for the guarantees."""
 
     def __init__(self, routing: Routing, replacement_seconds: float) -> None:
         self._routing = routing
         self._replacement_seconds = replacement_seconds
         self._places: dict[int, EngineSlots] = {}
         self._queue: list[tuple[tuple[float, int], Ticket]] = []
-        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of lanes with free slots: (load, stamp, lane)
+        self._open: list[tuple[float, int, EngineSlots]] = []  # heap of engines with free slots: (load, stamp, engine)
         self._homes: dict[
             Hashable, tuple[EngineSlots, int]
-        ] = {}  # group -> the lane where the group runs, the group's number of requests
-        self._measured: EngineSlots | None = None  # lane whose speed is assumed for lanes without a response
+        ] = {}  # group -> the engine where the group runs, and the group's number of requests
+        self._measured: EngineSlots | None = None  # engine whose speed is assumed for engines without a response
         self._stamps = itertools.count(1)
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def live(self) -> list[EngineSlots]:
-        """The lanes whose engine has not failed."""
+        """The engines that have not failed."""
         return [lane for lane in self._places.values() if lane.failure is None]
 
     @property
@@ -108,15 +110,15 @@ class SlotQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of requests without an engine; computing this number takes a pass over the whole queue."""
+        """Number of requests that wait for an engine; counting them takes a pass over the whole queue."""
         return sum(ticket.waits for _, ticket in self._queue)
 
     def create_ticket(self, priority: float, group: Hashable = None) -> Ticket:
-        """Create a ticket behind all other tickets of this priority."""
+        """Create a queue ticket behind all other tickets of the same priority."""
         return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
-        """Put a lane into place number `place`; return the lane that it replaces, if any."""
+        """Register an engine under number `place`; return the previous engine with this number, if any."""
         old, self._places[place] = self._places.get(place), lane
         if self._timer is not None:
             self._timer.cancel()
@@ -129,10 +131,10 @@ class SlotQueue:
         self._places = {place: other for place, other in self._places.items() if other is not lane}
 
     async def take(self, ticket: Ticket) -> EngineSlots | None:
-        """Wait until a lane gives the ticket a slot; return the lane, or None if the ticket was withdrawn.
+        """Wait until an engine has a slot for the request; return the engine, or None if the request was withdrawn.
 
         Raises:
-            EngineFailed: no engine lives, and no engine joined in time.
+            EngineFailed: no engine is alive, and no engine joined in time.
         """
         ticket.granted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (ticket.turn, ticket))
@@ -140,7 +142,7 @@ class SlotQueue:
         try:
             return await ticket.granted
         except asyncio.CancelledError:
-            if lane := ticket.lane:  # a slot was granted just before the cancellation
+            if lane := ticket.lane:  # the request got a slot just before it was cancelled
                 self.release(lane, ticket)
             raise
 
@@ -154,7 +156,7 @@ class SlotQueue:
         self.offer_slots(lane)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Remove a waiting ticket from the queue."""
+        """Remove a waiting request from the queue."""
         if ticket.waits and ticket.granted is not None:
             ticket.granted.set_result(None)
 
@@ -165,7 +167,7 @@ class SlotQueue:
             self._measured = self._measured or lane
 
     def offer_slots(self, lane: EngineSlots) -> None:
-        """Give an engine's free slots to waiting requests; to be called after the engine's slots have changed."""
+        """Give an engine's free slots to waiting requests, after the engine's slots have changed."""
         self._offer(lane)
         self._dispatch()
 
@@ -174,19 +176,19 @@ class SlotQueue:
             return
         lane.stamp = next(self._stamps)
         heapq.heappush(self._open, (self._load(lane), lane.stamp, lane))
-        if len(self._open) > 4 * len(self._places) + 64:  # most entries were replaced by newer ones
+        if len(self._open) > 4 * len(self._places) + 64:  # most entries of the heap are outdated
             self._open = [entry for entry in self._open if entry[1] == entry[2].stamp]
             heapq.heapify(self._open)
 
     def _load(self, lane: EngineSlots) -> float:
-        """Estimate the seconds per token of one more request, as if the lane's requests ran one after another."""
+        """Estimate the seconds per token of one more request, as if the engine's requests ran one after another."""
         if not lane.tokens:
             known = self._measured
             return (lane.taken + 1) * (known.seconds / known.tokens if known else 1.0)
         return (lane.taken + 1) * lane.seconds / lane.tokens
 
     def _dispatch(self) -> None:
-        """Grant free slots in the order of the queue, until no slot is left for the next ticket."""
+        """Give free slots to waiting requests in the order of the queue, until no slot is left for the next request."""
         while self._queue:
             ticket = self._queue[0][1]
             if ticket.waits:
@@ -220,7 +222,7 @@ class SlotQueue:
         return None
 
     def _give_up(self) -> None:
-        """Fail all waiting tickets, because no engine joined in time."""
+        """Fail all waiting requests, because no engine joined in time."""
         self._timer = None
         waiting, self._queue = self._queue, []
         for _, ticket in waiting:
@@ -228,6 +230,6 @@ class SlotQueue:
                 ticket.granted.set_exception(self.build_no_engine_error())
 
     def build_no_engine_error(self) -> EngineFailed:
-        """Build the error that says why each engine was removed."""
+        """Build the error that says why each engine failed."""
         reasons = (str(lane.failure) for lane in self._places.values())
         return EngineFailed(f"no engine is left to run requests: {'; '.join(reasons) or 'no engine has started'}")

@@ -17,31 +17,31 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 
 
 class VersionFeed(Protocol):
-    """Announces new versions. The versions are read from storage; the channel only signals when to read."""
+    """Announces new policy versions, which are read from storage; the channel only signals when to read."""
 
     async def newer(self, version: int) -> int:
-        """Wait for a version above `version`; return the newest published version."""
+        """Wait for a policy version above `version`; return the newest published policy version."""
 
     async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
-        """Load the version's weights, in the engines' format, and its probe."""
+        """Load a policy version's weights, in the engines' format, and the log-probabilities to check them with."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionCallbacks:
-    """Callbacks: `published` is called when a version is published, `updated` when the engines have the version."""
+    """Callbacks of the weight sync: for a policy version that is published, and for one that the engines have."""
 
     published: Callable[[int], None]
     updated: Callable[[int], None]
 
 
 class WeightSync:
-    """Keeps the engines at the newest version. See the module's docstring."""
+    """Keeps the inference engines at the newest policy version; see the module's docstring."""
 
     def __init__(self, proxy: InferenceProxy, feed: VersionFeed, in_flight: InFlight, hooks: VersionCallbacks) -> None:
         self._proxy, self._feed, self._in_flight, self._hooks = proxy, feed, in_flight, hooks
 
     async def run(self, last: int) -> None:
-        """Update the engines to each new version until they have version `last`."""
+        """Update the engines to each new policy version until they have version `last`."""
         version = self._proxy.version
         while version < last:
             version = await self._feed.newer(version)
