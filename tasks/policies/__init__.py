@@ -1,1 +1,1 @@
-"""The policy: its folder, tokenizer, model head and cold start."""
+"""The policy, which is the language model that a run trains: folder, tokenizer, model head and cold start."""

@@ -1,11 +1,13 @@
-"""Lets a model's input embedding add its gradient in place, and only to the rows of tokens that occur.
+"""Adds the gradient of a model's input embedding in place, and only to the rows of tokens that occur in a batch.
 
 For each micro-batch, autograd allocates a gradient for the whole vocabulary, although only the rows of the
-micro-batch's tokens are not zero. Autograd adds the new gradient to `grad`, so it needs the memory of two gradients.
-The gradients equal autograd's bit for bit, unless the embedding shares its weight with the last layer. With a shared
-weight, gradients are added in another order than by autograd.
+micro-batch's tokens are not zero. Autograd then adds the new gradient to the parameter's `grad`, which takes the memory
+of two gradients. The gradients that this module computes equal autograd's bit for bit, unless the embedding shares its
+weight with the last layer. If the embedding and the last layer share a weight, gradients are summed in another order
+than autograd's.
 
-Shapes: T is the number of tokens, U of different tokens, H of hidden features, and V of tokens in the vocabulary.
+Shapes: T is the number of tokens, U the number of distinct tokens, H the number of hidden features, and V the size of
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ LEAST_BYTES = 2**22  # smallest embedding, in bytes, for which this module is us
 
 
 class AddingEmbedding:
-    """The input embedding of `model`; autograd handles an embedding that is not a plain `nn.Embedding`."""
+    """Wraps the input embedding of `model`. An embedding that is not a plain `nn.Embedding` is left to autograd."""
 
     def __init__(self, model: Any) -> None:
         found: Any = None
-        with suppress(NotImplementedError):  # transformers does not know each model's embedding
+        with suppress(NotImplementedError):  # raised by transformers for models whose input embedding it does not know
             found = model.get_input_embeddings()
         plain = type(found) is nn.Embedding and type(found.weight) is nn.Parameter
         asked = plain and not (found.sparse or found.scale_grad_by_freq or found.max_norm is not None)
@@ -34,7 +36,7 @@ class AddingEmbedding:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Let backward passes in a `with` block add directly to the `grad` of the embedding's weight."""
+        """Let backward passes in a `with` block add gradients directly to the `grad` of the embedding's weight."""
         embedding = self._embedding
         if embedding is None or "forward" in vars(embedding):  # a library has replaced `forward`
             yield
@@ -54,7 +56,8 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        ctx.weight_VH = embedding.weight  # not an input, so autograd runs no hooks of the weight
+        # not an input of the autograd function, so autograd runs no hooks of the weight
+        ctx.weight_VH = embedding.weight
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)
         return nn.functional.embedding(ids, embedding.weight)

@@ -1,11 +1,11 @@
-"""Lets a model's last layer add its gradient in place, some rows at a time.
+"""Adds the gradient of a model's last layer in place, some rows at a time.
 
-Autograd allocates a whole gradient for each call and adds it to `grad`, so it needs the memory of two gradients. With a
-vocabulary of 151,936 tokens, one gradient is larger than the logits of many tokens. This module computes only
-`PIECE_BYTES` of a gradient at a time. The gradients equal autograd's bit for bit, because each element is the sum of
-the same terms in the same order.
+For each call, autograd allocates a whole gradient and adds it to the parameter's `grad`, which takes the memory of two
+gradients. With a vocabulary of 151,936 tokens, one gradient of the last layer is larger than the logits of many tokens.
+This module computes a gradient in pieces of `PIECE_BYTES` bytes. The gradients that this module computes equal
+autograd's bit for bit, because each element sums the same terms in the same order as in autograd.
 
-Shapes: M is the number of positions, H of hidden features, and V of tokens in the vocabulary.
+Shapes: M is the number of token positions, H the number of hidden features, and V the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # bytes of a gradient computed at a time, which fit into the CPU's cache
+PIECE_BYTES = 2**22  # size of a piece of a gradient, in bytes, which fits into the CPU's cache
 ON_GPU = 16  # factor of `PIECE_BYTES` on a GPU, where each piece costs three kernel launches
 
 
 class AddingLinear(nn.Module):
     """Wraps `linear`, a linear layer without bias.
 
-    Within `add_in_place`, a backward pass adds directly to the `grad` of the layer's weight. The input of the layer
-    must then need a gradient.
+    Within a `with add_in_place()` block, a backward pass adds the gradient directly to the `grad` of the layer's
+    weight. Within such a block, the layer's input must have `requires_grad`.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -45,7 +45,7 @@ class AddingLinear(nn.Module):
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Let backward passes in a `with` block add gradients in place; autograd's hooks of the weight do not run."""
+        """Let backward passes in a `with` block add gradients in place, without running the weight's autograd hooks."""
         self._adds = self.linear.weight.requires_grad
         try:
             yield
@@ -89,5 +89,5 @@ def _add(weight_VH: nn.Parameter, slope_MV: Tensor, given_MH: Tensor) -> None:
 
 
 def _piece_bytes(tensor: Tensor) -> int:
-    """Return how many bytes of a gradient to compute at a time on the tensor's device."""
+    """Return the size of a piece of a gradient, in bytes, for the tensor's device."""
     return PIECE_BYTES * (ON_GPU if tensor.device.type == "cuda" else 1)

@@ -1,4 +1,4 @@
-"""Chooses an attention implementation that supports everything in a policy's config.
+"""Chooses an attention implementation that supports all features in a policy's config.
 
 By default, transformers uses PyTorch's `scaled_dot_product_attention` for models that allow it.
 `scaled_dot_product_attention` silently ignores unsupported terms, such as the soft-cap of Gemma 2's attention scores.
@@ -11,6 +11,8 @@ from typing import Any
 
 
 def choose_attention(config: Any) -> str | None:
-    """Return the attention implementation to request for a config, or None if the default of transformers is exact."""
+    """Return the attention implementation to request from transformers for a config, or None if transformers' default
+    is exact.
+    """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return None if capped is None else "eager"

@@ -1,7 +1,7 @@
-"""Renders the chat template of a policy folder, with a fixed clock.
+"""Renders chats with the chat template in a policy's folder, at a fixed time.
 
-A template may read the clock (`strftime_now`). The clock that a template reads is fixed at the run's start, in UTC, so
-that a question always has the same tokens.
+A chat template may read the current time (`strftime_now`). The time that a chat template reads is fixed at the run's
+start, in UTC, so that a question always has the same tokens.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from rollflow.tasks.prompts.messages import list_messages
 
 QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, which no template contains
 SYSTEM = "You answer."
-ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)  # changes each part of a date and time
+# a difference that changes every field of a date and time
+ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)
 
 
 class ChatTemplate:
     """Renders conversations with the chat template of a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any, now: float) -> None:
-        """Fix the template's clock at `now`, in seconds since the epoch."""
+        """Fix the time that the chat template reads at `now`, in seconds since the Unix epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
     def encode(self, asked: Asked, system: str | None) -> list[int]:
-        """Return the prompt tokens of a question, after which the policy's answer begins.
+        """Return the prompt tokens of a question, up to the position where the policy's answer begins.
 
         Raises:
-            ConfigError: the template rejects the question or the system message.
+            ConfigError: the chat template rejects the question or the system message.
         """
         tokens = _attempt(system, lambda: self._apply(list_messages(asked, system), tokenize=True))
         return [int(token) for token in tokens]
@@ -42,14 +43,14 @@ class ChatTemplate:
         return cast(str, _attempt(system, lambda: self._apply(list_messages(text, system), tokenize=False)))
 
     def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text between two answers, which contains these messages.
+        """Return the text that the chat template writes for `messages` between two answers of the policy.
 
         Raises:
-            ConfigError: the template rejects the messages, or does not show answers as they are.
+            ConfigError: the chat template rejects the messages, or does not render answers unchanged.
         """
         try:
             rendered = self._render_conversation(None, messages)
-        except ConfigError:  # some templates require a system message
+        except ConfigError:  # some chat templates require a system message
             rendered = self._render_conversation(SYSTEM, messages)
         _, found, after = rendered.partition(ANSWER)
         if not found:
@@ -61,15 +62,16 @@ class ChatTemplate:
         return cast(str, _attempt(None, lambda: self._apply(conversation, tokenize=False)))
 
     def check(self, system: str | None) -> None:
-        """Reject a template that omits the system message or the question, or that is not deterministic.
+        """Reject a chat template that omits the system message or the question, or whose output is not deterministic.
 
         Raises:
-            ConfigError: the template fails the check; the message says what the user must change.
+            ConfigError: the chat template fails the check; the message says what the user must change.
         """
         try:
             rendered = self.render(QUESTION, system)
         except ConfigError:
-            self.render(QUESTION, None)  # also fails if the system message is not the cause
+            # raises its own error if the template also rejects a chat without system message
+            self.render(QUESTION, None)
             raise
         if QUESTION not in rendered:
             raise ConfigError(f"{_CHAT}: the policy's chat template leaves the question out of the prompt; {_NO_CHAT}")
@@ -82,17 +84,17 @@ class ChatTemplate:
             raise ConfigError(f"{_CHAT}: the policy's chat template gives a different prompt each time; {_NO_CHAT}")
 
     def reads_clock(self, system: str | None) -> bool:
-        """Return whether a prompt depends on the current time."""
+        """Return whether prompts that the chat template renders depend on the current time."""
         later = ChatTemplate(self._tokenizer, (self._moment + ANOTHER_TIME).timestamp())
         return self.render(QUESTION, system) != later.render(QUESTION, system)
 
     def end_of_turn(self, special: Mapping[str, int]) -> int | None:
-        """Return the special token that the template writes after an answer, or None.
+        """Return the special token that the chat template writes after an answer, or None.
 
-        The result is None if no token in `special` follows an answer, or if the template rejects answers.
+        The result is None if no token in `special` follows an answer, or if the chat template rejects answers.
         """
         rendered = ""
-        for system in (None, SYSTEM):  # some templates require a system message
+        for system in (None, SYSTEM):  # some chat templates require a system message
             conversation = [*list_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}]
             with contextlib.suppress(ConfigError):
                 rendered = _attempt(None, partial(self._apply, conversation, tokenize=False, generate=False))

@@ -1,13 +1,14 @@
 """Cold start: trains a small new policy on demonstrations until it answers some questions correctly, but not all.
 
-The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. The
-accuracy is measured on the held-out questions, as in the run's evaluations. Between two measurements the accuracy may
-rise by twenty percentage points, depending on rounding errors. The supervised training ends when a measured accuracy
-reaches the target. After the training, a bisection between the weights at the last two measurements finds weights with
-about the target accuracy.
+The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. During
+cold start, the policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two
+measurements, the policy's accuracy may rise by twenty percentage points, depending on rounding errors. The supervised
+training ends when a measured accuracy reaches the target accuracy. After the supervised training, a bisection between
+the weights at the last two measurements finds weights with about the target accuracy.
 
-With several domains, the target is one of their mean accuracy. After each measurement, a domain gets demonstrations in
-proportion to the distance between its accuracy and the target, so that an easy domain does not leave a hard one behind.
+If the prompts have several domains (kinds of task), the target is for the mean accuracy of the domains. After each
+measurement, a domain gets demonstrations in proportion to the distance between its accuracy and the target accuracy, so
+that hard domains are trained more than easy ones.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 POOL = 20_000  # number of demonstrations from which batches are drawn
 WARMUP = 50  # number of steps over which the learning rate rises
 CLOSE = 0.005  # largest accepted difference between the accuracy and the target accuracy
-LOOKS = 8  # largest number of measurements in the bisection
-LEAST = 0.1  # share of the target that counts as the distance of a domain near or above the target
+LOOKS = 8  # largest number of accuracy measurements in the bisection
+LEAST = 0.1  # smallest distance of a domain from the target accuracy, as a share of the target
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAccuracy:
-    """The accuracy of a policy on held-out prompts: by domain, and the mean weighted by the shares."""
+    """The accuracy of a policy on held-out prompts: the accuracy of each domain, and their mean weighted by the shares
+    of the domains.
+    """
 
     mean: float
     domains: Mapping[str, float]
 
     @classmethod
     def of(cls, domains: Mapping[str, Sequence[bool]], shares: Mapping[str, float]) -> HeldOutAccuracy:
-        """Compute the accuracy from whether each response was right; without shares, all responses weigh the same."""
+        """Compute the accuracy from whether each response was right. Without shares, all responses have equal
+        weight.
+        """
         found = {domain: sum(right) / len(right) for domain, right in domains.items()}
         if not shares:
             return cls(sum(map(sum, domains.values())) / sum(map(len, domains.values())), found)
@@ -64,9 +69,9 @@ def cold_start(
     report: Callable[[int, float], None],
     seed: int,
 ) -> float:
-    """Train `model` on demonstrations in place; return the mean accuracy that the model reached.
+    """Train `model` in place on demonstrations; return the mean accuracy that the model reached.
 
-    `report(step, accuracy)` is called at each measurement of the accuracy.
+    The function calls `report(step, accuracy)` at each measurement of the model's accuracy.
 
     Raises:
         ConfigError: the model did not reach the target accuracy within `max_steps` steps.
@@ -112,9 +117,10 @@ def _approach_target(
     accuracy: Measure,
     report: Callable[[float], None],
 ) -> float:
-    """Move the weights of `model` towards `before` until the accuracy falls to about `target`; return the accuracy.
+    """Move the weights of `model` towards the weights `before` until the accuracy falls to about `target`; return the
+    accuracy.
 
-    `found` is the accuracy that `model` has before the call.
+    `found` is the accuracy of `model` before the call.
     """
     after, low, high = _copy_weights(model), 0.0, 1.0  # interpolation: 0 is `before`, 1 is `after`
     for _ in range(LOOKS):
@@ -133,13 +139,15 @@ def _approach_target(
 
 
 def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share: float) -> None:
-    """Set the model's weights to an interpolation between `before` (`share` = 0) and `after` (`share` = 1)."""
+    """Set the model's weights to a linear interpolation between the weights `before` (`share` = 0) and `after` (`share`
+    = 1).
+    """
     for parameter, first, last in zip(model.parameters(), before, after, strict=True):
         parameter.copy_(torch.lerp(first, last, share))
 
 
 class _Demonstrations:
-    """Demonstrations as pairs of prompt tokens and answer tokens, each built when it is first drawn."""
+    """Demonstrations as pairs of prompt tokens and answer tokens, which are tokenized when they are first drawn."""
 
     def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
         self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
@@ -147,7 +155,9 @@ class _Demonstrations:
         self._made: dict[tuple[int, int], tuple[Sequence[int], Sequence[int]]] = {}
 
     def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
-        """Draw each source's demonstrations in proportion to its share and its domain's distance from the target."""
+        """Draw demonstrations of each prompt source in proportion to the source's share and the distance of its domain
+        from the target accuracy.
+        """
         self._weights = [
             config.share * max(target - accuracies.get(config.domain, 0.0), LEAST * target)
             for config in self._prompts.configs
@@ -209,7 +219,7 @@ def generate_answers(
 
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Sample the next token of each row; return a tensor of shape (rows, 1)."""
+    """Sample the next token of each sequence in the batch; return a tensor of shape (sequences, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)

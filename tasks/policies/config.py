@@ -1,4 +1,4 @@
-"""The `[policy]` section of a recipe, which says where the policy comes from."""
+"""The `[policy]` section of a run's TOML file, which names the policy to train: an existing model or a cold start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes a policy's context length and the length of its weight-update probe from its `config.json`.
+"""Computes a policy's context length, and the length of the prompt that probes weight updates, from `config.json`.
 
 This module imports neither torch nor transformers, so that it is imported quickly.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# keys under which the config.json of different architectures has the context length
+# config.json keys that hold the context length, which differ between architectures
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -22,16 +22,20 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-PROBE = 32  # number of probe tokens, or of tokens by which the probe exceeds a sliding window
-LONGEST_PROBE = 8448  # largest number of probe tokens; more would take longer than a train step
+# smallest number of tokens of the weight-update probe, and by how many tokens the probe exceeds a sliding window
+PROBE = 32
+# largest number of tokens of the weight-update probe; a longer probe would take longer than a training step
+LONGEST_PROBE = 8448
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens of a prompt and its response for which learner and engines agree.
+    """Return the largest total number of tokens of a prompt and its response for which learner and engines compute
+    equal log-probs.
 
-    Linear scaling of positions multiplies the context length by its factor. With LongRoPE, the context length is at
-    most the original length, because the scaling factors change at this length. With dynamic scaling, the context
-    length is the length in the config, because in longer sequences a log-prob depends on later tokens.
+    Linear RoPE scaling multiplies the context length by the scaling factor. With LongRoPE, the context length is at
+    most the model's original context length, because the scaling factors change at that length. With dynamic RoPE
+    scaling, the context length is the length in the config, because in longer sequences a log-prob depends on later
+    tokens.
 
     Raises:
         ConfigError: the config names no context length.
@@ -57,10 +61,10 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def probe_length(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens that the weight-update probe needs.
+    """Return the number of tokens of the prompt that checks an engine's weights after a weight update.
 
-    The probe is longer than the policy's sliding window and than the length from which positions are scaled. The probe
-    is at most as long as the context and `LONGEST_PROBE`.
+    The probe prompt is longer than the policy's sliding window and than the length from which RoPE positions are
+    scaled. The probe prompt is no longer than the policy's context, and no longer than `LONGEST_PROBE`.
     """
     text = text_config(config)
     windows = [_window(text)]
@@ -95,7 +99,7 @@ def _window(text: Mapping[str, Any]) -> Any:
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the config's scalings of positions, of which there may be one for each kind of layer."""
+    """Yield the RoPE scalings in the config, of which there may be one for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):
@@ -104,6 +108,6 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _original_length(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens from which positions are scaled, or None if the config does not say."""
+    """Return the sequence length from which RoPE positions are scaled, or None if the config does not say."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

@@ -16,7 +16,9 @@ def find_device() -> torch.device:
 
 
 def fix_workspace() -> None:
-    """Set the size of cuBLAS's workspace, before the first use of a GPU, unless the environment sets the size."""
+    """Set the size of cuBLAS's workspace before the first use of a GPU, unless the environment variable is already
+    set.
+    """
     os.environ.setdefault(WORKSPACE, ":4096:8")
 
 
@@ -31,7 +33,6 @@ def turn_off_cudnn_attention() -> None:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the CPU's pageable memory to `device`, without waiting for earlier work of the device.
 
-    The tensor may be changed as soon as `send` returns. To copy a tensor from a device to the CPU, use `Tensor.cpu()`,
-    which waits for the device.
+    The tensor may be changed as soon as `send` returns.
     """
     return tensor.to(device, non_blocking=True)

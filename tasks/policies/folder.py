@@ -41,7 +41,8 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Each digit is a token, so that the policy computes sums; words are not split, so that a phrase can be one token.
+    # Each digit is a token, so that the policy can learn to add. Text is not split into words, so that a phrase can be
+    # one token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -83,7 +84,7 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
         "num_key_value_heads": cold.heads,
         "max_position_embeddings": cold.context,
         "hidden_act": "silu",
-        "initializer_range": 0.06,  # with 0.02, a narrow model needs twice as many steps
+        "initializer_range": 0.06,  # with 0.02, a narrow model needs twice as many training steps
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
@@ -96,7 +97,7 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
 def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
     """Return the folder `path`, after checking its files, or None if `path` is the name of a model on the hub.
 
-    Errors name the config key `key`.
+    Error messages name `key`, the config key that the path comes from.
     """
     folder = Path(os.path.expanduser(path))  # `expanduser` leaves an unknown "~name" unchanged
     if folder.is_dir():
@@ -110,7 +111,7 @@ def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
 
 
 def find_policy(path: str, download: bool = True, key: str = "policy.path") -> Path | None:
-    """Find the local folder of a policy; a model on the hub has its folder in the hub's cache.
+    """Return the local folder of a policy; a model on the Hugging Face hub has its folder in the hub's cache.
 
     If a model is not in the hub's cache, the function downloads the model, or returns None with `download=False`.
     """
@@ -143,7 +144,7 @@ def resolve_policy(path: str, key: str = "policy.path") -> Path:
 def is_weights(path: str) -> bool:
     """Return whether a file in a policy's folder belongs to the policy's weights.
 
-    Some folders on the hub contain the weights a second time, as `consolidated*.safetensors`. Files named
+    Some folders on the Hugging Face hub contain the weights a second time, as `consolidated*.safetensors`. Files named
     `consolidated*` are not read by transformers.
     """
     name = path.rpartition("/")[2]
@@ -151,7 +152,7 @@ def is_weights(path: str) -> bool:
 
 
 def weight_paths(path: str, key: str = "policy.path") -> list[Path]:
-    """List the weight files of an existing policy."""
+    """List the paths of an existing policy's weight files."""
     files = sorted(file for file in resolve_policy(path, key).iterdir() if is_weights(file.name))
     if not files:
         raise ConfigError(
@@ -181,7 +182,9 @@ def _check_complete(path: str, folder: Path, key: str) -> Path:
 
 
 def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
-    """Read those files of an existing policy that belong into a run's policy folder, which has no weights."""
+    """Read the files of an existing policy that a run copies into its policy folder, which are all files but the
+    weights.
+    """
     folder = resolve_policy(path, key)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
@@ -189,8 +192,8 @@ def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files of a policy folder with `dtype`, the data type of training, in config.json.
 
-    Other tools load weights in the data type that config.json names. A tool that loads weights in another data type
-    than that of training would compute other log-probs.
+    Other tools, such as vLLM, load weights in the data type that config.json names. A tool that loads weights in
+    another data type than that of training would compute other log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))
@@ -198,7 +201,7 @@ def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
         raise ConfigError(
             f"policy.path: the policy's config.json is not a JSON object ({error}); save the policy again"
         ) from None
-    config.pop("dtype", None)  # all versions of transformers read `torch_dtype`
+    config.pop("dtype", None)  # only the key `torch_dtype` is read by all versions of transformers
     return files | {"config.json": _json(config | {"torch_dtype": dtype})}
 
 

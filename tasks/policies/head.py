@@ -1,4 +1,4 @@
-"""The head of a policy, which computes logits from hidden states with the model's own code.
+"""The language-model head of a policy, which computes logits from hidden states with the model's own code.
 
     hidden states --> the model's own forward --> logits
                       (hidden states replace the decoder's output)
@@ -31,7 +31,7 @@ HALF = 0.05  # largest accepted difference of log-probs, in nats, for data types
 
 
 class _FixedDecoder(nn.Module):
-    """A module that replaces a model's decoder and returns a given output."""
+    """A module that stands in for a model's decoder and returns a given output."""
 
     output: Any = None
 
@@ -41,18 +41,18 @@ class _FixedDecoder(nn.Module):
 
 
 class LMHead:
-    """The head of a model, which shares the model's parameters. See the module's docstring."""
+    """The language-model head of a model, which shares the model's parameters. See the module's docstring."""
 
-    vocabulary: int  # number of logits of each token
+    vocabulary: int  # number of logits per token
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Find the head of `model`, and run the model on a few tokens.
+        """Find the language-model head of `model`, and test the head on a few tokens.
 
-        `judged` must be False for a model that has no weights yet.
+        `judged` says whether to compare log-probs, and must be False for a model without weights.
 
         Raises:
-            ConfigError: the decoder and the head of the model cannot be run separately; or, with `judged`, their
-            log-probs differ from the log-probs of the model's forward pass.
+            ConfigError: the decoder and the head of the model cannot be run separately. With `judged`, this error is
+            also raised if the log-probs of the two differ from those of the model's forward pass.
         """
         self._given = _FixedDecoder()
         try:
@@ -61,7 +61,7 @@ class LMHead:
             self._linear = _replace_last_layer(self._head, model.get_output_embeddings())
             off = self._probe_model(model, decoder)
         except torch.OutOfMemoryError:
-            raise  # a lack of memory is not a fault of the model
+            raise  # running out of memory is no fault of the model
         except Exception as error:  # the model's code may raise any error here
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
@@ -80,7 +80,7 @@ class LMHead:
     def add_in_place(self) -> Iterator[None]:
         """Let backward passes in a `with` block add the last layer's gradient in place.
 
-        See `AddingLinear`. A last layer that is small or has a bias is left to autograd.
+        See `AddingLinear`. Autograd computes the gradient of a last layer that is small or has a bias.
         """
         if self._linear is None or not self._linear.gains:
             yield
@@ -90,9 +90,10 @@ class LMHead:
 
     @torch.no_grad()
     def _probe_model(self, model: Any, decoder: Any) -> float:
-        """Record the type and width of the model's output; return the largest difference of log-probs, in nats.
+        """Record the type and width of the model's output; return the largest log-prob difference between head and
+        model, in nats.
 
-        The log-probs of the head are compared with those of the model's whole forward pass.
+        The log-probs that the head computes are compared with the log-probs of the model's whole forward pass.
         """
         tokens_1T = torch.arange(LOOK, device=model.device)[None]
         theirs_TV = torch.log_softmax(model(input_ids=tokens_1T, use_cache=False).logits[0].float(), -1)
@@ -105,12 +106,13 @@ class LMHead:
 
 def measure_distance(one: Tensor, other: Tensor) -> float:
     """Return the largest difference between two tensors; infinity if an element is NaN in only one of them."""
-    same = (one == other) | (one.isnan() & other.isnan())  # weights with NaN make both results NaN
+    # a NaN in both tensors counts as equal, because NaN weights make both tensors NaN
+    same = (one == other) | (one.isnan() & other.isnan())
     return float(torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf, math.inf).max())
 
 
 def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """Return a copy of a model in which `other` replaces `module`; the copy shares all other parts with the model."""
+    """Return a copy of a model in which `other` replaces `module`. The copy shares all other modules with the model."""
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the model has no head, because its decoder is the model itself")
@@ -124,7 +126,7 @@ def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
 
 
 def _replace_last_layer(head: Any, last: nn.Module | None) -> AddingLinear | None:
-    """Replace a model's last layer by an `AddingLinear`, and return it, or None if this is not possible.
+    """Replace a model's last layer by an `AddingLinear`; return the new layer, or None if the layer cannot be replaced.
 
     A last layer that has a bias or is not a direct child of the model stays unchanged.
     """

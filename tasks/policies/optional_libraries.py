@@ -1,7 +1,7 @@
 """Prevents transformers from importing libraries that a run does not need, which shortens the start of a process.
 
-Transformers needs scikit-learn and SciPy only for losses and decoding that a run does not use, and accelerate only for
-models that are spread over devices.
+Transformers needs scikit-learn and SciPy only for losses and decoding methods that a run does not use, and accelerate
+only for models on several devices.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ OPTIONAL = ("sklearn", "scipy", "accelerate")
 
 
 def disable_optional_libraries() -> None:
-    """Make transformers treat the libraries in `OPTIONAL` as not installed, until this process ends.
+    """Make transformers treat the libraries in `OPTIONAL` as not installed for the rest of this process.
 
-    A module of transformers that was imported without such a library would fail if it found the library later.
+    The libraries stay disabled, because a transformers module that was imported without a library fails if it finds the
+    library later.
     """
     import transformers.utils
 

@@ -1,4 +1,4 @@
-"""Converts chat messages to a policy's tokens, and a response back to a message."""
+"""Converts chat messages to tokens of a policy, and the tokens of a response to a chat message."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 class PolicyRenderer:
     """Renders the messages that follow a response, with the chat template or as plain text.
 
-    Only the new messages are tokenized, not the response before them. If the response already ends with the end token
-    that the template puts before the messages, the token is not repeated.
+    Only the new messages are tokenized; the tokens of the response before them stay as the policy generated them. An
+    end token that the chat template writes between response and messages is not repeated if the response already ends
+    with it.
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
@@ -20,7 +21,7 @@ class PolicyRenderer:
         self._tokenizer, self._chat_domains = tokenizer, frozenset(chat_domains)
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """Return the tokens to append to `response` so that the messages follow and the policy can answer.
+        """Return the tokens of `messages`, to append to the tokens `response` before the policy answers again.
 
         Raises:
             ConfigError: the chat template rejects the messages.
@@ -31,5 +32,5 @@ class PolicyRenderer:
         return tokens[1:] if len(response) and list(tokens[:1]) == [response[-1]] else tokens
 
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
-        """Convert generated tokens into a message of the assistant, without the final stop token."""
+        """Convert generated tokens into a chat message of the assistant, without the final stop token."""
         return {"role": "assistant", "content": self._tokenizer.decode_response(tokens)}

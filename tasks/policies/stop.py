@@ -1,9 +1,9 @@
 """The tokens that end an answer.
 
-A policy folder defines end tokens in four places: `config.json`, `generation_config.json`, the tokenizer and the chat
-template. A new run stores the end tokens from all places in its own `generation_config.json`. Engines, learner, export
-and other tools read the end tokens from the run's `generation_config.json`. The `generation_config.json` of a recorded
-run is never changed.
+A policy's end tokens, at which generation stops, are defined in `config.json`, `generation_config.json`, the tokenizer
+and the chat template. A new run collects the end tokens from all files of the policy in the run's own
+`generation_config.json`. Engines, learner, exports and other tools read the end tokens from the run's
+`generation_config.json`. The `generation_config.json` of a run never changes after the run was created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GENERATION = "generation_config.json"
 
 
 def stop_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids of end tokens in `config.json` and `generation_config.json` together."""
+    """Return the ids of the end tokens in `config.json` and `generation_config.json`."""
     found: list[int] = []
     for name in ("config.json", GENERATION):
         path = folder / name
@@ -33,7 +33,7 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
     """Return the ids of end tokens that a config file names.
 
     Raises:
-        ConfigError: an id is not a whole number of at least 0.
+        ConfigError: the id of an end token is not a whole number of at least 0.
     """
     found = text_config(config).get("eos_token_id")
     ids = found if isinstance(found, list) else [] if found is None else [found]
@@ -44,9 +44,9 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def tokenizer_end(folder: Path) -> list[int]:
-    """Return the id of the tokenizer's end token in a list, or an empty list.
+    """Return a list with the id of the tokenizer's end token, or an empty list if there is none.
 
-    The list is empty if the tokenizer has no end token, or if the end token is not in its vocabulary.
+    The function returns an empty list, too, if the end token is not in the tokenizer's vocabulary.
     """
     name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}
@@ -67,7 +67,9 @@ def read_token(folder: Path, key: str) -> str | None:
 
 
 def write_end_tokens(folder: Path, ends: tuple[int, ...]) -> None:
-    """Write the ids of end tokens into the folder's generation_config.json, unless the file has exactly these ids."""
+    """Write the ids of end tokens into the policy folder's generation_config.json, unless the file already has exactly
+    these ids.
+    """
     path = folder / GENERATION
     described = json.loads(path.read_text()) if path.exists() else {}
     told = ends[0] if len(ends) == 1 else list(ends)

@@ -25,8 +25,8 @@ from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.folder import is_weights
 from rollflow.tasks.policies.head import LMHead
 
-PIECE = 2**22  # largest number of values in memory at a time
-SHOWN = 4  # largest number of names in one error message
+PIECE = 2**22  # largest number of a tensor's values in memory at a time
+SHOWN = 4  # largest number of tensor names in one error message
 TRIED_BYTES = 2**28  # size in bytes up to which a model is tried out before a run starts
 TRIED_TOKENS = 8  # number of tokens with which a model is tried out
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,10 +34,10 @@ SAVE = "save the policy again (save_pretrained)"
 
 
 def check_tensors(folder: Path, dtype: str) -> int:
-    """Check the weights in `folder`; return for how many tokens the model has both embeddings and logits.
+    """Check the weights in `folder`; return the number of tokens for which the model has both embeddings and logits.
 
     Raises:
-        ConfigError: a check failed; the message names the tensors or the file.
+        ConfigError: the weights fail a check; the message names the tensors or the file.
     """
     where = _read_headers(folder)
     model, info = _load_names(folder, dtype, "meta")
@@ -57,7 +57,7 @@ def _read_headers(folder: Path) -> dict[str, Path]:
     """Read the headers of the weight files; map each tensor's name to its file.
 
     Raises:
-        ConfigError: the files do not agree with the index, or a file is truncated.
+        ConfigError: the weight files do not match the index of the weights, or a file is truncated.
     """
     files = sorted(file for file in folder.glob("*.safetensors") if is_weights(file.name))
     indices = [file for file in folder.glob("*.safetensors.index.json") if is_weights(file.name) and file.name != INDEX]
@@ -103,7 +103,9 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Load the model on `device` ("meta" loads no values); return the model and transformers' loading info."""
+    """Load the model on `device`; return the model and transformers' loading info. The device "meta" loads no
+    values.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -170,7 +172,7 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try_model(folder: Path, dtype: str, empty: Any) -> None:
-    """Run a small model as the learner and an engine do; reject a model with NaN or infinite logits."""
+    """Run a small model as the learner and an engine run it; reject a model with NaN or infinite logits."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")
@@ -184,7 +186,7 @@ def _try_model(folder: Path, dtype: str, empty: Any) -> None:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Silence the reports and progress bars of transformers in a `with` block."""
+    """Silence the warnings and progress bars of transformers in a `with` block."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,8 +1,9 @@
-"""The tokenizer of a policy folder, with the library `tokenizers` for text and `transformers` for chat templates.
+"""The tokenizer of a policy, which uses the library `tokenizers` for text and `transformers` for chat templates.
 
-Other tools open a policy folder with `AutoTokenizer` of transformers. For some model types, `AutoTokenizer` builds
-another tokenizer than the one in `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s tokenizer with the
-one in `tokenizer.json`. A policy whose two tokenizers differ is neither trained nor exported.
+Other tools, such as vLLM, open a policy folder with transformers' `AutoTokenizer`. For some model types,
+`AutoTokenizer` builds a tokenizer that differs from `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s
+tokenizer with the one in `tokenizer.json`. A policy is neither trained nor exported if `AutoTokenizer` and
+`tokenizer.json` give different tokenizers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
 from rollflow.tasks.prompts.base import Asked
 
-# pieces of text that tokenizers may treat differently, alone or in combination
+# pieces of text that two tokenizers may encode differently, alone or in combination
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
 
 
@@ -32,11 +33,11 @@ class PolicyTokenizer:
     """Encodes questions and decodes responses. The policy folder must contain tokenizer.json and config.json."""
 
     def __init__(self, folder: Path, now: float | None = None, *, single_start: bool = True) -> None:
-        """Open the tokenizer and fix the clock of the chat template at `now`, in seconds since the epoch.
+        """Open the tokenizer, and fix the time that the chat template reads at `now`, in seconds since the Unix epoch.
 
-        By default the clock is fixed at the present time. With `single_start`, a prompt begins with at most one start
-        token and does not end with an end token. Without `single_start`, as older recorded runs need it, a prompt has
-        all tokens that the tokenizer adds, and the context length is `max_position_embeddings`.
+        By default, `now` is the current time. With `single_start`, a prompt begins with at most one start token and
+        does not end with an end token. Without `single_start`, which runs of older versions of rollflow need, a prompt
+        has all tokens that the tokenizer adds, and the context length is `max_position_embeddings`.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -56,7 +57,7 @@ class PolicyTokenizer:
         return self._plain(asked) if self._single_start else list(self._fast.encode(asked).ids)
 
     def encode_prompt(self, asked: Asked, chat: bool = False, system: str | None = None) -> Sequence[int]:
-        """Encode a question as `encode` does, and check the first and last tokens of the prompt.
+        """Encode a question as the method `encode` does, and check the first and last tokens of the prompt.
 
         Raises:
             ConfigError: the chat template rejects the question, or the prompt begins with two start tokens or ends with
@@ -76,9 +77,9 @@ class PolicyTokenizer:
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))
 
     def decode_response(self, tokens: Sequence[int], special: bool = True) -> str:
-        """Decode a response to the text that a verifier reads, without the final stop token.
+        """Decode a response to the text that a verifier (scoring function) reads, without the final stop token.
 
-        With `special=False`, all special tokens are omitted.
+        With `special=False`, the decoded text omits all special tokens.
         """
         if not special:
             return str(self._fast.decode(list(tokens)))
@@ -96,19 +97,19 @@ class PolicyTokenizer:
 
     @cached_property
     def context(self) -> int:
-        """Largest number of tokens of a prompt and its response together."""
+        """Context length: the largest total number of tokens of a prompt and its response."""
         if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
-            return named  # the recorded run chose its prompts by this length
+            return named  # an older run chose its prompts by this context length
         return context_length(self._config)
 
     @property
     def probe_length(self) -> int:
-        """Number of tokens of the weight-update probe."""
+        """Number of tokens of the prompt that checks an engine's weights after a weight update."""
         return probe_length(self._config)
 
     @cached_property
     def vocabulary(self) -> Mapping[str, int]:
-        """All tokens with their ids, including added tokens."""
+        """The vocabulary: all tokens with their ids, including added tokens."""
         return self._fast.get_vocab(with_added_tokens=True)
 
     @cached_property
@@ -118,17 +119,17 @@ class PolicyTokenizer:
 
     @cached_property
     def has_template(self) -> bool:
-        """True if the folder has a chat template."""
+        """True if the policy folder has a chat template."""
         described = self.folder / "tokenizer_config.json"
         named = described.exists() and json.loads(described.read_text()).get("chat_template")
         return bool(named or (self.folder / "chat_template.jinja").exists()) and bool(self._loaded.chat_template)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template of the folder.
+        """The chat template of the policy folder.
 
         Raises:
-            ConfigError: the folder has no chat template.
+            ConfigError: the policy folder has no chat template.
         """
         if not self.has_template:
             raise ConfigError(
@@ -141,7 +142,7 @@ class PolicyTokenizer:
         return _open_as_others(self.folder)
 
     def _plain(self, text: str) -> list[int]:
-        """Encode a text, with the tokenizer's start tokens before it unless the text already begins with them."""
+        """Encode a text, and put the tokenizer's start tokens first unless the text already begins with them."""
         before, after = self._added
         own = list(self._fast.encode(text, add_special_tokens=False).ids)
         kept = after[: len(after) - sum(1 for _ in takewhile(self._ends.__contains__, reversed(after)))]
@@ -192,10 +193,10 @@ class PolicyTokenizer:
 
 
 def _read_tokenizer(folder: Path) -> Tokenizer:
-    """Load tokenizer.json without its settings for truncation and padding, which other tools ignore.
+    """Load tokenizer.json without the file's truncation and padding settings, which other tools ignore.
 
     Raises:
-        ConfigError: the file is missing or not a tokenizer.
+        ConfigError: tokenizer.json is missing or is no tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -220,7 +221,7 @@ def _refuse_errors() -> Iterator[None]:
 
 
 def _open_as_others(folder: Path) -> Any:
-    """Open the tokenizer with `AutoTokenizer`, as other tools do.
+    """Open the tokenizer with transformers' `AutoTokenizer`, as other tools do.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot open the tokenizer.
@@ -234,8 +235,8 @@ def _open_as_others(folder: Path) -> Any:
 def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """Describe how `AutoTokenizer`'s tokenizer differs from tokenizer.json, or return None.
 
-    The function compares the vocabularies of both tokenizers. The function also encodes and decodes `texts`, special
-    tokens and combinations of `PIECES` with both tokenizers.
+    The function compares the vocabulary of `AutoTokenizer`'s tokenizer with that of tokenizer.json. The function also
+    encodes and decodes `texts`, special tokens and combinations of `PIECES` with both tokenizers.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot read the folder.
@@ -246,7 +247,7 @@ def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
 
 
 def _difference(ours: Tokenizer, theirs: Any, texts: Iterable[str]) -> str | None:
-    """Describe how the tokenizer `theirs` differs from `ours`, or return None."""
+    """Describe how the tokenizer `theirs` differs from the tokenizer `ours`, or return None if they are equal."""
     special = [f"a{token.content} b" for token in ours.get_added_tokens_decoder().values()]
     for text in (*texts, *special, *map("".join, product(PIECES, repeat=3))):
         mine, found = list(ours.encode(text).ids), list(theirs.encode(text))

@@ -1,4 +1,4 @@
-"""Checks a policy folder before a run: config, weights, tokenizer, end tokens and chat template.
+"""Checks a policy folder before a run starts: config, weights, tokenizer, end tokens and chat template.
 
     files of the folder --> JSON that can be read --> tensors that fit --> a row for each token --> all end tokens
 
@@ -21,10 +21,10 @@ OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_m
 
 
 def check_files(folder: Path) -> None:
-    """Reject a folder whose JSON files or tokenizer cannot be read, or whose special tokens are not text.
+    """Reject a policy folder whose JSON files or tokenizer cannot be read, or whose special tokens are not text.
 
     Raises:
-        ConfigError: a file is invalid; the message names the file.
+        ConfigError: a file of the policy folder is invalid; the message names the file.
     """
     for name in ("config.json", "tokenizer.json", *OPTIONAL):
         path = folder / name
@@ -67,9 +67,9 @@ def check_config(folder: Path) -> None:
 
 
 def name_end_tokens(folder: Path) -> None:
-    """Write all end tokens of a policy into the folder's generation_config.json.
+    """Write all end tokens of a policy into the policy folder's generation_config.json.
 
-    The end tokens are those of config.json, generation_config.json, the tokenizer and the chat template.
+    The function collects the end tokens from config.json, generation_config.json, the tokenizer and the chat template.
 
     Raises:
         ConfigError: the policy folder names no end token.
@@ -93,10 +93,10 @@ def _config_ends(folder: Path, name: str) -> list[int]:
 
 
 def check_rows(tokenizer: PolicyTokenizer, rows: int) -> None:
-    """Reject a tokenizer with a token id for which the model, with `rows` rows of embeddings, has no row.
+    """Reject a tokenizer with a token id for which the model has no embedding; `rows` is the number of embeddings.
 
     Raises:
-        ConfigError: the model has too few rows; the message names the first token without a row.
+        ConfigError: the model has too few embeddings; the message names the first token without an embedding.
     """
     cure = "resize the model's embeddings (resize_token_embeddings), or remove the token"
     beyond = sorted((id, name) for name, id in tokenizer.vocabulary.items() if id >= rows)
@@ -125,5 +125,5 @@ def check_templates(sources: Iterable[PromptConfig], tokenizer: PolicyTokenizer)
 
 
 def describe_ends(tokenizer: PolicyTokenizer) -> str:
-    """Return a text for people that lists the tokenizer's end tokens."""
+    """Return a readable list of the tokenizer's end tokens."""
     return f"end tokens: {', '.join(map(tokenizer.name, tokenizer.stop_tokens))}"

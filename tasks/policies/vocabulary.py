@@ -1,4 +1,4 @@
-"""Reads the size of a policy's vocabulary from the policy's folder."""
+"""Reads the size of a policy's vocabulary from the policy's `config.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 
 def read_vocabulary(folder: Path) -> int:
-    """Return `vocab_size` from the folder's `config.json`, or `ANY_TOKEN` if the file has none."""
+    """Return `vocab_size` from the policy folder's `config.json`, or `ANY_TOKEN` if the file has no such key."""
     config = json.loads((folder / "config.json").read_text())
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return int(size or ANY_TOKEN)
