@@ -1,4 +1,4 @@
-"""Question sources, which produce the questions of a run's prompts; `base` has their contract."""
+"""Question sources, which produce the questions of a run's prompts. The module `base` defines their interface."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollflow.tasks.prompts.held_out import HeldOut
 
 
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
-    """Build the question source of one `[[prompts]]` entry, which holds out `count` questions for evaluation.
+    """Build the question source of one `[[prompts]]` section, which holds out `count` questions for evaluation.
 
     The source adds its held-out questions to `held`, and never uses a question in `held` for training.
 
     Raises:
-        ConfigError: the entry is unusable; the message says what the user must change.
+        ConfigError: the `[[prompts]]` section is invalid; the message says what the user must change.
     """
     match config:
         case ReasoningGymPrompts():

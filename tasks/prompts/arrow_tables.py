@@ -1,6 +1,7 @@
 """Reads tables of Arrow: a Parquet file, a folder of the library `datasets`, or a data set of the Hugging Face hub.
 
-A folder is read by pyarrow alone, whereas a hub data set needs the library `datasets`. Either gives an Arrow table.
+Pyarrow reads a folder, whereas a data set on the Hugging Face hub needs the library `datasets`. Either gives an Arrow
+table.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
 
 
 def _locate(column: Any, why: str) -> str:
-    """Return the row that Arrow's error names, or "".
+    """Return words that locate the row which an Arrow error names, or "" if the error names no row.
 
-    This function reads no values of the column, because reading values through damaged offsets would crash the process.
+    The function reads no values of the damaged column, because reading values through damaged offsets would crash the
+    process.
     """
     if (found := re.search(r"In chunk (\d+): .* string index (\d+)", why)) is None:
         return ""
@@ -99,7 +101,7 @@ def _read_saved(config: FilePrompts, path: Path) -> Any:
 
 
 def _find_split(config: FilePrompts, path: Path) -> Path:
-    """Return the folder of the chosen split, or the folder itself if the data set has no splits."""
+    """Return the folder of the data set's chosen split, or the data set's own folder if the data set has no splits."""
     if not (path / "dataset_dict.json").exists():
         if config.split:
             raise config.split_refusal("has no splits; remove the key")

@@ -1,4 +1,4 @@
-"""The contract of question sources, and the interface of the function that converts a question to tokens."""
+"""The interfaces of question sources, and of the function that converts a question to tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.keys import normalise_text
 
 Message = Mapping[str, str]  # a chat message, with `role` and `content`
-Asked = str | Sequence[Message]  # a text, or the messages that the chat template writes
-Reader = Callable[[FileBase], bytes]  # returns the lines of JSON of a source's prompt file
+Asked = str | Sequence[Message]  # a question: a text, or chat messages
+Reader = Callable[[FileBase], bytes]  # returns the content of a source's prompt file, as lines of JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question before it is tokenized, with the right answer and the JSON reference for the verifier.
+    """A question as text or chat messages, with the right answer and the JSON reference that a verifier reads.
 
     Two questions with the same `key` count as the same question, even if their texts differ. A question without a `key`
     has its normalised text as its key. If a question has `messages`, the policy gets these messages, and `text` is only
@@ -31,7 +31,7 @@ class Question:
 
     @property
     def asked(self) -> Asked:
-        """The input of the policy: `messages`, or `text` if the question has no messages."""
+        """What the policy is asked: `messages`, or `text` if the question has no messages."""
         return self.messages or self.text
 
     @property
@@ -41,20 +41,22 @@ class Question:
 
 
 class QuestionSource(Protocol):
-    """The questions of one `[[prompts]]` entry, which depend only on the entry and the run's seed.
+    """The questions of one `[[prompts]]` section, which depend only on the section and the run's seed.
 
-    A caller may request any position at any time and in any order. No training question and no demonstration has the
-    same key as a held-out question.
+    A caller may request the questions of a source by position, at any time and in any order. No training question and
+    no demonstration of a source has the same key as a held-out question.
     """
 
     def training(self, position: int) -> Question:
         """Return the training question at `position`."""
 
     def demonstration(self, position: int) -> Question:
-        """Return the question at `position` in the stream of demonstrations for supervised cold start."""
+        """Return the question at `position` in the sequence of demonstrations for supervised cold start."""
 
     def held_out(self, count: int) -> list[Question]:
-        """Return the first `count` held-out questions, or fewer if there are no more; their keys are distinct."""
+        """Return the first `count` held-out questions, or fewer if the source has no more. The questions have distinct
+        keys.
+        """
 
 
 class Encoder(Protocol):

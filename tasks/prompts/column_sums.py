@@ -1,4 +1,4 @@
-"""A source of sums of several numbers, whose demonstrations add the numbers column by column.
+"""A question source of sums of several numbers, whose demonstrations add the numbers column by column.
 
     Add 347 + 58 + 906.
     ones 7+8=15+6=21, tens 2+4=6+5=11+0=11, hundreds 1+3=4+9=13, <answer>1311</answer>
@@ -23,7 +23,9 @@ TRIES = 64  # number of questions to draw for a position before the run fails be
 
 
 class ColumnSumsSource:
-    """A `QuestionSource` of sums; a question depends only on the seed, the stream and the position."""
+    """A `QuestionSource` of sums. A question depends only on the seed, the stream (training, demonstrations or
+    held-out) and the position.
+    """
 
     def __init__(self, config: ColumnSumsPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._config, self._seed, self._excluded = config, seed, excluded
@@ -79,9 +81,9 @@ def build_question(terms: list[int]) -> Question:
 
 
 def write_steps(terms: list[int]) -> str:
-    """Write the worked solution of a sum: the steps of each column, then the answer.
+    """Write the worked solution of a sum: the steps for each column of digits, then the answer.
 
-    A term may have at most as many digits as `PLACES` has elements.
+    A number of the sum may have at most as many digits as `PLACES` has elements.
     """
     columns, carried = [], 0
     for place in range(len(str(max(terms)))):

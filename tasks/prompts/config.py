@@ -1,4 +1,4 @@
-"""The `[[prompts]]` sections of a recipe, with one class for each kind of question source."""
+"""The `[[prompts]]` sections of a run's TOML file, with one class for each kind of question source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.row_config import DifficultyRange, EvaluationSet
 from rollflow.tasks.runtime.sections import Imported, Section, refuse
 
-PLACE = "{question}"  # the part of a template that the question replaces
+PLACE = "{question}"  # the placeholder in a prompt template that the question replaces
 
 
 class PromptBase(Section):
@@ -45,7 +45,9 @@ class PromptBase(Section):
     )
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
-        """Return the name of the scorer of a question with this reference; "" is the scorer of `[reward]`."""
+        """Return the name of the scorer of a question with this reference; the name "" means the scorer of
+        `[reward]`.
+        """
         return self.reward or ""
 
     @model_validator(mode="after")
@@ -66,12 +68,12 @@ class ReasoningGymPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of this source in statistics."""
+        """Name of this question source in metrics, such as "sums"."""
         return self.family
 
 
 class FileBase(PromptBase):
-    """The keys of sources that read user-defined prompts from a file."""
+    """The config keys of question sources that read user-defined prompts from a file."""
 
     path: str = Field(
         description="path of a file with one JSON object per line; a relative path is relative to the recipe"
@@ -118,47 +120,49 @@ class FileBase(PromptBase):
         return self
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
-        """Return the name of the scorer of a row: the one in the row's `reward_column`, or the source's."""
+        """Return the name of a row's scorer, from the row's column `reward_column` or else from the question source."""
         named = reference.get(self.reward_column) if self.reward_column else None
         return str(named or self.reward or "")
 
     @property
     def domain(self) -> str:
-        """Name of this source in statistics."""
+        """Name of this question source in metrics, such as "sums"."""
         return Path(self.path).stem
 
     @property
     def unit(self) -> str:
-        """The word by which error messages number the file's rows: "line" or "row"."""
+        """The word for a row of the prompt file in error messages: "line" or "row"."""
         return "line"
 
     @property
     def key(self) -> str:
-        """The config key that names the file."""
+        """The config key that names the prompt file."""
         return "prompts.path"
 
     @property
     def held_out_file(self) -> HeldOutFile | None:
-        """The file that contains the held-out questions, or None if they are a share of the rows of `path`."""
+        """The file that contains the held-out questions, or None if held-out questions are drawn from the rows of
+        `path`.
+        """
         return None
 
     @property
     def set_files(self) -> dict[str, HeldOutFile]:
-        """The file of each evaluation set, by the set's name."""
+        """The file of each evaluation set, by the name of the evaluation set."""
         return {}
 
     @property
     def files(self) -> tuple[FileBase, ...]:
-        """All files of the source: its own, and those with held-out questions."""
+        """All files of the question source: training questions, held-out questions and evaluation sets."""
         held_out = () if self.held_out_file is None else (self.held_out_file,)
         return (self, *held_out, *self.set_files.values())
 
     def label(self, name: str) -> str:
-        """Return the words by which error messages name the column of `question` or `answer`."""
+        """Return the words for the column of `question` or `answer` in error messages."""
         return name
 
     def refusal(self, what: str) -> ConfigError:
-        """Build the error that names the file and says what is wrong."""
+        """Build the error that names the prompt file and says what is wrong."""
         return ConfigError(f"{self.key} = {self.path!r}: {what}")
 
 
@@ -169,7 +173,7 @@ class JsonlPrompts(FileBase):
 
 
 Format = Literal["jsonl", "csv", "tsv", "parquet", "saved", "hub"]
-# formats without an entry: `hub` has no file, and `saved` is a folder
+# the formats `hub` and `saved` have no file suffix: `hub` has no file, and `saved` is a folder
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 
 
@@ -222,14 +226,16 @@ class FilePrompts(FileBase):
 
     @property
     def held_out_file(self) -> HeldOutFile | None:
-        """The file or split that contains the held-out questions, or None if they are a share of the rows of `path`."""
+        """The file or split that contains the held-out questions, or None if held-out questions are drawn from the rows
+        of `path`.
+        """
         if self.held_out_path is None and self.held_out_split is None:
             return None
         return self._build_held_out(self.held_out_path, self.held_out_split)
 
     @property
     def set_files(self) -> dict[str, HeldOutFile]:
-        """The file or split of each evaluation set, by the set's name."""
+        """The file or split of each evaluation set, by the name of the evaluation set."""
         return {
             name: self._build_held_out(one.path, one.split, one.columns, f"prompts.evaluation_sets.{name}")
             for name, one in self.evaluation_sets.items()
@@ -238,9 +244,11 @@ class FilePrompts(FileBase):
     def _build_held_out(
         self, path: str | None, split: str | None, columns: dict[str, str] | None = None, section: str = ""
     ) -> HeldOutFile:
-        """Describe a file or split with held-out questions; `section` is the config section that names it."""
+        """Return the config of a file or split with held-out questions; `section` is the config section that names the
+        file.
+        """
         keys = {**dict(self), "held_out_path": None, "held_out_split": None, "split": split, "section": section}
-        keys |= {"difficulty": None, "evaluation_sets": {}}  # these are keys of what is trained on
+        keys |= {"difficulty": None, "evaluation_sets": {}}  # keys that apply only to training questions
         keys |= {} if columns is None else {"columns": columns}
         if path is None:
             return HeldOutFile(**keys)
@@ -249,20 +257,20 @@ class FilePrompts(FileBase):
 
     @property
     def chosen_format(self) -> Format | None:
-        """The file's format; None if neither `format` nor the suffix names it."""
+        """The format of the prompt file, or None if neither `format` nor the file's suffix names a format."""
         return self.format or SUFFIXES.get(Path(self.path).suffix.lower())
 
     @property
     def unit(self) -> str:
-        """The word by which error messages number the file's rows: "line" or "row"."""
+        """The word for a row of the prompt file in error messages: "line" or "row"."""
         return "line" if self.chosen_format in ("jsonl", "csv", "tsv") else "row"
 
     def label(self, name: str) -> str:
-        """Return the words by which error messages name the column of `question` or `answer`."""
+        """Return the words for the column of `question` or `answer` in error messages."""
         return f"column {self.columns[name]!r}" if name in self.columns else name
 
     def split_refusal(self, what: str) -> ConfigError:
-        """Build the error that names the split and says what is wrong."""
+        """Build the error that names the data-set split and says what is wrong."""
         return ConfigError(f"{self.split_key} = {self.split!r}: {self.path!r} {what}")
 
     @model_validator(mode="after")
@@ -284,14 +292,14 @@ class FilePrompts(FileBase):
 
 
 class HeldOutFile(FilePrompts):
-    """The file or split with the held-out questions of another source; it is no source of its own."""
+    """The file or data-set split with the held-out questions of another question source."""
 
     split_key: ClassVar[str] = "prompts.held_out_split"
-    section: str = ""  # the section of the evaluation set; "" for the held-out questions of the source itself
+    section: str = ""  # config section of the evaluation set; "" for the held-out questions of the source itself
 
     @property
     def key(self) -> str:
-        """The config key that names the file, and the split if there is one."""
+        """The config key that names the prompt file, and the key of the split if there is one."""
         if self.section:
             return f"{self.section}.path" if self.split is None else f"{self.section}.split = {self.split!r} of path"
         return "prompts.held_out_path" if self.split is None else f"split {self.split!r} of prompts.path"
@@ -322,7 +330,7 @@ class ColumnSumsPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of this source in statistics."""
+        """Name of this question source in metrics, such as "sums"."""
         return self.kind
 
 
@@ -339,7 +347,7 @@ class SortingPrompts(PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of this source in statistics."""
+        """Name of this question source in metrics, such as "sums"."""
         return self.kind
 
 
@@ -353,7 +361,7 @@ class ImportPrompts(Imported, PromptBase):
 
     @property
     def domain(self) -> str:
-        """Name of this source in statistics."""
+        """Name of this question source in metrics, such as "sums"."""
         return self.name or self.path.partition(":")[2]
 
 
@@ -364,7 +372,7 @@ PromptConfig = Annotated[
 
 
 def find_set_faults(sources: Sequence[PromptConfig]) -> Iterator[tuple[str, str, str]]:
-    """Yield key, value and cure of each evaluation set whose name cannot name a metric, or is taken."""
+    """Yield config key, value and cure of each evaluation set whose name cannot name a metric, or is used twice."""
     taken = {source.domain for source in sources}
     for which, source in enumerate(sources):
         for name in source.evaluation_sets if isinstance(source, FilePrompts) else {}:

@@ -1,4 +1,4 @@
-"""Question sources of the recipe `domains`, which a recipe names by import path: short programs, and lists of words.
+"""Two example question sources, which a run's TOML file names by import path: short programs, and lists of words.
 
     source        a question                                         a right response
     LinePrograms  plus 12, times 3.                                  x=int(input());x+=12;x*=3;print(x)
@@ -17,16 +17,17 @@ from typing import Any
 
 from rollflow.tasks.prompts.base import Question, QuestionSource
 
-TRIES = 1000  # number of questions to draw for a position until one is not held out
-STEPS = {"plus": "+", "minus": "-", "times": "*"}  # word of a step -> its operator
-INPUTS, CASES = range(2, 100), 1  # inputs of programs, and number of test cases of a question
+TRIES = 1000  # largest number of questions to draw for a position until one is not held out
+STEPS = {"plus": "+", "minus": "-", "times": "*"}  # word for a program's step -> operator
+INPUTS, CASES = range(2, 100), 1  # inputs of the programs, and number of test cases per question
 WORDS = ("ant", "bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl", "pig", "ram", "yak")
 
 
 class _DrawnSource(QuestionSource):
-    """A source whose questions are drawn at random; a question depends only on the seed, its stream and its position.
+    """A question source that draws questions at random. A question depends only on the seed, the stream (training,
+    demonstrations or held-out) and the position.
 
-    A key that is held out is neither trained on nor demonstrated.
+    A question whose key is held out is neither trained on nor demonstrated.
     """
 
     def __init__(self, *, seed: int, held_out: int) -> None:
@@ -60,7 +61,9 @@ class _DrawnSource(QuestionSource):
 
 
 class LinePrograms(_DrawnSource):
-    """Programs of one line that change a number step by step. The key of a question is its steps."""
+    """Questions that ask for a one-line program that changes a number step by step. The key of a question about a
+    program consists of the program's steps.
+    """
 
     def __init__(self, *, seed: int, held_out: int, most: int = 3) -> None:
         """Ask for 2 to `most` steps."""
@@ -80,14 +83,16 @@ class LinePrograms(_DrawnSource):
 
 
 def _compute(steps: Sequence[tuple[str, int]], value: int) -> int:
-    """Return the result of the steps for an input."""
+    """Return the result of applying the steps of a program to an input."""
     for verb, number in steps:
         value = {"plus": value + number, "minus": value - number, "times": value * number}[verb]
     return value
 
 
 class WordLists(_DrawnSource):
-    """Lists of words under constraints in the form of IFEval. The key of a question is its set of constraints."""
+    """Questions that ask for a list of words under constraints, in the format of the IFEval benchmark. The key of a
+    question about a list of words is the set of constraints.
+    """
 
     def __init__(self, *, seed: int, held_out: int, most: int = 5) -> None:
         """Ask for 2 to `most` words."""

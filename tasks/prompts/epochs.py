@@ -1,15 +1,15 @@
-"""Epochs of prompt sources that ask solved questions less often (`prompts.solved_every`).
+"""Epochs of prompt sources that ask the policy solved questions less often (`prompts.solved_every`).
 
     epoch 0    asks every question
     epoch k    asks every unsolved question, and each solved question in one of `solved_every` epochs
 
-A question is *solved* if its group in the previous epoch had at least the pass rate `solved_from`, or if the previous
-epoch skipped the question. A question whose group is not finished counts as unsolved. Of any `solved_every` epochs in a
-row at least one asks a given question.
+A question is *solved* if the group of responses to the question in the previous epoch had at least the pass rate
+`solved_from`, or if the previous epoch skipped the question. A question whose group of responses is not complete counts
+as unsolved. Every question is asked in at least one of any `solved_every` consecutive epochs.
 
-The scheduler appends an entry `EpochStarted` to the log before it issues the first prompt of an epoch. The entry
-follows from the entries before it, so an audit can compute it again. A restarted scheduler reads the entry, and issues
-the same prompts.
+The scheduler appends an entry `EpochStarted` to the run's log before it issues the first prompt of an epoch. An
+`EpochStarted` entry is computed from earlier log entries, so an audit can compute it again. A restarted scheduler reads
+the `EpochStarted` entry of the epoch, and issues the same prompts as before.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class EpochSource(Protocol):
         """Number of training questions."""
 
     def order(self, epoch: int) -> Sequence[int]:
-        """Return the numbers of all training questions in the order of this epoch."""
+        """Return the numbers of all training questions in the order in which the epoch asks them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkipRule:
-    """When a question is solved, and how often a solved question is asked."""
+    """The rule that says when a question counts as solved, and how often the policy is asked solved questions."""
 
     every: int
     solved_from: float
 
     @classmethod
     def of(cls, config: FileBase) -> SkipRule:
-        """Read the rule of a prompt source."""
+        """Build the rule from the config of a prompt source."""
         return cls(config.solved_every, config.solved_from)
 
     def is_solved(self, rate: PassRate) -> bool:
-        """Return whether a group with this pass rate solves its question."""
+        """Return whether a question counts as solved if its group of responses has this pass rate."""
         return rate.correct / rate.responses >= self.solved_from
 
     def choose_skipped(self, number: int, solved: Iterable[int]) -> tuple[int, ...]:
@@ -65,13 +65,13 @@ class SkipRule:
 
 
 def list_asked(order: Sequence[int], skipped: Iterable[int]) -> list[int]:
-    """Return the places in an epoch's order of the questions that the epoch asks."""
+    """Return the indices, in an epoch's order of all questions, of the questions that the epoch does not skip."""
     gone = frozenset(skipped)
     return [place for place, question in enumerate(order) if question not in gone]
 
 
 class _Head(NamedTuple):
-    """What is kept of an entry `EpochStarted`."""
+    """The fields of an `EpochStarted` log entry that stay in memory."""
 
     number: int
     start: int
@@ -80,23 +80,26 @@ class _Head(NamedTuple):
 
 
 class Epochs:
-    """The epochs on record of a run's sources that skip solved questions. See the module's docstring."""
+    """The epochs in the run's log of all prompt sources that skip solved questions. See the module's docstring."""
 
     def __init__(self, log: Log, configs: Sequence[object], sources: Sequence[object]) -> None:
-        """Find the sources among `configs` that skip solved questions; `sources` has the questions of each."""
+        """Find the prompt sources among `configs` that skip solved questions; `sources` has the questions of each
+        prompt source.
+        """
         self._log, self._count = log, len(configs)
         self._rules = {which: SkipRule.of(one) for which, one in enumerate(configs) if skips_solved(one)}
         self._sources: dict[int, EpochSource] = {which: sources[which] for which in self._rules}  # type: ignore[misc]
         self._heads: dict[int, _Head] = {}  # entry -> what is kept of it
         self._asked = lru_cache(CACHED)(self._read_asked)
-        for prompt in log.state.open if self._rules else ():  # so that no dispatch has to wait for storage
+        # caches epochs, so that issuing prompts does not wait for storage
+        for prompt in log.state.open if self._rules else ():
             self.locate(prompt % self._count, prompt // self._count)
 
     def locate(self, source: int, position: int) -> int:
-        """Return the position that this prompt of a source would have if no epoch skipped a question.
+        """Return the position that the prompt at `position` of a source would have if no epoch skipped a question.
 
         Raises:
-            Corrupt: no epoch on record contains the prompt.
+            Corrupt: no epoch in the log contains the prompt.
         """
         if source not in self._rules:
             return position
@@ -112,30 +115,33 @@ class Epochs:
         raise Corrupt(f"prompt {position} of source {source} belongs to no epoch of {self._log.store.uri}")
 
     def start(self, writer: Writer, source: int, position: int) -> int:
-        """Append the entry of the epoch that contains a position, unless it is on record; return the epoch's end.
+        """Append the log entry of the epoch that contains a position, unless the log has the entry; return the epoch's
+        end.
 
         Raises:
-            Deposed: the run has another scheduler now.
+            Deposed: a newer process has replaced this process as the run's scheduler.
         """
         log = writer.log
         while (newest := log.state.epochs[source]).end <= position:
             decision = _Decision(self, log, source, newest)
-            decision.read_rates(log.state.n)  # most entries are read before the append, which keeps other appends out
+            # read most log entries before the append, because the append blocks other appends
+            decision.read_rates(log.state.n)
             try:
                 writer.append(decision)
             except EntryRefused:
                 if log.state.epochs[source] == newest:
                     raise
-        self.locate(source, position)  # reads the epoch, so that no dispatch has to wait for storage
+        self.locate(source, position)  # caches the epoch, so that issuing prompts does not wait for storage
         return newest.end
 
     def propose(
         self, source: int, last: EpochStarted | None, entry: int | None, rates: Mapping[int, PassRate]
     ) -> EpochStarted:
-        """Return the epoch that must follow epoch `last`, the epoch of this entry of the log.
+        """Return the `EpochStarted` entry that must follow epoch `last`, which the log entry `entry` started.
 
         Args:
-            rates: the pass rates, by prompt, that the log has between that entry and the new epoch's entry.
+            rates: pass rates by prompt, from the log entries between the start of epoch `last` and the start of the new
+            epoch.
         """
         questions = self._sources[source]
         if last is None:
@@ -161,7 +167,9 @@ class Epochs:
 
 
 class _Decision:
-    """Decides the next epoch of a source from all entries before it; an append calls it for each of its tries."""
+    """Computes the `EpochStarted` entry of a source's next epoch from earlier log entries. An append calls this object
+    at each attempt.
+    """
 
     def __init__(self, epochs: Epochs, log: Log, source: int, newest: EpochPlace) -> None:
         self._epochs, self._log, self._source, self._newest = epochs, log, source, newest
@@ -170,7 +178,7 @@ class _Decision:
         self._rates, self._read = PassRates(), newest.entry
 
     def read_rates(self, n: int) -> None:
-        """Read the pass rates up to entry `n`."""
+        """Read the pass rates of prompts from the log up to entry `n`."""
         if self._last is not None:
             for written in iterate_written(self._log, self._read + 1, n):
                 self._rates.add(written.entry)
@@ -184,8 +192,8 @@ class _Decision:
 
 
 def share_skipped(state: RunState, domains: Sequence[str]) -> dict[str, float]:
-    """Return the share of its questions that the newest epoch of each domain skips; `domains` has the domain of each
-    source. A domain whose sources skip no solved questions is left out.
+    """Return the share of questions that the newest epoch of each domain skips; `domains` lists the domain of each
+    prompt source. The result omits domains whose prompt sources never skip solved questions.
     """
     asked, skipped = Counter[str](), Counter[str]()
     for source, epoch in state.epochs.items():
@@ -195,7 +203,9 @@ def share_skipped(state: RunState, domains: Sequence[str]) -> dict[str, float]:
 
 
 def list_epochs(log: Log, source: int) -> list[EpochStarted]:
-    """List the epochs of a source, oldest first, as far as the log was read; raise `Corrupt` if an entry is damaged."""
+    """List the epochs of a prompt source, oldest first, from the part of the log that was read; raise `Corrupt` if a
+    log entry is damaged.
+    """
     found: list[EpochStarted] = []
     place = log.state.epochs.get(source, EpochPlace())
     entry = None if place.entry == NOBODY else place.entry
@@ -206,12 +216,12 @@ def list_epochs(log: Log, source: int) -> list[EpochStarted]:
 
 
 def skips_solved(config: object) -> TypeGuard[FileBase]:
-    """Return whether a prompt source asks solved questions less often than others."""
+    """Return whether a prompt source asks the policy solved questions less often than unsolved ones."""
     return isinstance(config, FileBase) and config.solved_every > 1
 
 
 def read_epoch(log: Log, entry: int) -> EpochStarted:
-    """Read an epoch's entry; raise `Corrupt` if the entry is damaged or starts no epoch."""
+    """Read a log entry that starts an epoch; raise `Corrupt` if the entry is damaged or of another kind."""
     body = get_entry(log, entry).entry.body
     if not isinstance(body, EpochStarted):
         raise Corrupt(f"{entry_path(entry)} starts no epoch")

@@ -1,6 +1,6 @@
-"""The held-out questions of a run, which are never trained on.
+"""The held-out questions of a run, which evaluations use and training never does.
 
-A question that any source of a run holds out is neither trained on nor demonstrated by any source of the run. Two
+If any prompt source of a run holds out a question, no source of the run trains on or demonstrates the question. Two
 questions count as the same question if their keys or their normalised texts are equal.
 """
 
@@ -11,19 +11,21 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalise_text
 
-Split = Literal["text", "key"]  # attribute of questions that is compared; "text" in older runs
+# the attribute by which questions are compared with held-out questions; "text" in older runs
+Split = Literal["text", "key"]
 
 
 class HeldOut:
     """A set of held-out questions, shared by all sources of a run.
 
-    With the split "text", each source has its own set, and only the exact texts of questions are compared.
+    With the split "text", which older runs use, each prompt source has its own set, and the exact texts of questions
+    are compared.
     """
 
     def __init__(self, split: Split = "key") -> None:
         self.split = split
         self._keys: set[str] = set()
-        self.questions: list[Question] = []  # all held-out questions that were added
+        self.questions: list[Question] = []  # all held-out questions
 
     def identity(self, question: Question) -> str:
         """Return the text or key that must be distinct among the held-out questions of a source."""

@@ -1,4 +1,4 @@
-"""Imports a user-defined question source, and checks each of its questions against the contract."""
+"""Imports a user-defined question source, and checks each question that the source returns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
 TRIES = 64  # number of positions to try before the run fails because all their questions are held out
-STEP = 1_000_003  # distance between two tried positions
+STEP = 1_000_003  # distance between two positions that are tried in turn
 
 
 class ImportedSource:
     """Wraps the user-defined `QuestionSource` that `prompts.path` names."""
 
     def __init__(self, config: ImportPrompts, seed: int, count: int, excluded: HeldOut) -> None:
-        """Create the source; raise `ConfigError` if the class does not exist or does not take the recipe's options."""
+        """Create the question source; raise `ConfigError` if the user's class does not exist or rejects the options in
+        the run's TOML file.
+        """
         self._config, self._excluded = config, excluded
         contract: type[QuestionSource] = QuestionSource  # type: ignore[type-abstract]
         self._own = imported_object(KEY, config, contract, seed=seed, held_out=count)

@@ -1,6 +1,7 @@
-"""A source of user-defined prompts in a file with one JSON object per line, which has `question` and `answer`.
+"""A question source that reads user-defined prompts from a file with one JSON object per line, which has the keys
+`question` and `answer`.
 
-The verifier gets the line's whole JSON object, including any further keys, as its reference.
+The verifier of a response gets the whole JSON object of the prompt's line as reference, including any further keys.
 
 A prompt file is encoded in UTF-8, with or without a byte order mark. Lines of a prompt file end in LF or CRLF, and
 blank lines are ignored.
@@ -26,7 +27,7 @@ from rollflow.tasks.prompts.near_index import NearIndex
 
 
 def read_bytes(config: FileBase, path: str) -> bytes:
-    """Read a file of a source; raise `ConfigError` if it cannot be read."""
+    """Read a file of a question source; raise `ConfigError` if the file cannot be read."""
     try:
         file = Path(path).expanduser()
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -39,9 +40,10 @@ def read_bytes(config: FileBase, path: str) -> bytes:
 
 
 class JsonlSource:
-    """A `QuestionSource` that reads a file. Each epoch asks every training line of the file once, in random order.
+    """A `QuestionSource` that reads a prompt file. Each epoch asks every training line of the file once, in random
+    order.
 
-    A share of the lines is held out, or all lines of another file, in their order.
+    The held-out questions are a share of the file's lines, or all lines of another file in the order of that file.
     """
 
     def __init__(self, config: FileBase, seed: int, read: Reader, excluded: HeldOut) -> None:
@@ -53,7 +55,7 @@ class JsonlSource:
         else:
             kept = int(len(lines) * config.held_out)
             held, self._others = lines[:kept], lines[kept:]
-        self._left_out: dict[str, int] = {}  # why rows are not trained on -> number of such rows
+        self._left_out: dict[str, int] = {}  # reason why rows are not trained on -> number of rows
         self._held = {excluded.identity(question): question for question in held}
         self.sets = {name: read_questions(file, read(file)) for name, file in config.set_files.items()}
         for question in [*held, *(one for questions in self.sets.values() for one in questions)]:
@@ -61,7 +63,7 @@ class JsonlSource:
 
     @cached_property
     def _lines(self) -> list[Question]:
-        """The lines of the training questions; no source of the run holds out one of these questions."""
+        """The lines of the training questions, without questions that any prompt source of the run holds out."""
         lines = [question for question in self._others if question not in self._excluded]
         self._left_out["their question is held out"] = len(self._others) - len(lines)
         if (limits := self._config.difficulty) is not None:
@@ -108,7 +110,7 @@ class JsonlSource:
         return _shuffle_lines(f"{self._seed}:training:{epoch}", len(self._lines))
 
     def describe_rows(self) -> str:
-        """Say how many rows are trained on, held out, and left out, and why."""
+        """Return a sentence that says how many rows are trained on, held out, and left out, and why."""
         unit, asked = self._config.unit, Counter(question.canonical_key for question in self._lines)
         repeated = len(self._lines) - len(asked)
         left_out = [f"{count:,} {unit}s are left out because {why}" for why, count in self._left_out.items()]
@@ -123,16 +125,19 @@ class JsonlSource:
 
 
 def read_questions(config: FileBase, content: bytes) -> list[Question]:
-    """Return the question of every line in order; raise `ConfigError` for the first line without a question.
+    """Return the questions of a prompt file in the order of its lines; raise `ConfigError` for the first line without a
+    question.
 
-    For a new run, `rows.py` has checked the lines more strictly before. `read_questions` must not change how it reads
-    lines, because recorded runs are read again.
+    For a new run, `rows.py` has already checked the lines of the prompt file more strictly. How `read_questions` reads
+    lines must never change, because restarted runs read their prompt files again.
     """
     return [_read_question(config, number, line) for number, line in numbered_lines(config, content)]
 
 
 def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
-    """Return the non-blank lines with their numbers, counted from 1; raise `ConfigError` if all lines are blank."""
+    """Return the non-blank lines of a prompt file with their line numbers, counted from 1; raise `ConfigError` if all
+    lines are blank.
+    """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -146,7 +151,9 @@ def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
 
 
 def judged_part(config: FileBase, answer: str) -> str:
-    """Return the part of an answer that is compared; raise `ValueError` if `answer_after` is not in the answer."""
+    """Return the part of a reference answer to compare with responses; raise `ValueError` if `answer_after` is not in
+    the answer.
+    """
     mark = config.answer_after
     if mark and mark not in answer:
         raise ValueError(
@@ -156,9 +163,10 @@ def judged_part(config: FileBase, answer: str) -> str:
 
 
 def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
-    """Return the number of a row by which `prompts.difficulty` chooses rows; raise `ValueError` if there is none.
+    """Return the difficulty of a row of the prompt file, from the column that `prompts.difficulty` names; raise
+    `ValueError` if the value is no number.
 
-    In a CSV file the number is text.
+    In a CSV file, the difficulty is text that is parsed.
     """
     assert config.difficulty is not None
     name = config.difficulty.column

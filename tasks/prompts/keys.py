@@ -1,8 +1,8 @@
-"""Canonical keys of questions; two questions with the same key count as the same question.
+"""Canonical keys of questions. Two questions with the same key count as the same question.
 
 For example, the key of a sum does not depend on the order of its numbers, and the normalised text does not depend on
-upper and lower case. A source sets a question's key (`Question.key`), or leaves it empty to use the normalised text as
-the key.
+upper and lower case. A question source sets a question's key (`Question.key`), or leaves the key empty to use the
+normalised text of the question.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 def normalise_text(text: str) -> str:
     """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at its ends.
 
-    A text that consists only of punctuation keeps the punctuation.
+    A text that consists only of punctuation stays as it is.
     """
     words = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     first, last = 0, len(words)
@@ -28,7 +28,7 @@ def normalise_text(text: str) -> str:
 
 
 def _is_outer(letter: str) -> bool:
-    """Return True for blanks, stops and quotation marks, and False for letters, digits, brackets and dashes."""
+    """Return True for spaces, full stops and quotation marks, and False for letters, digits, brackets and dashes."""
     return letter == " " or unicodedata.category(letter) in ("Po", "Pi", "Pf")
 
 
@@ -41,7 +41,7 @@ def unordered_key(text: str, answer: str) -> str:
     """Return a key of a text and its answer that ignores the order of words, numbers and signs within each line.
 
     `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their answers
-    differ. The key depends on the order of lines, because lines may be the rows of a grid.
+    differ. A key depends on the order of a text's lines, because lines may be the rows of a grid.
     """
     lines = [" ".join(sorted(split_words(line))) for line in text.splitlines()]
     return "\n".join([*lines, normalise_text(answer)])

@@ -1,7 +1,8 @@
 """Checks prompts that are lists of chat messages, and describes such a prompt as text.
 
-A prompt of messages needs `prompts.chat = true`, because the chat template writes the messages. Each message is an
-object with a `role` and a `content`; only the first may be the system's, and the last is the user's.
+A prompt of chat messages needs `prompts.chat = true`, because only a chat template can render messages. Each chat
+message is an object with a `role` and a `content`. Only the first message may have the role "system", and the last
+message has the role "user".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def find_messages_fault(messages: Sequence[Any]) -> str | None:
-    """Return what is wrong with a list of messages, or None."""
+    """Return a sentence that says what is wrong with a list of chat messages, or None."""
     if not messages:
         return "the list of messages is empty; give at least one message of the user"
     for number, message in enumerate(messages, 1):
@@ -41,7 +42,7 @@ def _find_message_fault(message: object, first: bool) -> str | None:
         return f"has the role {message['role']!r}; give one of {', '.join(ROLES)}"
     if message["role"] == "system" and not first:
         return "is a system message; put it first"
-    # a table has every key in every message, and null where a message lacks it
+    # in a table, every message has all keys, with null for a missing value
     if more := [
         key for key, value in message.items() if key not in ("role", "content") and value not in (None, "", [])
     ]:
@@ -50,7 +51,7 @@ def _find_message_fault(message: object, first: bool) -> str | None:
 
 
 def find_question_fault(config: FilePrompts, row: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a row's list of messages or its system message, or None."""
+    """Return a sentence that says what is wrong with a row's list of chat messages or system message, or None."""
     asked, system = row["question"], _get_system(config, row)
     if not isinstance(system, str | None):
         return f"{config.label('system')} is of the type {type(system).__name__}; give text or null"
@@ -70,7 +71,9 @@ def find_question_fault(config: FilePrompts, row: Mapping[str, Any]) -> str | No
 
 
 def apply_template(config: PromptBase, asked: Asked) -> Asked:
-    """Put a question into the template of its source; of a list of messages, the last one is the question."""
+    """Put a question into the prompt template of its source. If the question is a list of chat messages, the template
+    applies to the last message.
+    """
     if config.template is None:
         return asked
     if isinstance(asked, str):
@@ -80,7 +83,7 @@ def apply_template(config: PromptBase, asked: Asked) -> Asked:
 
 
 def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
-    """Return the question of a row: its text, or a list of messages if the row has messages or a system message."""
+    """Return the question of a row: a text, or a list of chat messages if the row has messages or a system message."""
     asked, system = row["question"], _get_system(config, row)
     if isinstance(asked, str) and not system:
         return asked
@@ -90,17 +93,18 @@ def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
 
 
 def list_messages(asked: Asked, system: str | None) -> list[Message]:
-    """Return the messages of a question, with the system message before them unless they have their own."""
+    """Return the chat messages of a question, preceded by the system message unless the question has its own."""
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     before = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
     return [*before, *messages]
 
 
 def describe_asked(asked: Asked) -> str:
-    """Return the text from which a question's key is made and which people see. For a single user message it is the
-    content of the message.
+    """Return a question as text, to compute the question's key and to show to people. If the question is a single user
+    message, the function returns the content of the message.
 
-    The text has no system message, so two questions that differ only in the system message count as the same question.
+    The returned text has no system message, so two questions that differ only in the system message count as the same
+    question.
     """
     if isinstance(asked, str):
         return asked

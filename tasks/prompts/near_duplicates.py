@@ -1,4 +1,4 @@
-"""Counts the held-out questions that have a near duplicate among the training questions (`near_index`)."""
+"""Counts the held-out questions that have a near duplicate among the training questions, as `near_index` defines it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """The number of held-out questions with a near duplicate, and the numbers of compared questions."""
+    """The number of held-out questions with a near duplicate in the training questions, and how many questions were
+    compared.
+    """
 
     found: int
     held_out: int
     looked_at: int
 
     def sentence(self) -> str:
-        """Return the result as one sentence for the user."""
+        """Return the number of near duplicates as one sentence for the user."""
         return (
             f"{self.found} of {self.held_out} held-out prompts have a near duplicate among "
             f"{self.looked_at:,} training prompts (at least {NEAR:.0%} of their {N}-word sequences occur in "
@@ -30,7 +32,9 @@ class NearDuplicates:
 
 
 def near_duplicates(prompts: RunPrompts, trained: int, seconds: float = SECONDS) -> NearDuplicates:
-    """Compare the held-out questions with the first `trained` training questions, as many as `seconds` allow."""
+    """Compare the held-out questions with the first `trained` training questions, or with as many as `seconds`
+    allow.
+    """
     held = prompts.held_out_questions()
     index, near = NearIndex(held), set[int]()
     looked_at, deadline = 0, time.monotonic() + seconds

@@ -1,11 +1,11 @@
-"""A source of questions that one family of reasoning-gym generates.
+"""A question source that generates questions with one task family of the library reasoning-gym.
 
 Reasoning-gym generates item i of a data set from the data set's seed plus i. The training, demonstration and evaluation
-streams of a run have seeds that are far apart, so they never overlap. Each position has `STRIDE` items, of which the
-first one that is not held out is used.
+streams of a run have seeds that are far apart, so they never overlap. Each position of a stream has `STRIDE` items of
+the family's data set, of which the first one that is not held out is used.
 
-The key of an item consists of its answer and the sorted words of its expression. The key of an item without an
-expression consists of its answer and the sorted words of its question.
+The key of a reasoning-gym item consists of the item's answer and the sorted words of the item's expression. The key of
+a reasoning-gym item without an expression consists of the item's answer and the sorted words of its question.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZE = 2**31 - 1
 
 
 class ReasoningGymSource:
-    """A `QuestionSource` of the questions that one reasoning-gym family generates."""
+    """A `QuestionSource` that generates questions with one reasoning-gym family."""
 
     def __init__(self, config: ReasoningGymPrompts, seed: int, count: int, excluded: HeldOut) -> None:
         self._family, self._excluded = config.family, excluded
@@ -61,7 +61,7 @@ class ReasoningGymSource:
             raise ConfigError(f"prompts.options = {config.options!r}: {error}; {cure}") from None
 
     def _choose(self, count: int) -> list[Question]:
-        """Choose the first `count` distinct questions of the evaluation stream, or fewer if the family has no more."""
+        """Return the first `count` distinct questions of the evaluation stream, or fewer if the family has no more."""
         chosen: list[Question] = []
         held = HeldOut(self._excluded.split)
         for item in range(count * 20):
@@ -89,9 +89,10 @@ class ReasoningGymSource:
 
 
 def _build_key(entry: dict[str, Any]) -> str:
-    """Return an item's key, which depends neither on the order of its words nor on the sentence around its expression.
+    """Return the key of a reasoning-gym item, which ignores the order of words and the sentence around the expression.
 
-    An `expression` that the question does not contain is ignored, because some families store the solution there.
+    The item's `expression` is ignored if the question does not contain it, because some families store the solution
+    there.
     """
     asked, expression = entry["question"], entry["metadata"].get("expression")
     stands_there = isinstance(expression, str) and expression.strip() and expression in asked

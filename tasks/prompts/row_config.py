@@ -1,4 +1,4 @@
-"""Sections of a `[[prompts]]` entry that choose rows: which are trained on, and which are evaluated under a name."""
+"""Config classes that choose rows of a prompt file: the rows to train on, and the rows of named evaluation sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DifficultyRange(Section):
         return self
 
     def contains(self, number: float) -> bool:
-        """Return whether a row with this number is trained on."""
+        """Return whether a row of this difficulty is trained on."""
         return (self.min is None or number >= self.min) and (self.max is None or number <= self.max)
 
     def __str__(self) -> str:

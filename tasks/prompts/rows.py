@@ -1,8 +1,8 @@
 """Parses and checks the rows of a prompt file before a run begins.
 
-Each row is a JSON object. A row's `question` must be text, and its `answer` text or an integer, which is converted to
-text. A list, a number with a fraction, `true` or `null` is rejected as a question or an answer. An error names the line
-of the first invalid row and counts the rows with the same fault.
+Each row is a JSON object. The `question` of a row must be text, and the `answer` text or an integer. An integer answer
+is converted to text. A row is rejected if the question or the answer is a list, a number with a fraction, `true` or
+`null`. An error message names the line of the first invalid row and counts the rows with the same fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines, read_difficulty
 from rollflow.tasks.prompts.messages import find_question_fault, read_asked
 
-DEEPEST = 100  # deepest nesting of a row that can be sent to another process
+DEEPEST = 100  # deepest nesting of a row; more cannot be sent to another process
 LONGEST_SHOWN = 40  # number of characters of a value that an error message shows
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
@@ -27,7 +27,7 @@ Fault = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One row of a prompt file, with its line number, its question and the verifier's reference."""
+    """One row of a prompt file: the line number, the question, and the reference for the verifier."""
 
     line: int
     question: Asked
@@ -35,10 +35,11 @@ class PromptRow:
 
 
 def read_rows(config: FileBase, content: bytes, fault: Fault = lambda reference: None) -> list[PromptRow]:
-    """Parse every row of a prompt file; `fault` returns what is wrong with a row's reference, or None.
+    """Parse every row of a prompt file. The function `fault` returns what is wrong with the reference of a row, or
+    None.
 
     Raises:
-        ConfigError: a row is invalid; the message names the line of the first invalid row.
+        ConfigError: a row of the prompt file is invalid; the message names the line of the first invalid row.
     """
     rows, faults = list[PromptRow](), list[tuple[int, str]]()
     for number, line in numbered_lines(config, content):
@@ -53,7 +54,7 @@ def read_rows(config: FileBase, content: bytes, fault: Fault = lambda reference:
 
 
 def refuse_lines(config: FileBase, faults: list[tuple[int, str]]) -> ConfigError:
-    """Build the error that names the first invalid line and counts the other invalid lines."""
+    """Build the error that names the first invalid line of a prompt file and counts the other invalid lines."""
     first, what = faults[0]
     kinds = Counter(_kind(fault) for _, fault in faults)
     alike = kinds[_kind(what)]
@@ -73,12 +74,14 @@ def _in_brackets(counts: list[str]) -> str:
 
 
 def _kind(fault: str) -> str:
-    """Return a fault's text without the value in brackets, so that equal faults can be counted together."""
+    """Return the text of a row's fault without the invalid value in brackets, so that equal faults can be counted
+    together.
+    """
     return fault.partition(" (")[0]
 
 
 def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
-    """Parse a row; if the row is invalid, return a sentence that says why."""
+    """Parse a row of a prompt file; if the row is invalid, return a sentence that says why."""
     if max(line.count("["), line.count("{")) > DEEPEST and _compute_depth(line) > DEEPEST:
         return f"it is nested more than {DEEPEST} levels deep; flatten it"
     twice = list[str]()
@@ -115,7 +118,9 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
 
 
 def _find_question_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a row's question, which must be text, or in a table also a list of messages."""
+    """Return what is wrong with a row's question, or None. A question must be text or, in a table, a list of chat
+    messages.
+    """
     messages = isinstance(config, FilePrompts) and isinstance(row.get("question"), list)
     if not messages and (wrong := _find_text_fault(config, row, "question")):
         return wrong
@@ -132,7 +137,7 @@ def _find_answer_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
 
 
 def _find_text_fault(config: FileBase, row: Mapping[str, Any], key: str, wanted: str = "text") -> str | None:
-    """Return what is wrong with the value of `key`, which must be text, or None."""
+    """Return what is wrong with the row's value of `key`, or None; the value must be text."""
     name = config.label(key)
     if key not in row:
         return f"it has no {name}; give it one"
@@ -150,7 +155,7 @@ def _find_text_fault(config: FileBase, row: Mapping[str, Any], key: str, wanted:
 
 
 def _compute_depth(line: str) -> int:
-    """Compute how deeply a line nests lists and objects; brackets inside strings are ignored."""
+    """Compute how deeply a line of JSON nests lists and objects, ignoring brackets inside strings."""
     depth = deepest = 0
     within = escaped = False
     for letter in line:

@@ -1,12 +1,14 @@
-"""The prompts of all sources of a run. The prompt at an index depends only on the run's config and seed.
+"""The prompts of a run, from all of its question sources. The prompt with a given index depends only on the run's
+config and seed.
 
 - `prompt(index)` accepts any index at any time, so a restarted scheduler can issue the prompts that were in flight.
 - A training prompt that is too long for the policy's context is replaced by the prompt at a later position. A held-out
-  prompt that is too long is omitted.
-- Held-out prompts are chosen before any training prompt. No training prompt and no demonstration of any source has the
-  same key as a held-out prompt.
-- With D sources, the index of a prompt is position * D + source, so that each source has its own sequence of positions.
-- Demonstrations of several sources alternate in proportion to the sources' shares.
+  prompt that is too long for the policy's context is omitted.
+- Held-out prompts are chosen before any training prompt. No training prompt and no demonstration has the same question
+  key as a held-out prompt.
+- In a run with D question sources, the index of a prompt is position * D + source, so that each source has its own
+  sequence of positions.
+- Demonstrations from several question sources alternate in proportion to the sources' shares.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
     from rollflow.tasks.prompts.epochs import Epochs
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # number and distance of the positions to try until a prompt is short enough
-SAMPLED = 16  # number of training questions in a source's hash
+TRIES, LEAP = 64, 100_003  # number of later positions to try if a prompt is too long, and their distance
+SAMPLED = 16  # number of training questions that the hash of a question source covers
 
 
 class RunPrompts:
-    """The run's prompts. See the module's docstring for the guarantees."""
+    """The prompts of a run. The module's docstring lists the guarantees."""
 
     def __init__(
         self,
@@ -49,14 +51,14 @@ class RunPrompts:
         read: Reader,
         split: Split = "key",
     ) -> None:
-        """Open the prompts of a run; without `encode`, only the texts of prompts are available.
+        """Open the prompts of a run. Without `encode`, prompts have texts but no tokens.
 
         Args:
-            longest: largest number of tokens of a prompt. read: returns the content of a source's prompt file. split:
-            the attribute by which questions are compared with held-out questions.
+            longest: The largest number of tokens of a prompt. read: A function that returns the content of a source's
+            prompt file. split: The attribute by which questions are compared with held-out questions.
 
         Attributes:
-            epochs: the epochs on the run's record; None before the run is created.
+            epochs: The epochs in the run's log; None before the run is created.
         """
         self.configs, self.split = configs, split
         share = -(-held_out // len(configs))
@@ -70,7 +72,7 @@ class RunPrompts:
         self._longest = longest
         self._assigned: list[tuple[int, int]] = []  # demonstration -> (source, position in the source)
         self._counts = [0] * len(configs)
-        self._replaced: set[int] = set()  # sources of which a prompt that was too long was replaced
+        self._replaced: set[int] = set()  # question sources for which a warning about a replaced prompt was logged
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
 
@@ -90,11 +92,11 @@ class RunPrompts:
         return self.sources[which].training(self._locate(which, position))
 
     def _locate(self, which: int, position: int) -> int:
-        """Return the position of a prompt in a source that skips no questions."""
+        """Return the position that a prompt would have in its source if the source skipped no questions."""
         return self.epochs.locate(which, position) if self.epochs else position
 
     def is_held_out(self, which: int, question: Question) -> bool:
-        """Return whether the source with number `which` must not train on the question."""
+        """Return whether the question is held out, so that the question source number `which` must not train on it."""
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
@@ -102,7 +104,7 @@ class RunPrompts:
         return self.demonstrate(*self._assign_place(index))
 
     def demonstrate(self, which: int, position: int) -> tuple[Prompt, str]:
-        """Return the demonstration at `position` of the source with number `which`: a prompt and the right answer."""
+        """Return the demonstration at `position` of question source number `which`: a prompt and the right answer."""
         prompt, question = self._first_fit(
             which, f"demo-{position:08d}", position, self.sources[which].demonstration, position
         )
@@ -122,9 +124,10 @@ class RunPrompts:
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
-        """Return the prompts of each evaluation set, whose domain is the set's name.
+        """Return the prompts of each evaluation set. Their domain in metrics is the name of the evaluation set.
 
-        Their indices follow those of the held-out prompts. A prompt that is too long is omitted or refused.
+        The indices of the prompts in evaluation sets follow the indices of the held-out prompts. A prompt that is too
+        long for the policy's context is omitted or raises an error, as `too_long` says.
         """
         found: dict[str, list[Prompt]] = {}
         index = self._held_out
@@ -142,7 +145,7 @@ class RunPrompts:
         return found
 
     def count_held_out(self) -> int:
-        """Count the held-out questions; raise `ConfigError` if there are none."""
+        """Count the held-out questions of the run; raise `ConfigError` if there are none."""
         return len(self._list_held())
 
     def held_out_questions(self) -> list[Question]:
@@ -163,7 +166,9 @@ class RunPrompts:
         )
 
     def sha256(self, which: int) -> str:
-        """Hash the texts and answers of a source's held-out questions and first training questions."""
+        """Hash the texts and answers of a question source's held-out questions and first `SAMPLED` training
+        questions.
+        """
         source, share = self.sources[which], -(-self._held_out // len(self.sources))
         asked = [*source.held_out(share), *(source.training(position) for position in range(SAMPLED))]
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
@@ -179,7 +184,9 @@ class RunPrompts:
         return found
 
     def _assign_place(self, index: int) -> tuple[int, int]:
-        """Assign a demonstration to the source that is furthest below its share, by smooth weighted round-robin."""
+        """Assign a demonstration to the question source that is furthest below its share, by smooth weighted
+        round-robin.
+        """
         total = self._shares
         while len(self._assigned) <= index:
             for which, config in enumerate(self.configs):
@@ -203,7 +210,7 @@ class RunPrompts:
     ) -> tuple[Prompt, Question]:
         """Return the prompt at `position`, or at a later position if the prompt at `position` is too long.
 
-        Every process tries the same later positions, so every process returns the same prompt.
+        All processes of a run try the same later positions, so they all return the same prompt.
         """
         for place in range(position, position + TRIES * LEAP, LEAP):
             question = ask(place)
@@ -214,10 +221,7 @@ class RunPrompts:
         raise self._build_too_long_error(which, prompt)
 
     def _warn_replaced(self, which: int) -> None:
-        """Warn, once for each source, that a prompt was too long and was replaced.
-
-        The run's output shows the warning among its other warnings.
-        """
+        """Warn, once for each question source, that a prompt was too long and was replaced."""
         if which not in self._replaced:
             self._replaced.add(which)
             log.warning("prompts.%d: a prompt is too long for the policy's context; another prompt replaces it", which)
@@ -234,9 +238,9 @@ class RunPrompts:
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:
-    """Return the set of held-out questions for each source; with the split "key" all sources share one set.
+    """Return the set of held-out questions for each question source; with the split "key", all sources share one set.
 
-    With the split "text", a source of column sums still compares keys, which contain the sorted numbers.
+    Even with the split "text", sources of column sums compare question keys, which contain the sorted numbers.
     """
     if split == "key":
         return [HeldOut()] * len(configs)

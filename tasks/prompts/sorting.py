@@ -1,4 +1,4 @@
-"""A source of questions that ask to sort digits. The reference answer is computed by Python's `sorted`.
+"""A question source that asks the policy to sort digits. The reference answer is computed by Python's `sorted`.
 
     Sort 31415.
     11345
@@ -19,11 +19,13 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # number of multisets to draw for a position before the run fails because all are held out
+TRIES = 64  # number of multisets of digits to draw for a position before the run fails because all are held out
 
 
 class SortingSource:
-    """A `QuestionSource` of digits to sort. A question depends only on the seed, the stream and the position."""
+    """A `QuestionSource` of digits to sort. A question depends only on the seed, the stream (training, demonstrations
+    or held-out) and the position.
+    """
 
     def __init__(self, config: SortingPrompts, seed: int, excluded: HeldOut) -> None:
         self._seed, self._excluded = seed, excluded

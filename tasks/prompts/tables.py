@@ -1,9 +1,9 @@
 """Converts a table of prompts (JSON lines, CSV, Parquet or a saved data set) to JSON lines.
 
-A run stores the converted lines and reads prompts only from them, so a prompt never depends on the version of a
-library. Line n of the result is row n of the table. If the table is a CSV file, line n of the result is the row that
-begins in line n of the file, and is blank if no row begins there. Columns have the names that `prompts.columns` gives
-them. The module `rows.py` checks the values of the converted lines.
+A run stores the converted JSON lines and reads prompts only from them, so a prompt never depends on the version of a
+library. Line n of the JSON lines is row n of the table. For a CSV file, line n of the JSON lines is the row that begins
+in line n of the file, or is blank if no row begins in that line. The conversion renames columns as `prompts.columns`
+says. The module `rows.py` checks the values of the converted lines.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rollflow.tasks.prompts.arrow_tables import read_arrow
 from rollflow.tasks.prompts.config import SUFFIXES, FileBase, FilePrompts
 from rollflow.tasks.prompts.jsonl import read_bytes
 
-LONGEST_FIELD = 2**31 - 1  # most characters of a CSV value
+LONGEST_FIELD = 2**31 - 1  # largest number of characters of a CSV value
 
 Row = dict[str, Any]
 Numbered = Iterable[tuple[int, Row]]
 
 
 def read_file(config: FileBase) -> bytes:
-    """Return the current content of a source's file as JSON lines; a table is converted to JSON lines.
+    """Return the current content of a question source's file as JSON lines, converting a table if necessary.
 
     Raises:
-        ConfigError: the file cannot be read, or it lacks a column.
+        ConfigError: the file cannot be read, or lacks a required column.
     """
     return convert_table(config) if isinstance(config, FilePrompts) else read_bytes(config, config.path)
 
@@ -40,7 +40,7 @@ def convert_table(config: FilePrompts) -> bytes:
     """Read a table and return its rows as JSON lines.
 
     Raises:
-        ConfigError: the table cannot be read, or it lacks a column.
+        ConfigError: the table cannot be read, or lacks a required column.
     """
     path = Path(config.path).expanduser()
     chosen = config.chosen_format or ("saved" if path.is_dir() else None)
@@ -62,7 +62,7 @@ def convert_table(config: FilePrompts) -> bytes:
 
 
 def _rename_lines(config: FilePrompts, content: bytes) -> bytes:
-    """Rename the columns of JSON lines; a line that is no JSON object stays as it is, and `rows.py` reports it."""
+    """Rename the columns of JSON lines. A line that is no JSON object is left for `rows.py` to report."""
     if not config.columns and not config.json_columns:
         return content
     try:
@@ -88,8 +88,8 @@ def _rename_line(config: FilePrompts, number: int, line: str) -> str:
 
 
 def _rename(config: FilePrompts, number: int, row: Mapping[str, Any]) -> Row:
-    """Return a row with its columns renamed as `prompts.columns` says; a column is left out if another column is
-    renamed to its name.
+    """Return a row with columns renamed as `prompts.columns` says. A column is dropped if another column is renamed to
+    the same name.
     """
     row = {**row, **{name: _parse(config, number, name, row[name]) for name in config.json_columns if name in row}}
     mapped = {name: row[column] for name, column in config.columns.items() if column in row}
@@ -98,7 +98,7 @@ def _rename(config: FilePrompts, number: int, row: Mapping[str, Any]) -> Row:
 
 
 def _parse(config: FilePrompts, number: int, name: str, value: Any) -> Any:
-    """Parse the text of a JSON column; an empty text of a CSV file is null."""
+    """Parse the text of a column that contains JSON; in a CSV file, an empty text means null."""
     if not isinstance(value, str):
         return value
     try:
@@ -109,7 +109,7 @@ def _parse(config: FilePrompts, number: int, name: str, value: Any) -> Any:
 
 
 def _read_csv(config: FilePrompts, content: bytes, delimiter: str) -> tuple[Sequence[str], Numbered]:
-    """Return the header of a CSV file and its rows, each with the number of its first line."""
+    """Return the header of a CSV file and the rows, each with the number of the row's first line."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -147,7 +147,7 @@ def _number_records(config: FilePrompts, text: str, delimiter: str) -> Iterator[
 
 
 def _write_lines(config: FilePrompts, header: Sequence[str], rows: Numbered) -> bytes:
-    """Write the rows as JSON lines, row n in line n."""
+    """Write the rows of a table as JSON lines, row n in line n."""
     check_columns(config, header)
     lines, last = list[str](), 0
     for number, row in rows:
@@ -163,7 +163,7 @@ def _write_lines(config: FilePrompts, header: Sequence[str], rows: Numbered) -> 
 
 
 def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
-    """Reject a table without a needed column, or with two columns of a name."""
+    """Reject a table that lacks a required column, or has two columns of the same name."""
     if twice := [name for name, count in Counter(header).items() if count > 1]:
         raise config.refusal(f"two columns have the name {twice[0]!r}; rename one")
     known = f"the columns are {', '.join(map(repr, header))}"
@@ -184,7 +184,7 @@ def check_columns(config: FilePrompts, header: Sequence[str]) -> None:
 
 
 def _to_text(value: object) -> str:
-    """Return a date, a time or a decimal number as text, because JSON has none of them."""
+    """Return a date, a time or a decimal number as text, because JSON has no such types."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("bytes are not text")
     return str(value)
