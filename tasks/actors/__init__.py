@@ -1,1 +1,1 @@
-"""The run's Ray actors: the only folder of `tasks` that imports Ray."""
+"""Defines the Ray actors of a training run. No other folder of `tasks` imports Ray."""

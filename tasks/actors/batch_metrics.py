@@ -1,4 +1,4 @@
-"""The metrics of a batch, which are published with the policy version that was trained on the batch."""
+"""Computes the metrics of a training batch, which are logged with the policy version trained on the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollflow.tasks.scorers.base import MOST_PARTS
 def compute_batch_metrics(
     batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
 ) -> dict[str, float]:
-    """Compute the metrics of a batch."""
+    """Compute the mean reward, accuracy, staleness, token counts and discards of a training batch."""
     rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
     staleness = version - np.array(batch.table["started_version"].to_pylist())
     tokens = np.array([group.tokens for group in commit.groups])
@@ -45,11 +45,12 @@ def compute_batch_metrics(
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
-    """Compute each domain's number of groups in a batch, the mean of each reward part, and, with several domains, the
-    mean reward, accuracy and response length.
+    """Compute each domain's number of groups in a batch, and the means of its reward parts.
 
-    Summed over many batches, the numbers of groups per domain approach the configured shares. A domain without a group
-    in the batch has no reward and no accuracy.
+    With several domains, compute each domain's mean reward, accuracy and response length, too.
+
+    Over many batches, the numbers of groups per domain approach the configured shares. A domain without responses in
+    the batch gets no reward and no accuracy.
     """
     found = batch.domains
     metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)
@@ -66,13 +67,14 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
 
 
 def part_metric(domain: str, part: str) -> str:
-    """Return the name of the metric for the mean of a reward part in a domain."""
+    """Return the name of the metric that holds the mean of a part of the reward in a domain."""
     return f"part_{safe_name(domain)}_{safe_name(part)}"
 
 
 def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean of each reward part over the rows of a domain that have the part, for at most `MOST_PARTS` parts
-    of a domain.
+    """Compute the mean of each part of the reward, separately for each domain.
+
+    For a domain, at most `MOST_PARTS` parts of the reward are included.
     """
     if (column := batch.optional("reward_parts")) is None:
         return {}
@@ -88,7 +90,7 @@ def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
-    """Return the number of tokens that the policy sampled in each row."""
+    """Return, for each response of a batch, the number of tokens that the policy sampled."""
     mask = batch.table["loss_mask"].combine_chunks()
     ends = np.cumsum(pc.list_value_length(mask).to_numpy())
     totals = np.concatenate([[0], np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))])
@@ -97,13 +99,13 @@ def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
 
 
 def compute_skip_metrics(state: RunState, config: RunConfig) -> dict[str, float]:
-    """Compute the share of its questions that the newest epoch of each domain skips, because they are solved."""
+    """Compute, for each domain, the share of the prompts that its newest epoch skips because they are solved."""
     shares = share_skipped(state, [source.domain for source in config.prompts])
     return {f"skipped_{safe_name(domain)}": share for domain, share in shares.items()}
 
 
 def _find_correct(batch: TrajectoryBatch) -> npt.NDArray[np.bool_]:
-    """Return which rows are correct: by their outcome or, in rows without an outcome, by a reward of 1."""
+    """Return which responses of a batch are correct. A response without an outcome is correct if its reward is 1."""
     correct: npt.NDArray[np.bool_] = np.array(batch.table["reward"].to_pylist(), dtype=np.float32) == 1.0
     if "outcome" in batch.table.column_names:
         for row, outcome in enumerate(batch.table["outcome"].to_pylist()):

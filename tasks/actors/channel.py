@@ -1,12 +1,13 @@
-"""The channel in a Ray actor. Each run has one such actor, which owns the batches in the channel.
+"""Sends batches from the rollout stage to the learner through a Ray actor, the channel. A run has one channel actor.
 
 A batch is sent as an Arrow buffer or as the name of a local file. A learner that receives the name of a local file
 memory-maps the file. A learner on a machine without the batch's file asks the channel for the bytes. The channel's
 actor itself puts each buffer into Ray's object store, because Ray loses an object when the process that put it ends.
 The channel's actor returns an object reference, so that the learner reads the buffer from shared memory without a copy.
 
-A client repeats a call that finds the channel's actor dead, on the new actor of the same name. Repeating a call to the
-channel neither loses nor duplicates a batch. A restarted channel reads missing batches from storage.
+If a call to the channel's actor fails because the actor is dead, the client repeats the call on the new actor.
+Repeating a call to the channel neither loses nor duplicates a batch. After a restart, the channel's actor reads the
+batches that it has lost from storage.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.actors.lease import Lease
 
 CHANNEL = "channel"
-GRACE_SECONDS = 30.0  # seconds that a call waits, after its own deadline, for a restarted channel
-AGAIN_SECONDS = 0.2  # seconds before a call to a dead actor is repeated
+GRACE_SECONDS = 30.0  # seconds that a call waits for a restarted channel actor, after the call's own deadline
+AGAIN_SECONDS = 0.2  # seconds before a call that found the channel's actor dead is repeated
 
 
 class StoredBatches:
-    """Implements the channel's `Source` from the run's log; the calling process owns the returned Arrow buffers."""
+    """Reads a run's batches from storage for the channel.
+
+    The calling process owns the returned Arrow buffers.
+    """
 
     def __init__(self, run: ObjectStore) -> None:
-        """Prepare without reading storage, so that the actor starts even while storage does not answer."""
+        """Create the object without reading storage, so that the actor starts even while storage does not answer."""
         self._run = run
         self._is_local = run.local_path("log") is not None
 
@@ -47,7 +51,7 @@ class StoredBatches:
         return TrajectoryStore(Log(self._run))
 
     async def entry(self, number: int) -> int | None:
-        """Find the batch's log entry; implements `Source.entry`.
+        """Find the log entry of a batch; implements `Source.entry`.
 
         A log in a local folder is read without a thread, because the lookup is quicker than starting a thread.
         """
@@ -60,7 +64,7 @@ class StoredBatches:
         return None if waiting is None else waiting.entry
 
     async def read(self, number: int) -> Any:
-        """Read the batch; implements `Source.read`."""
+        """Read a batch from storage; implements `Source.read`."""
         return ray.put(await asyncio.to_thread(self._read, number))
 
     def _read(self, number: int) -> pa.Buffer:
@@ -71,7 +75,7 @@ class StoredBatches:
 
 
 class ChannelActor:
-    """Serves a `Channel` of batches, each a file name or a reference to an Arrow buffer that this actor owns."""
+    """Ray actor that serves a `Channel` of batches. Each batch is a file name or a reference to an Arrow buffer."""
 
     def __init__(self, run: ObjectStore, capacity: int, version: int, lease: Lease | None = None) -> None:
         if lease:
@@ -79,40 +83,40 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Answer after `seconds`; Ray raises an error at the waiting caller if the actor dies."""
+        """Return after `seconds`. If the actor dies meanwhile, Ray raises an error at the caller."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:
-        """Put a batch into the channel, as `Channel.put` does; `payload` is a buffer or a file name.
+        """Put a batch into the channel. `payload` is an Arrow buffer or the name of a file.
 
-        The channel does not check a batch, because the learner compares each batch with its commit.
+        The channel does not verify a batch, because the learner verifies each batch before training on it.
         """
         held = payload if isinstance(payload, str) else ray.put(payload)
         await self.channel.put(number, held, deadline, entry)
 
     async def lease(self, number: int, deadline: float, *, afresh: bool) -> str | list[Any]:
-        """Lease a batch, as `Channel.lease` does; return a file name, or an object reference in a list.
+        """Lease a batch to the learner. Return a file name, or a list with one object reference.
 
-        The object reference is in a list, because Ray would replace a bare reference by its object.
+        The object reference is in a list, because Ray would replace a bare object reference by the object.
         """
         held = await self.channel.lease(number, deadline, afresh=afresh)
         return held if isinstance(held, str) else [held]
 
     async def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number` and announce the policy version that was trained on it."""
+        """Acknowledge batch `number`, and announce to all clients the policy version that was trained on the batch."""
         await self.channel.ack(number)
         await self.channel.announce(version)
 
     async def announce(self, version: int) -> None:
-        """Announce a policy version, as `Channel.announce` does."""
+        """Announce to all clients that a policy version is published."""
         await self.channel.announce(version)
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """Wait for a version, as `Channel.wait_version` does."""
+        """Wait until a policy version newer than `after` is announced, and return the newest version."""
         return await self.channel.wait_version(after, deadline)
 
     async def count_waiting(self) -> int:
-        """Return the number of batches that the learner has not acknowledged."""
+        """Return the number of batches in the channel that the learner has not acknowledged."""
         return self.channel.waiting
 
 
@@ -135,34 +139,34 @@ def start_channel(
 
 
 class RayChannel:
-    """A client of the channel; if the channel's actor is dead, a call waits until its time limit for the new actor."""
+    """Client of the channel's actor. While the actor is being restarted, a call waits until its time limit."""
 
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
 
     async def put(self, number: int, payload: object, deadline: float, entry: int = 0) -> None:
-        """Put a batch into the channel, as `Channel.put` does; of a `Path`, only the file's name is sent."""
-        sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes strings without pickling
+        """Put a batch into the channel. If `payload` is a `Path`, only the file's name is sent."""
+        sent = str(payload) if isinstance(payload, Path) else payload  # Ray passes a string without pickling it
         await self._wait(lambda a, left: a.put.remote(number, sent, left, entry), deadline, f"take batch {number}")
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """Wait for a version, as `Channel.wait_version` does."""
+        """Wait until a policy version newer than `after` is announced, and return the newest version."""
         return int(await self._wait(lambda a, left: a.wait_version.remote(after, left), deadline, "tell the version"))
 
     async def count_waiting(self) -> int:
-        """Return the number of batches that the learner has not acknowledged."""
+        """Return the number of batches in the channel that the learner has not acknowledged."""
         return int(await self._wait(lambda a, _: a.count_waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """Lease a batch, as `Channel.lease` does; the call blocks its thread until the batch arrives.
+        """Lease a batch to the learner. The call blocks its thread until the batch arrives.
 
-        The returned buffer is a view of shared memory.
+        The returned buffer is a view of shared memory, not a copy.
         """
         patience = _CallDeadline(deadline, f"lease batch {number}")
         while True:
             with patience.translate_errors():
                 while isinstance(leased := self._lease(number, patience, afresh=afresh), str):
-                    afresh = True  # request the bytes, because the file is not on this machine
+                    afresh = True  # request the bytes of the batch, because the batch's file is not on this machine
                 return leased
             self._actor, afresh = None, True  # the actor may have lost its copy of the batch
             time.sleep(AGAIN_SECONDS)
@@ -178,16 +182,19 @@ class RayChannel:
         return ray.get(held[0], timeout=patience.left)
 
     def finish(self, number: int, version: int) -> None:
-        """Acknowledge batch `number` and announce the version trained on it; the call blocks its thread."""
+        """Acknowledge batch `number`, and announce the policy version trained on the batch.
+
+        The call blocks its thread.
+        """
         self._get(lambda a: a.finish.remote(number, version), f"acknowledge batch {number}")
 
     def announce(self, version: int) -> None:
-        """Announce a policy version, as `Channel.announce` does; the call blocks its thread."""
+        """Announce to all clients that a policy version is published. The call blocks its thread."""
         self._get(lambda a: a.announce.remote(version), f"announce version {version}")
 
     @property
     def actor(self) -> Any:
-        """The actor that currently has the channel's name."""
+        """The Ray actor that is currently registered under the channel's name."""
         actor = self._actor  # another thread may set `self._actor` to None
         if actor is None:
             try:
@@ -223,7 +230,7 @@ LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _ChannelAw
 
 
 class _CallDeadline:
-    """The time limit of one call: the call's own deadline plus a grace period for a restart of the channel's actor."""
+    """Time limit of one call to the channel's actor: the call's own deadline, plus time to restart the actor."""
 
     def __init__(self, deadline: float, what: str) -> None:
         self._deadline, self._what = deadline, what
@@ -236,12 +243,15 @@ class _CallDeadline:
 
     @property
     def own(self) -> float:
-        """Number of seconds that the channel's actor itself may wait."""
+        """Number of seconds that the channel's actor may wait before it answers the call."""
         return min(self._deadline, self.left)
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Translate Ray's errors; ignore the loss of the actor or of a batch until the call's time limit."""
+        """Translate Ray's errors into our own.
+
+        Ignore the loss of the actor or of a batch until the call's time limit.
+        """
         waited = self._deadline + GRACE_SECONDS
         try:
             yield
@@ -255,13 +265,13 @@ class _CallDeadline:
 
 
 def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:
-    """Return the exception that the actor raised, without Ray's wrapper."""
+    """Return the exception that a Ray actor raised, without Ray's wrapper."""
     cause = error.cause
     return cause if isinstance(cause, Exception) else error
 
 
 class BatchFeed(Protocol):
-    """The part of the channel that the learner uses; see `RayChannel`."""
+    """The methods of the channel that the learner calls. `RayChannel` implements these methods."""
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
 

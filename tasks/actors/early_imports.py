@@ -1,12 +1,12 @@
 """Imports modules in a Ray worker process before an actor starts in the process.
 
-A *spare* is a worker process that is started before any run needs the process (`flows.services.spares`). A spare
-imports all modules of one kind of actor, and later an actor of this kind starts in the spare. A worker process that Ray
-starts for a waiting actor imports modules early only if the actor is an engine. Other actors than engines start without
-early imports, because callers wait only a limited time for an actor's status.
+A *spare* is a worker process that Ray starts before any run needs the process (`flows.services.spares`). A spare
+imports all modules that one kind of actor needs. Later, an actor of this kind starts in the spare. If Ray starts a
+worker process for an actor that already waits, only the worker of an engine imports modules early. Actors that are not
+engines start without early imports, because callers wait only a short time for their status.
 
-On a machine with GPUs no module is imported early, because libraries read the list of GPUs on import, before the actor
-knows its GPUs.
+On a machine with GPUs no module is imported early, because libraries read the list of GPUs when they are imported,
+before Ray has assigned GPUs to the actor.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.gc_tuning import pause_collector
 
 Kind = Literal["engine", "learner", "rollout", "reward"]
-KIND = "ROLLFLOW_IMPORTS"  # environment variable of a worker process that names the kind of its actor
-WANTED = "ROLLFLOW_SPARES"  # environment variable that names the folder of the spares' request files
-IMPORTING = ".importing"  # suffix of the file that a worker locks while it imports
+KIND = "ROLLFLOW_IMPORTS"  # environment variable of a worker process: the kind of actor that the process will host
+WANTED = "ROLLFLOW_SPARES"  # environment variable: the folder of the files that request spare workers
+IMPORTING = ".importing"  # suffix of the file that a worker process locks while it imports modules
 POLL_SECONDS = 0.1
-LONGEST_SECONDS = 300.0  # longest wait of an engine's worker for another worker's imports
-SHORT_SECONDS = 15.0  # longest wait of other workers for another worker's imports
-REGISTER_SECONDS = 1.0  # seconds after a worker's imports until Ray knows the worker
+LONGEST_SECONDS = 300.0  # longest time, in seconds, that an engine's worker waits for another worker's imports
+SHORT_SECONDS = 15.0  # longest time, in seconds, that any other worker waits for another worker's imports
+REGISTER_SECONDS = 1.0  # seconds from the end of a worker's imports until Ray has registered the worker
 MODULES: dict[Kind, tuple[str, ...]] = {
     "engine": ("rollflow.tasks.actors.run_engines",),
     "learner": (
@@ -51,32 +51,35 @@ MODULES: dict[Kind, tuple[str, ...]] = {
 
 
 def list_kinds(config: RunConfig) -> tuple[Kind, ...]:
-    """List the kinds of workers for which a run without GPUs uses early imports, slowest first."""
+    """List the kinds of actors whose modules are imported early in a run without GPUs, slowest import first."""
     if config.cluster.env or config.cluster.runtime_env:
-        return ()  # workers with an own environment import nothing early
+        return ()  # workers with a user-defined environment import nothing early
     return ("learner", "engine") if imports_vllm(config.engine) else ("learner",)
 
 
 def imports_vllm(engine: EngineConfig) -> bool:
-    """Return whether an engine needs the early imports of the kind "engine"."""
+    """Return whether an engine's worker process should import vLLM before the engine's actor starts."""
     return engine.kind == "vllm" and engine.threads == 1
 
 
 def worker_environment(kind: Kind) -> dict[str, Any]:
-    """Return Ray's `runtime_env` for a worker of this kind."""
+    """Return Ray's `runtime_env` for a worker process that hosts an actor of this kind."""
     return {"env_vars": {KIND: kind}}
 
 
 def request_path(kind: Kind, folder: Path) -> Path:
-    """Return the path of the file that requests a spare; the worker that deletes the file becomes the spare."""
+    """Return the path of the file that requests a spare worker.
+
+    The worker process that deletes the file becomes the spare.
+    """
     return folder / kind
 
 
 def import_early() -> None:
-    """Import a worker's libraries before Ray starts threads in the worker.
+    """Import the libraries of a Ray worker process before Ray starts threads in the process.
 
-    The function raises no error, because an actor would wait forever for a worker that ended before registering with
-    Ray. An import that fails early fails again in the actor, which reports the error.
+    `import_early` raises no error, because an actor would wait forever for a worker process that ended before Ray knew
+    the process. If an early import fails, the same import fails again in the actor, which reports the error.
     """
     kind, folder = os.environ.get(KIND), os.environ.get(WANTED)
     if kind not in MODULES or folder is None or glob.glob("/dev/nvidia[0-9]*"):
@@ -88,35 +91,37 @@ def import_early() -> None:
 
 
 def _import_in_turn(kind: Kind, file: Path) -> None:
-    """Import the modules of a kind if this worker process becomes a spare or is meant for an engine.
+    """Import the modules of an actor kind if this worker process becomes a spare or is meant for an engine.
 
-    A worker for an engine imports nothing if an engine's spare is already importing.
+    The worker process of an engine imports nothing if a spare worker is already importing the engine's modules.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()
-    except FileNotFoundError:  # Ray started this worker for a waiting actor
+    except FileNotFoundError:  # no spare is requested: Ray started this worker for an actor that waits
         if _wait_for_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
             return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray's value for an actor without CPUs; torch reads it once
+    # Ray sets 1 for an actor without CPUs, and torch reads the variable only once
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _hold_import_lock(file.with_suffix(IMPORTING)):
         import_all(kind)
 
 
 @contextlib.contextmanager
 def _hold_import_lock(file: Path) -> Iterator[None]:
-    """Lock `file` for the duration of a block, which shows workers of the same kind that this worker is importing."""
+    """Lock `file` while this worker process imports modules, so that other workers of the same kind can wait."""
     held = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(held, fcntl.LOCK_SH)
     try:
         yield
     finally:
-        fcntl.flock(held, fcntl.LOCK_UN)  # a forked process may have the file open
+        # closing the file would not unlock it while a forked process has the file open
+        fcntl.flock(held, fcntl.LOCK_UN)
         os.close(held)
 
 
 def _wait_for_spare(kind: Kind, file: Path) -> bool:
-    """Wait while another worker of this kind imports; return whether the waiting actor can start there."""
+    """Wait while another worker of this kind imports modules. Return whether the actor can start in that worker."""
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:
         limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)

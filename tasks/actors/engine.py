@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, which `engine_client.RayEngine` calls."""
+"""Runs an inference engine in a Ray actor, which the client `engine_client.RayEngine` calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollflow.tasks.engines.meter import EngineMeter, EngineStats
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
-COALESCE_SECONDS = 0.003  # seconds that a finished generation waits for others, to be returned together
+COALESCE_SECONDS = 0.003  # seconds that a finished response waits, so that several responses are returned in one call
 PROGRESS_SECONDS = 0.25  # seconds between two reports of generated tokens to the client
 
 
@@ -30,13 +30,13 @@ class OwnershipLost(EngineFailed):
 
 
 class EngineActor:
-    """Owns an engine in the actor's process, runs requests, and keeps their results until the client collects them."""
+    """Ray actor that owns an inference engine, runs requests, and keeps the results until the client collects them."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
         """Store the arguments without creating the engine, which `start` does.
 
         Args:
-            build: creates the engine on the actor's node.
+            build: this function creates the engine on the actor's node.
             lease: the lease with which a detached actor ends itself, if any.
         """
         if lease:
@@ -44,7 +44,7 @@ class EngineActor:
         self._build = build
         self._built: Engine | None = None
         self._source: WeightsSource | None = None
-        self._loading = asyncio.Lock()  # a fetch may delete weights that an update is reading
+        self._loading = asyncio.Lock()  # held during a fetch, which may delete weights that an update is reading
         self._meter = EngineMeter()
         self._cpu = CpuClock("engine", "engine core")
         self._started: asyncio.Task[None] | None = None
@@ -57,10 +57,11 @@ class EngineActor:
         self._news = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine. A second call of `start` waits for the start that the first call began.
+        """Start the engine. A second call of `start` waits until the engine that the first call started is ready.
 
-        If the engine is dead, a new engine without weights and without a client replaces it. The actor's process stays
-        alive when its engine is replaced, because imports and compilation take most of an engine's start.
+        If the engine is dead, `start` replaces the engine by a new one without weights and without a client. The
+        actor's process stays alive when its engine is replaced, because imports and compilation take most of an
+        engine's start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
@@ -89,7 +90,7 @@ class EngineActor:
         return self._built
 
     async def attach(self, owner: str) -> None:
-        """Make `owner` the actor's only client; abort and forget the requests of the previous client."""
+        """Make `owner` the engine actor's only client. Abort and forget the requests of the previous client."""
         self._owner = owner
         tasks = list(self._tasks)
         for task in tasks:
@@ -100,7 +101,7 @@ class EngineActor:
         self._have.clear()
 
     async def submit(self, owner: str, packed: PackedRequests) -> None:
-        """Start these requests; `collect` returns their results."""
+        """Start generating the responses to these requests; `collect` returns the results."""
         self._check_owner(owner)
         for request in unpack_requests(packed):
             task = asyncio.create_task(self._run(request))
@@ -119,14 +120,14 @@ class EngineActor:
             del self._have[request.id]
         except Exception as error:  # noqa: BLE001 - the error of a request is raised at its caller
             self._errors.append((request.id, error))
-        finally:  # also runs if a new client cancels the request
+        finally:  # this block also runs if a new client cancels the request
             self._meter.change(running=-1, tokens=tokens)
             self._news.set()
 
     async def collect(self, owner: str) -> Collected:
-        """Return the results since the last call of `collect`, and the new tokens of running requests.
+        """Return the results of requests since the last call of `collect`, and the new tokens of running requests.
 
-        If there is no result, the call waits until a request ends or `PROGRESS_SECONDS` have passed.
+        If no request has ended yet, `collect` waits until one ends or `PROGRESS_SECONDS` have passed.
         """
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):
@@ -147,7 +148,7 @@ class EngineActor:
     def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
         """Return new tokens of running requests, but at most once in `PROGRESS_SECONDS`.
 
-        With `now`, the new tokens are returned regardless of the time of the last report.
+        If `now` is True, the new tokens are returned regardless of the time of the last report.
         """
         if not now and asyncio.get_running_loop().time() - self._reported < PROGRESS_SECONDS:
             return {}
@@ -167,7 +168,7 @@ class EngineActor:
         self._meter.change(suspended=True)
 
     async def fetch(self, version: int, source: WeightsSource) -> None:
-        """Fetch the weights of a version to this node."""
+        """Fetch the weights of a policy version from storage to this node."""
         async with self._loading:
             await asyncio.to_thread(self._fetch_weights, version, source)
 
@@ -182,7 +183,8 @@ class EngineActor:
             self._source = source
         try:
             return self._source.weights(version)
-        except (RollflowError, OSError) as error:  # other nodes may still have the weights
+        # the weights could not be fetched here, but engines on other nodes may still have them
+        except (RollflowError, OSError) as error:
             raise EngineFailed(f"version {version} is not available to this engine's node: {error}") from error
 
     async def resume(self, owner: str) -> None:
@@ -200,7 +202,7 @@ class EngineActor:
         return dataclasses.replace(self._meter.read(), costs=tuple(self._cpu.read()), warned=warned)
 
     async def health(self) -> None:
-        """Raise `EngineFailed` if the engine is dead; this also detects the death of an engine without requests."""
+        """Raise `EngineFailed` if the engine is dead, even if no request is running."""
         if self._started is not None and self._started.done():
             self._engine.check()
 

@@ -1,6 +1,6 @@
-"""The client of an engine actor, which implements `Engine` by calls to the actor.
+"""Defines the client of an engine actor. The client implements the `Engine` contract by calls to the actor.
 
-One actor call per request would cost more than generating a short answer, so requests share calls.
+Several requests share an actor call, because a call for each request would cost more than generating a short answer.
 
     generate() ─┐                      ┌─ task per request ─ engine
     generate() ─┼─ submit([...]) ────► │                       │
@@ -50,19 +50,21 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 
 START_SECONDS = 900.0
-# longest wait for an answer or for the next token; longer than the engine's own deadline, whose error is clearer
+# longest wait for an answer or a token, in seconds; longer than the engine's own deadline, whose error is clearer
 SILENT_SECONDS = 60.0
-# longest time of a fetch of weights, in addition to the time that storage may not answer
+# longest time of a fetch of weights, in seconds, not counting the time that storage may not answer
 FETCH_SECONDS = 1000.0
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
 
 
 class RayEngine:
-    """An `Engine` that runs in an `EngineActor`. See `base.Engine` for the contract of the methods.
+    """Client of an inference engine that runs in a Ray actor (`EngineActor`).
 
-    An engine actor serves one client at a time. The first call of a new client takes over the actor from the previous
-    client.
+    The contract of each method is described in `base.Engine`.
+
+    An engine actor serves one client at a time. The first call of a new client takes the engine actor over from the
+    previous client.
     """
 
     def __init__(
@@ -71,29 +73,30 @@ class RayEngine:
         """Connect to an actor.
 
         Args:
-            silent_seconds: an actor that does not answer or generates no token for this time counts as dead.
-            keep_actor: the caller restarts and ends the actor. With `keep_actor`, `close` closes only the engine, and
-                kills the actor only if the actor does not answer.
+            silent_seconds: an engine actor counts as dead if it does not answer, or generates no token, for this many
+            seconds.
+            keep_actor: if True, the caller restarts and ends the actor. With `keep_actor`, `close` closes only the
+                engine, and kills the actor only if the actor does not answer.
         """
         self._actor = actor
         self._keep_actor = keep_actor
         self._answers = True  # False once the actor has died or missed a deadline
         self._name = name
         self._silent = silent_seconds
-        self._moved = 0.0  # loop's time of the last new token, or of the last moment without requests
+        self._moved = 0.0  # time, on the loop's clock, of the last new token or of the last moment without requests
         self._suspended = False
         self._version = -1
         self._owner = secrets.token_hex(8)
         self._attached: asyncio.Future[Any] | None = None
         self._failure: EngineFailed | None = None
         self._numbers = itertools.count()
-        self._outbox: dict[str, GenerationRequest] = {}  # requests not sent yet, keyed by their number
-        # Futures of requests, keyed by number; each is deleted early, because its error keeps stack frames alive.
+        self._outbox: dict[str, GenerationRequest] = {}  # requests not yet sent to the actor, keyed by their number
+        # Futures of requests, keyed by number. A future is deleted early, because its error keeps stack frames alive.
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._sent: dict[str, PendingCall] = {}
         self._calls: dict[
             str, PendingCall
-        ] = {}  # calls keyed by the caller's id, including those that waited when the engine failed
+        ] = {}  # requests by the caller's id, including those that waited when the engine failed
         self._submits: set[asyncio.Task[None]] = set()
         self._collector: asyncio.Task[None] | None = None
 
@@ -107,7 +110,7 @@ class RayEngine:
         name: str = "engine",
         **options: Any,
     ) -> RayEngine:
-        """Create an engine actor with Ray's `options`, such as `num_cpus`; the caller must then call `start`."""
+        """Create an engine actor with Ray's `options`, such as `num_cpus`. The caller must then call `start`."""
         remote = ray.remote(EngineActor).options(**{"max_restarts": 0, "num_cpus": 0, **options})
         return cls(remote.remote(functools.partial(build_engine, config, policy_folder, dtype=dtype)), name=name)
 
@@ -148,7 +151,7 @@ class RayEngine:
                 del self._calls[request.id]
 
     async def abort(self, ids: Sequence[str]) -> None:
-        await self._wait_submitted()  # an abort must not arrive before its request
+        await self._wait_submitted()  # an abort must not reach the actor before the request that it aborts
         if self._attached is None:
             self.check()  # no request was ever sent
         else:
@@ -163,7 +166,7 @@ class RayEngine:
         await self._ask(FETCH_SECONDS + (weights.patience or 0.0), "fetch", version, weights)
 
     async def update(self, version: int, weights: WeightsSource) -> None:
-        await self.fetch(version, weights)  # an engine that has just joined may lack the weights
+        await self.fetch(version, weights)  # an engine that has just joined the run may lack the weights
         await self._ask_as_owner(UPDATE_SECONDS, "update", version, weights)
         self._version = version
 
@@ -198,7 +201,7 @@ class RayEngine:
             ray.kill(self._actor)
 
     async def owns(self) -> bool:
-        """Return whether the actor still serves this client, with the same engine."""
+        """Return whether the actor still serves this client, and still runs the same engine."""
         try:
             await self._ask_as_owner(self._silent, "abort", [])
         except EngineFailed:
@@ -215,16 +218,17 @@ class RayEngine:
                 self._sent[number].submit = task
 
     async def _wait_submitted(self) -> None:
-        """Send all pending requests, and wait until the actor has received them."""
+        """Send all pending requests to the engine actor, and wait until it has received them."""
         self._flush()
         if self._submits:
-            await asyncio.wait(self._submits)  # unlike `gather`, `wait` does not cancel the submits
+            # unlike `asyncio.gather`, `asyncio.wait` does not cancel the tasks that send requests
+            await asyncio.wait(self._submits)
 
     async def _submit(self, batch: list[GenerationRequest]) -> None:
         try:
             await self._ask_as_owner(self._silent, "submit", pack_requests(batch))
         except EngineFailed:
-            return  # every waiting call has got the error already
+            return  # the error has already been raised at every waiting caller
         except Exception as error:  # noqa: BLE001 - whatever the error is, no caller may wait forever
             self._fail(EngineFailed(f"{self._name} could not take a request: {error!r}"))
             return
@@ -232,21 +236,24 @@ class RayEngine:
             self._collector = asyncio.create_task(self._collect())
 
     async def _collect(self) -> None:
-        """Deliver results to the waiting callers until no caller waits."""
+        """Collect results from the engine actor and deliver them to the waiting callers, until no caller waits."""
         try:
             while self._waiting:
                 self._check_moving(self._deliver(await self._ask_as_owner(self._silent, "collect")))
         except EngineFailed:
-            return  # every waiting call has got the error already
+            return  # the error has already been raised at every waiting caller
         except Exception as error:  # noqa: BLE001 - as in `_submit`
             self._fail(EngineFailed(f"the results of {self._name} could not be collected: {error!r}"))
 
     def _deliver(self, collected: Collected) -> bool:
-        """Deliver results and new tokens to their callers; return False if there was nothing to deliver."""
+        """Deliver results and new tokens to the callers of the requests.
+
+        Return False if there was nothing to deliver.
+        """
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
-            if number in self._sent:  # False if the request's caller was cancelled
+            if number in self._sent:  # False if the caller of the request was cancelled
                 self._sent[number].arrived.add(new)
         finished = unpack_generations(packed)
         for generation in finished:
@@ -274,7 +281,7 @@ class RayEngine:
             future.set_result(outcome)
 
     def _drop_cancelled(self, call: PendingCall) -> None:
-        """Abort the request of a cancelled caller, so that the request frees its slot."""
+        """Abort a request whose caller was cancelled, so that the engine can run another request."""
         if self._outbox.pop(call.number, None) is None and call.submit is not None:
             call.submit.add_done_callback(lambda _: self._abandon(call.number))  # abort only after the submit
 
@@ -283,7 +290,7 @@ class RayEngine:
             self._actor.abort.remote(self._owner, [number])
 
     async def _ask_as_owner(self, seconds: float, method: str, *arguments: Any) -> Any:
-        """Call a method of the actor that only its current client may call."""
+        """Call a method that the engine actor allows only to its current client."""
         await self._attach(seconds)
         return await self._ask(seconds, method, self._owner, *arguments)
 
@@ -305,34 +312,35 @@ class RayEngine:
             raise self._fail(kind(f"{self._name} failed in {method}: {_read_message(error)}")) from error
         except RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError):
-                raise  # the method raised this error, so the actor is alive
+                raise  # the actor's method raised this error, so the actor is alive
             self._answers = False
             raise self._fail(EngineFailed(f"the actor of {self._name} died: {error}")) from error
 
     def _fail(self, failure: EngineFailed) -> EngineFailed:
-        """Fail all waiting calls with the first failure of the engine, and return it as a new error."""
+        """Fail all waiting calls with the engine's first failure, and return this failure as a new exception."""
         self._failure = self._failure or failure
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineFailed(str(self._failure)))
-        return type(self._failure)(str(self._failure))  # a raised error keeps its stack frames
+        # return a copy, because an error that has been raised keeps stack frames alive
+        return type(self._failure)(str(self._failure))
 
 
 @dataclass(eq=False, slots=True)
 class PendingCall:
-    """A request whose caller is waiting, or was waiting when the engine failed.
+    """A generation request whose caller is waiting, or was waiting when the engine failed.
 
-    `number` is the id under which the request is sent to the actor. A caller may reuse a request's id before the
-    earlier request with this id has ended in the actor.
+    `number` is the id under which the client sends the request to the actor. `number` differs from the caller's id,
+    because a caller may reuse an id before the earlier request has ended.
     """
 
     number: str
     arrived: ReceivedTokens = field(default_factory=lambda: ReceivedTokens())
-    submit: asyncio.Task[None] | None = None  # the task that sends the request
+    submit: asyncio.Task[None] | None = None  # the task that sends the request to the actor
 
 
 class ReceivedTokens:
-    """The received tokens of a request, in three growing buffers, which makes each addition cheap."""
+    """The tokens received for a running request, in three growing buffers, so that appending tokens is cheap."""
 
     __slots__ = ("_logprobs", "_tokens", "_versions")
 
@@ -351,5 +359,5 @@ class ReceivedTokens:
 
 
 def _read_message(error: EngineFailed) -> str:
-    """Return the error's message without the traceback that Ray adds."""
+    """Return the message of an error from an actor, without the traceback that Ray adds."""
     return str(getattr(error, "cause", error))

@@ -1,4 +1,4 @@
-"""Prometheus gauges of a run's actors, which are set through Ray's metrics and served by Ray's agent on each node.
+"""Sets Prometheus gauges of a run's actors through Ray's metrics. Ray's agent on each node serves the gauges.
 
     rollflow_rollout_running{run="sorting-1"} 64
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
@@ -21,14 +21,14 @@ from ray.util.metrics import Gauge
 
 from rollflow.tasks.actors.statuses import ActorStatus
 
-SWITCH = "RAY_enable_metrics_collection"  # environment variable of Ray; unset: metrics are collected
+SWITCH = "RAY_enable_metrics_collection"  # environment variable of Ray; if it is unset, Ray collects metrics
 TAGS = ("run", "what")
 Status = TypeVar("Status", bound=ActorStatus)
-Figure = tuple[str, str, float]  # name, label ("" if the name has a single value), value
+Figure = tuple[str, str, float]  # name of the gauge, its label ("" if the gauge has a single value), value
 
 
 def read_figures(status: ActorStatus) -> Iterator[Figure]:
-    """Yield the numbers in a status; `waits_for` yields 1 if the actor waits, else 0."""
+    """Yield the numbers in an actor's status. `waits_for` yields 1 if the actor waits, else 0."""
     for field in fields(status):
         value = getattr(status, field.name)
         if field.name == "costs":
@@ -54,10 +54,10 @@ def collects_metrics() -> bool:
 
 
 class Gauges:
-    """The gauges of one actor. A gauge that gets no new value is set to zero."""
+    """Prometheus gauges of one actor. A gauge that gets no new value is set to zero."""
 
     def __init__(self, role: str, uri: str) -> None:
-        """Create the gauges of an actor's role; the run's id is taken from `uri`, the address of the run's storage."""
+        """Create the gauges of an actor. `uri`, the address of the run's storage, contains the run's id."""
         self._role, self._run_id = role, uri.rpartition("/")[2]
         self._made: dict[str, Gauge] = {}
         self._known: set[tuple[str, str]] = set()
@@ -68,7 +68,7 @@ class Gauges:
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """Set the gauges to the numbers of a status and to the metrics in `more`; return the status."""
+        """Set the gauges to the numbers of an actor's status and to the metrics in `more`. Return the status."""
         if self.on:
             self._set_gauges(status, more or {})
         return status

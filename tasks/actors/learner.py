@@ -1,4 +1,4 @@
-"""The learner's actor, which trains one policy version after another, each on one batch.
+"""Defines the learner's Ray actor, which trains one policy version after another, each on one batch.
 
     restore v --> lease batch v --> check --> step --> probe --> publish v + 1 --> acknowledge --> prune
                        ^                                  |
@@ -58,13 +58,13 @@ from rollflow.tasks.runtime.spans import Spans, open_spans
 
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
-MAKINGS = 8  # how often a batch may be damaged or make weights NaN before the run fails
+MAKINGS = 8  # number of times that a batch may be damaged or make weights NaN before the run fails
 # largest number of concurrent calls to the actor: `run` by old and new flows, and `status` by observers
 CALLS = 32
 
 
 def start_learner(context: RunContext, gpus: float, address: str) -> Any:
-    """Start the run's learner actor on the cluster at `address`, or find it after a restart of its flow."""
+    """Start the run's learner actor on the Ray cluster at `address`, or find the actor if it is running."""
     options = {
         "name": LEARNER,
         "lifetime": "detached",
@@ -76,7 +76,7 @@ def start_learner(context: RunContext, gpus: float, address: str) -> Any:
 
 
 class LearnerActor:
-    """Trains a run in one thread; `run` waits for the thread's end, and `status` may be called at any time."""
+    """Ray actor that trains a run's policy in one thread. `status` may be called at any time."""
 
     config: RunConfig
     policies: PolicyStore
@@ -87,10 +87,10 @@ class LearnerActor:
     def __init__(
         self, context: RunContext, address: str = "", channel: BatchFeed | None = None, lease: Lease | None = None
     ) -> None:
-        """Prepare without reading storage, so that `status` can report a wait for storage.
+        """Create the actor without reading storage, so that `status` can report that the actor waits for storage.
 
         Args:
-            address: the address of the actor's Ray cluster.
+            address: the address of the Ray cluster on which the actor runs.
             lease: the lease with which a detached actor ends itself, if any.
         """
         if lease:
@@ -98,12 +98,12 @@ class LearnerActor:
         self.context, self._address = context, address
         self.channel: BatchFeed = channel or RayChannel()
         self.version = -1  # newest committed version
-        self.reached = -1  # version of the learner's tensors, which may still be being published
-        self.trained = 0  # number of versions that this actor has trained
+        self.reached = -1  # policy version of the learner's tensors, which may not be published yet
+        self.trained = 0  # number of policy versions that this actor has trained
         self.phase, self.note = LearnerPhase.STARTING, "starting"
         self.steps = 0  # number of finished steps of work, which shows that the learner is alive
         self.restored: RestoredVersion | None = None
-        self._metrics: Mapping[str, float] = {}  # metrics of the newest trained version
+        self._metrics: Mapping[str, float] = {}  # metrics of the newest trained policy version
         self._gauges = Gauges(LEARNER, context.uri)
         self.meter = BusyMeter()
         self.cpu = CpuClock(LEARNER)
@@ -114,7 +114,7 @@ class LearnerActor:
         self._starting = threading.Lock()
 
     def status(self) -> LearnerStatus:
-        """Return the learner's status, for the flow of the training stage and for the live view."""
+        """Return the learner's status, for the Prefect flow of the training stage and for the live view."""
         restored = self.restored or RestoredVersion(self.version)
         status = LearnerStatus(
             waits_for=self.context.store.waits,
@@ -132,7 +132,7 @@ class LearnerActor:
         return self._gauges.show(status, self._metrics)
 
     def run(self) -> int:
-        """Train up to the run's last version and return its number; a second call waits for the first one."""
+        """Train up to the run's last policy version and return its number. A second call waits for the first call."""
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -146,16 +146,16 @@ class LearnerActor:
                 self._train_one_more()
         finally:
             try:
-                self._settle()  # finish publishing even after an error
+                self._settle()  # wait until publishing has ended, even after an error
             finally:
                 self._spans.flush()
         self.phase, self.note = LearnerPhase.DONE, "done"
         return self.version
 
     def _train_one_more(self) -> None:
-        """Train one more version; after the last batch, wait until the last version is published.
+        """Train one more policy version. After the last batch, wait until the last version is published.
 
-        If the batch was voided, restore the version before the batch.
+        If the batch was rejected, the learner restores the policy version that preceded the batch.
         """
         try:
             if self.reached < self.config.versions:
@@ -177,10 +177,10 @@ class LearnerActor:
         with self.meter.busy():
             self._train(number, batch, entry, metrics)
             if self.config.async_ratio < 1:
-                self._settle()  # the next batch's groups need this version
+                self._settle()  # the responses of the next batch must come from this policy version
 
     def _settle(self) -> None:
-        """Wait for the version that is being published; raise the error if publishing failed."""
+        """Wait until the newest policy version is published. Raise the error if publishing failed."""
         self._publishing.settle()
 
     def _begin(self) -> None:
@@ -203,7 +203,7 @@ class LearnerActor:
         self.channel.announce(self.version)
 
     def _step(self, note: str) -> None:
-        """Count a finished step of work, and set the note of the status."""
+        """Count a finished step of work, and set the note that the learner's status shows."""
         self.note, self.steps = note, self.steps + 1
 
     def _make_first(self) -> None:
@@ -230,9 +230,9 @@ class LearnerActor:
             cold_start(self.learner.model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
 
     def _keep_weights(self) -> None:
-        """Store the weights of the cold start in the run's policy folder.
+        """Store the weights after supervised training (cold start) in the run's policy folder.
 
-        With the weights of its cold start, the policy folder can be the `policy.path` of another run.
+        After the cold start, the policy folder can be the `policy.path` of another run.
         """
         for name, data in self.learner.weights().items():
             self.writer.check()  # raises `Deposed` if another learner has claimed the run
@@ -245,9 +245,9 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Return batch `number`, verified against its commit, and the number of its log entry.
+        """Return batch `number`, verified against its commit in the run's log, and the number of its log entry.
 
-        A damaged batch is voided, and the rollout stage forms the batch again.
+        If a batch is damaged, the learner rejects the batch, and the rollout stage forms a new one.
         """
         reason = ""
         for attempt in range(MAKINGS):
@@ -255,18 +255,19 @@ class LearnerActor:
                 data = self._lease(number, afresh=attempt > 0)
                 waiting = self.batches.find_waiting(number)
                 if waiting is None:
-                    continue  # the batch was just voided; the next lease waits for the new batch
+                    continue  # the batch was just rejected; the next lease waits for the new batch
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
-                self._settle()  # if the log is damaged, publishing has failed, too, and its error is raised
+                # if the log is damaged, publishing has failed, too, and this call raises the error of publishing
+                self._settle()
                 reason = str(error)
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
                 self.batches.void(self.writer, number, reason)  # no effect if the stored batch is intact
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Lease batch `number`; wait as long as the rollout stage may take to form the batch.
+        """Get batch `number` from the channel. Wait as long as the rollout stage may take to form the batch.
 
         Time in which storage does not answer does not count as waiting for the batch.
         """
@@ -276,16 +277,17 @@ class LearnerActor:
                 return self.channel.lease(number, LEASE_SECONDS, afresh=afresh)
             except (TimeoutError, Unreachable) as error:
                 why = str(error)
-            self._settle()  # the batch may need the new version
+            self._settle()  # the rollout stage may need the new policy version to form the batch
             self.learner.check_ranks()
-            self.writer.check()  # returns once storage answers; does not count as waiting
+            # `check` waits while storage does not answer, and this time does not count as waiting for a batch
+            self.writer.check()
             waited += LEASE_SECONDS
         raise Unreachable(f"the learner waited {patience:g} s for batch {number} from the rollout stage ({why})")
 
     def _train(self, number: int, batch: TrajectoryBatch, entry: int, batch_metrics: Mapping[str, float]) -> None:
-        """Train on batch `number` and start publishing the result.
+        """Train on batch `number`, and start publishing the new policy version.
 
-        With `train.not_finite = "skip"`, a batch that makes weights NaN or infinite is voided.
+        If `train.not_finite` is "skip", a batch that makes weights NaN or infinite is rejected and replaced.
         """
         began = time.monotonic()
         self._check_fresh(number, batch)
@@ -294,17 +296,17 @@ class LearnerActor:
             metrics["step_seconds"] = time.monotonic() - began
             self._publish(number + 1, entry, metrics)
         except NotFinite as error:
-            self._settle()  # if two versions fail, the earlier error is raised
+            self._settle()  # if publishing the previous policy version failed, its error is raised first
             if self.config.train.not_finite == "stop":
                 raise
             self._quarantine(number, entry, error)
 
     def _quarantine(self, number: int, entry: int, error: NotFinite) -> None:
-        """Void batch `number` and restore from storage the version before the batch.
+        """Reject batch `number`, and restore the policy version that preceded the batch from storage.
 
-        Some minibatches of a voided batch may have changed the weights, so the weights are restored.
+        The weights are restored, because some minibatches of the rejected batch may have changed the weights.
         """
-        why = str(error).partition("; ")[0]  # the error without its advice for a run that stops
+        why = str(error).partition("; ")[0]  # the error's message without the advice that applies only if the run stops
         self.batches.reject(self.writer, number, entry, why)
         if (times := self.context.log.state.not_finite) >= MAKINGS:
             cure = f"fix the engine or the verifier and resume the run, or {AGAIN} and a lower train.learning_rate"
@@ -313,13 +315,16 @@ class LearnerActor:
         self.note = f"batch {number} is quarantined and formed again: {why}"
 
     def _check_fresh(self, number: int, batch: TrajectoryBatch) -> None:
-        """Check before training that no trajectory of the batch exceeds the largest allowed staleness."""
+        """Check that no trajectory of the batch is older than `async_ratio` policy versions."""
         oldest = min(batch.table["started_version"].to_pylist())
         if oldest < number - self.config.async_ratio:
             raise Stale(f"batch {number} has a trajectory that was started under version {oldest}, which is too old")
 
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
-        """Start publishing the learner's state as `version`; the next `_settle` waits for the commit."""
+        """Start publishing the learner's state as policy version `version`.
+
+        The next call of `_settle` waits until the version is published.
+        """
         began = time.monotonic()
         probe = self._check_finite(version)
         stateful = self.policies.retention.stores_state(version) or version == self.config.versions
@@ -344,7 +349,7 @@ class LearnerActor:
         self.note = f"version {version} is logged without {', '.join(omitted)}: not finite" if omitted else "training"
 
     def _record_spans(self, version: int, batch_entry: int | None, seconds: Mapping[str, float]) -> None:
-        """Record a version's spans in the version's trace, and in the traces of the prompts that it was trained on."""
+        """Record OpenTelemetry spans of a policy version in its own trace and in the traces of its training prompts."""
         if batch_entry is None or not self._spans.on:
             return
         wait, step, publish = (seconds.get(f"{part}_seconds", 0.0) for part in ("wait", "step", "publish"))
@@ -356,7 +361,7 @@ class LearnerActor:
             self._spans.record_prompt(group.key, "train", step + publish, **{"rollflow.version": version})
 
     def _note_published(self, version: int) -> None:
-        """Record the committed version, acknowledge its batch in the channel, and prune old versions."""
+        """Record that a policy version is published, acknowledge its batch in the channel, and delete old versions."""
         self.version = version
         self.trained += 1
         if version:
@@ -364,15 +369,18 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete stored objects that are no longer retained; the next call retries a failed deletion."""
+        """Delete stored weights and states that are no longer retained.
+
+        If a deletion fails, the next call retries it.
+        """
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
-        """Return the learner's log-probs of the probe tokens; raise an error if a weight or a log-prob is not finite.
+        """Return the log-probs of the probe tokens. Raise an error if a weight or a log-prob is not finite.
 
         Raises:
-            NotFinite: the version has a NaN or an infinity; nothing of the version is stored yet.
+            NotFinite: the policy version has a NaN or an infinity. Nothing of this version has been stored.
         """
         broken, probe = self.learner.first_nonfinite(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):
@@ -381,7 +389,7 @@ class LearnerActor:
         raise NotFinite(f"version {version} is not published, because {what}; {self._suggest_fix(version)}")
 
     def _suggest_fix(self, version: int) -> str:
-        """Return advice for the user if the weights of `version` are NaN or infinite."""
+        """Return advice for the user on what to do if the weights of a policy version are NaN or infinite."""
         if version:
             return f"{AGAIN} and a lower train.learning_rate"
         cold = self.config.policy.cold_start is not None

@@ -1,4 +1,4 @@
-"""The lease of a run's detached actors, which end themselves once no supervisor watches the run.
+"""Ends a run's detached actors when their lease expires, which happens once no supervisor watches the run.
 
     supervisor -- status.json, every second --> run's storage <-- reads now and then -- a timer thread in each actor
 
@@ -31,15 +31,16 @@ from rollflow.storage.objects import open_store
 if TYPE_CHECKING:
     from rollflow.tasks.run.context import RunContext
 
-STATUS = "status.json"  # the supervisor's status in the run's storage
-LOOKS = 20  # number of times that the supervisor's status is read per lease time
-ACTOR_SHARE = 1.15  # number of lease times after which an actor ends, later than its flow
+STATUS = "status.json"  # name of the supervisor's status file in the run's storage
+LOOKS = 20  # number of times that an actor reads the supervisor's status during one lease
+# an actor ends after this multiple of the lease, so that the Prefect flow that watches the actor ends first
+ACTOR_SHARE = 1.15
 READ_SECONDS = 5.0  # seconds to wait for a store that does not answer
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The parameters of a run's lease; a lease of 0 seconds never expires."""
+    """Parameters of the lease of a run's actors. A lease of 0 seconds never expires."""
 
     uri: str
     seconds: float
@@ -47,20 +48,20 @@ class Lease:
 
     @classmethod
     def of(cls, context: RunContext) -> Lease:
-        """Build the lease from the run's config."""
+        """Build the parameters of the actors' lease from the run's config."""
         config = context.config
         return cls(context.uri, config.cluster.lease_seconds, config.store.patience_seconds)
 
     @property
     def sentence(self) -> str:
-        """The log line that reports an expired lease."""
+        """The message that reports that the lease of the run's actors has expired."""
         return (
             f"no supervisor has watched the run {self.uri} for {self.seconds:g} s (cluster.lease_seconds), "
             f"so the run's actors end; continue the run with: rollflow resume {self.uri}"
         )
 
     def hold(self, role: str) -> None:
-        """End this process when the lease expires; an actor calls this method once, at its start."""
+        """Start a thread that ends this process when the lease expires. An actor calls `hold` once, at its start."""
         if self.seconds:
             threading.Thread(target=self._hold, args=(role,), name="lease", daemon=True).start()
 
@@ -73,7 +74,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Detects, on this process's clock, that the supervisor's status has not changed for the time of a lease."""
+    """Detects that the supervisor's status has not changed for the time of a lease, on this process's clock."""
 
     def __init__(
         self,
@@ -85,8 +86,9 @@ class LeaseWatch:
         """Start watching.
 
         Args:
-            read: returns the supervisor's status, b"" if there is none, or None if storage does not answer. share:
-            number of lease times after which the lease counts as expired.
+            read: this function returns the supervisor's status, b"" if there is none, or None if storage does not
+                answer.
+            share: the lease counts as expired after this multiple of the lease's time.
         """
         self._longest = share * lease.seconds
         self.lease, self.pause = lease, lease.seconds / LOOKS
@@ -96,7 +98,7 @@ class LeaseWatch:
         self._unwatched = 0.0  # seconds in which the status did not change
 
     def check_expiry(self) -> bool:
-        """Read the status, unless the last read was a moment ago; return whether the lease has expired."""
+        """Read the supervisor's status if it is time to do so. Return whether the lease has expired."""
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:
@@ -109,9 +111,10 @@ class LeaseWatch:
         return self._unwatched >= self._longest
 
     def _note_silence(self, passed: float) -> bool:
-        """Count time in which storage did not answer, and return whether the lease has expired.
+        """Count the time in which storage did not answer. Return whether the lease has expired.
 
-        The time without a change of the status restarts at zero whenever storage stops or resumes answering.
+        The count of seconds without a change of the supervisor's status restarts at zero when storage stops or resumes
+        answering.
         """
         self._unwatched = passed + (self._unwatched if self._seen is None else 0.0)
         self._seen = None

@@ -1,4 +1,4 @@
-"""Reports a cluster node's software versions, clock, GPUs and disk, and whether the node can use the store."""
+"""Reports the software versions, clock, GPUs and disk of a cluster node, and whether the node can use the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
 from rollflow.tasks.runtime.node import node_cache
 
-PACKAGES = {  # packages whose versions must agree on all nodes -> names of their distributions
+PACKAGES = {  # package whose version must be the same on all nodes -> names of its distributions
     "rollflow": ("rollflow",),
     "ray": ("ray",),
     "torch": ("torch",),
@@ -30,8 +30,9 @@ PACKAGES = {  # packages whose versions must agree on all nodes -> names of thei
 class NodeReport:
     """The report of one node.
 
-    `gpus` is the number of GPUs. `cache` is the folder for fetched files, or "" if the folder cannot be written. `disk`
-    is the number of free bytes in `cache`. `store` is the reason why the node cannot use the store, or "".
+    `gpus` is the number of GPUs. `cache` is the node's folder for fetched files, or "" if the folder cannot be written.
+    `disk` is the number of free bytes on the disk of the folder `cache`. `store` is "", or the reason why the node
+    cannot use the store.
     """
 
     host: str
@@ -57,14 +58,14 @@ def _read_version(names: tuple[str, ...]) -> str:
 
 
 class NodeReporter:
-    """An actor that inspects the node on which the actor runs."""
+    """Ray actor that inspects the cluster node on which the actor runs."""
 
     def clock(self) -> float:
-        """Return the node's time, in seconds since the epoch."""
+        """Return the time on this node's clock, in seconds since the epoch."""
         return time.time()
 
     def report(self, store: str) -> NodeReport:
-        """Inspect this node, and check that it can put, read and delete an object in the store."""
+        """Inspect this node, and check that the node can put, read and delete an object in the store."""
         cache, disk = _read_disk()
         return NodeReport(
             platform.node(), read_versions(), len(glob.glob("/dev/nvidia[0-9]*")), disk, cache, _check_store(store)
@@ -80,7 +81,7 @@ def _check_store(uri: str) -> str:
 
 
 def _read_disk() -> tuple[str, int]:
-    """Return the folder for fetched files and its number of free bytes, or "" and 0 if it cannot be written."""
+    """Return the folder for fetched files and its free bytes, or "" and 0 if the folder cannot be written."""
     try:
         folder = Path(node_cache())
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,13 +17,13 @@ from rollflow.tasks.engines.config import EngineConfig, TimedEngineConfig
 from rollflow.tasks.run.config import RunConfig
 
 Role = Literal["engine", "learner", "scheduler", "reward"]
-LEAST = 0.001  # amount of a resource to reserve for an actor that needs almost none
+LEAST = 0.001  # amount of a Ray resource to reserve for an actor that needs almost none of it
 
 
 def actor_options(
     config: RunConfig, role: Role, cpus: float, *, gpus: float = 0.0, imports: Kind | None = None
 ) -> dict[str, Any]:
-    """Return Ray's options for an actor of the run.
+    """Return the options with which Ray starts an actor of the run.
 
     Args:
         cpus: number of CPUs that the actor's threads use.
@@ -43,9 +43,9 @@ def actor_options(
 
 
 def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = None) -> dict[str, Any]:
-    """Return Ray's option for the environment of an actor's process, or {} for Ray's default environment.
+    """Return Ray's `runtime_env` option for an actor's process, or {} for Ray's default environment.
 
-    Workers with early imports exist only on a private cluster with the default environment.
+    Worker processes that import modules early exist only on a private cluster with the default environment.
     """
     cluster = config.cluster
     if cluster.runtime_env or cluster.env:
@@ -57,17 +57,17 @@ def runtime_env(config: RunConfig, gpus: float = 0.0, imports: Kind | None = Non
 
 
 def engine_cpus(engine: EngineConfig) -> float:
-    """Return the number of CPUs that an engine's threads use."""
+    """Return the number of CPUs that an inference engine's threads use."""
     return LEAST if isinstance(engine, TimedEngineConfig) else float(engine.threads)
 
 
 def learner_cpus(config: RunConfig) -> float:
-    """Return the number of CPUs of the learner's actor, including those of ranks that are its child processes."""
+    """Return the number of CPUs of the learner's actor, including the CPUs of ranks that are its child processes."""
     return float(config.train.threads * (1 if config.train.multi_node else config.train.ranks))
 
 
 def is_fitting(node: Mapping[str, Any], config: RunConfig, role: Role) -> bool:
-    """Return whether a node in Ray's list has the labels and the resource that the role requires."""
+    """Return whether a node of the Ray cluster has the labels and the resource that a role requires."""
     own = getattr(config.cluster.placement, role)
     labels, resources = node.get("Labels", {}), node.get("Resources", {})
     return all(labels.get(key) == value for key, value in own.labels.items()) and (

@@ -1,4 +1,4 @@
-"""Publishes a version from the learner's own tensors in a thread while the next version is trained.
+"""Publishes a policy version from the learner's own tensors in a thread, while the next version is trained.
 
     step v --> check --> [ hash, upload --> commit v + 1 --> acknowledge batch v --> prune ]    the thread
                   +----> lease batch v + 1 --> forward, backward --> settle --> optimizer's step
@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Publishing:
-    """Publishes versions in a background thread. See the module's docstring.
+    """Publishes policy versions in a background thread. See the module's docstring.
 
-    Only one thread may call the methods of a `Publishing`.
+    A `Publishing` object is not thread-safe: only one thread may call its methods.
     """
 
     def __init__(self) -> None:
@@ -27,17 +27,18 @@ class Publishing:
         self._job: Future[None] | None = None
 
     def begin(self, job: Callable[[], None]) -> None:
-        """Wait for the previous version as `settle` does, and start publishing the next version."""
+        """Wait until the previous policy version is published, and start publishing the next one."""
         self.settle()
         self._job = self._thread.submit(job)
 
     def settle(self) -> None:
-        """Wait until the newest version is published; raise the error if publishing failed."""
+        """Wait until the newest policy version is published. Raise the error if publishing failed."""
         if self._job is not None:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended, and drop its error, because the learner restores an older version."""
+        """Wait until publishing has ended, and ignore its error, because the learner restores an older policy
+        version."""
         if self._job is not None:
             wait([self._job])
             self._job = None

@@ -1,4 +1,4 @@
-"""Learner ranks as Ray actors (`train.multi_node`), each with its own GPU on any node that has a free GPU.
+"""Runs the ranks of a distributed learner as Ray actors (`train.multi_node`), each with a GPU on any node.
 
     learner's actor (first rank) --starts--> RankActor (rank 1), RankActor (rank 2), ...
             +---- orders, over a separate connection that is protected by a secret ----+
@@ -33,7 +33,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import start_of
 
 RESERVED_SECONDS = 240.0  # longest wait for free GPUs
-CONNECTED_SECONDS = 60.0  # longest wait for the connections of a started rank
+CONNECTED_SECONDS = 60.0  # longest time, in seconds, to wait until a started rank has connected
 GONE = "ended, because its process or its machine is gone"
 
 
@@ -41,10 +41,10 @@ Room = Callable[[int], dict[str, Any]]  # Ray's options for a rank
 
 
 def rank_hosts(context: RunContext) -> RankHosts:
-    """Return the `RankHosts` with which the learner's actor, the first rank, starts the other ranks.
+    """Return the `RankHosts` object with which the learner's actor (rank 0) starts all other ranks.
 
     Raises:
-        Unreachable: the GPUs for the other ranks did not become free at the same time.
+        Unreachable: there was no time at which enough GPUs for all ranks were free.
     """
     config = context.config
     room = reserve_gpus(config, config.train.ranks - 1) if ray.get_gpu_ids() else partial(place_in_turn, config)
@@ -52,21 +52,21 @@ def rank_hosts(context: RunContext) -> RankHosts:
 
 
 def find_node_address() -> str:
-    """Return the address under which other nodes reach this process's node."""
+    """Return the network address under which other nodes reach this process's node."""
     return str(list_nodes()[0]["NodeManagerAddress"])
 
 
 def list_nodes() -> list[dict[str, Any]]:
-    """List the living nodes of the Ray cluster, with this process's node first."""
+    """List the nodes of the Ray cluster that are alive, starting with this process's node."""
     own = ray.get_runtime_context().get_node_id()
     return sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != own)
 
 
 def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECONDS, name: str = "ranks") -> Room:
-    """Reserve a GPU for each rank but the first, on as few nodes as possible.
+    """Reserve a GPU for each learner rank except rank 0, on as few nodes as possible.
 
-    The GPUs stay reserved until the run's job on the cluster ends. Ray keeps the placement group of a learner that has
-    died, so a restarted learner first removes the group `name`.
+    The GPUs of the ranks stay reserved until the run's job on the Ray cluster ends. Ray keeps the placement group of a
+    learner that has died, so a restarted learner first removes this group by `name`.
     """
     with contextlib.suppress(ValueError):  # no such group exists
         remove_placement_group(get_placement_group(name))
@@ -82,31 +82,34 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
         )
     return lambda rank: {
         "num_gpus": 1,
-        "num_cpus": own["num_cpus"],  # Ray's default is one CPU, which the group lacks
+        "num_cpus": own["num_cpus"],  # Ray's default would be one CPU, which the placement group does not have
         **runtime_env(config, gpus=1),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
     }
 
 
 def place_in_turn(config: RunConfig, rank: int) -> dict[str, Any]:
-    """Return Ray's options for a rank without a GPU, which place ranks on the nodes in rotation."""
+    """Return the options with which Ray starts a learner rank without a GPU.
+
+    Ranks are placed on the nodes in rotation.
+    """
     every = [node for node in list_nodes() if is_fitting(node, config, "learner")] or list_nodes()
     near = NodeAffinitySchedulingStrategy(every[rank % len(every)]["NodeID"], soft=True)
     own = actor_options(config, "learner", float(config.train.threads))
-    own.pop("label_selector", None)  # not needed, because the chosen node has the labels
+    own.pop("label_selector", None)  # the labels are not needed here, because the chosen node has them
     return {**own, "scheduling_strategy": near}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The address and the secret with which a rank connects to the learner's actor."""
+    """The address and the secret with which a learner rank connects to the learner's actor."""
 
     address: Any
     secret: bytes = field(repr=False)
 
 
 class SpreadRank:
-    """A rank in its own actor; implements `StartedRank`."""
+    """Handle of a learner rank that runs in its own Ray actor; implements `StartedRank`."""
 
     def __init__(self, context: RunContext, room: Room, rank: int, meeting: Meeting) -> None:
         secret = secrets.token_bytes(32)
@@ -118,15 +121,15 @@ class SpreadRank:
 
     @property
     def pipes(self) -> Pipes:
-        """The connections to the rank; reading the property waits until the rank has connected."""
+        """The connections to the learner rank. Reading this property waits until the rank has connected."""
         return self._pipes.result(CONNECTED_SECONDS)
 
     def read_exit(self) -> str | None:
-        """Return the reason why the rank ended, or None while it runs."""
+        """Return the reason why the learner rank ended, or None while the rank runs."""
         return GONE if ray.wait([self._served], timeout=0)[0] else None
 
     def end(self) -> None:
-        """End the rank and close its connections; do nothing if the rank has already ended."""
+        """End the learner rank and close its connections. Do nothing if the rank has already ended."""
         if ray.is_initialized():
             with contextlib.suppress(ray.exceptions.ActorHandleNotFoundError):
                 ray.kill(self._actor)
@@ -135,26 +138,26 @@ class SpreadRank:
             self._pipes.result().close()
 
     def _accept(self) -> None:
-        """Accept the rank's two connections, and reject connections from other processes."""
+        """Accept the two connections of a learner rank, and reject connections from other processes."""
         found = list[Connection]()
         while len(found) < 2:
             try:
                 found.append(self._listener.accept())
             except (AuthenticationError, EOFError, ConnectionError):
-                pass  # another process tried to connect
+                pass  # ignore the connection of a process that is not the rank
             except OSError:
                 return  # the listener was closed
         self._pipes.set_result(Pipes(*found))
 
 
 class RankActor:
-    """The actor of one rank other than rank 0; rank 0 runs in the learner's actor."""
+    """Ray actor of one learner rank other than rank 0, which runs in the learner's actor."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
 
     def serve(self, rank: int, meeting: Meeting, caller: Caller) -> None:
-        """Run the rank until the learner's actor or another rank ends."""
+        """Run the learner rank until the learner's actor or any other rank ends."""
         from rollflow.tasks.learners.multi_rank.rank_process import serve_rank
 
         pipes = Pipes(*(Client(caller.address, authkey=caller.secret) for _ in range(2)))

@@ -1,4 +1,4 @@
-"""The actor of the reward stage, and the client with which other actors have responses scored.
+"""Defines the Ray actor that scores responses, and the client with which other actors have responses scored.
 
     score() ─┐                         ┌─ pool
     score() ─┼─ score([...]) ────────► │   answers when all are scored, or after PACKET_SECONDS with those that are
@@ -43,20 +43,21 @@ from rollflow.tasks.scorers.config import has_adaptive_deadlines, name_section
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-PACKET_SECONDS = 0.05  # seconds that a call's first scores wait for the call's other scores
-SAVE_SECONDS = 30.0  # time between two records of the anchors of adaptive deadlines
-POLL_SECONDS = 2.0  # longest time that a call waits for a score, in seconds
+PACKET_SECONDS = 0.05  # seconds that the first scores of a call wait, so that more scores are returned with them
+SAVE_SECONDS = 30.0  # seconds between two times at which the learned `CaseAnchors` are stored
+POLL_SECONDS = 2.0  # longest time, in seconds, that one call waits for a score
 
 
-# a request on its way to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
+# a scoring request as sent to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
 PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores of a call, each with its request's position, as tuples because tuples are quick to pickle.
+    """Scores of responses, each with the position of its request. They are tuples, because tuples are quick to pickle.
 
-    `ticket` is the argument for `more`, which returns the missing scores; None if no score is missing.
+    `ticket` is the argument with which `await_more` returns the missing scores. If no score is missing, `ticket` is
+    None.
     """
 
     scores: list[tuple[int, ScoreColumns]]
@@ -64,10 +65,10 @@ class Verdicts:
 
 
 class RewardActor:
-    """The actor that runs the scorers; a run has one such actor."""
+    """Ray actor that runs the scorers. A run has one such actor."""
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
-        """Prepare without reading storage, so that `status` can report a wait for storage."""
+        """Create the actor without reading storage, so that `status` can report that the actor waits for storage."""
         if lease:
             lease.hold(REWARD)
         self.context = context
@@ -77,28 +78,29 @@ class RewardActor:
         self._finished = asyncio.Event()
         self._attended = False
         self._scorer = AsyncOnce(self._start)
-        self._anchors: dict[str, CaseAnchors] = {}  # scorer with adaptive deadlines -> what it has learned
-        self._stored: dict[str, bytes] = {}  # scorer -> what was last stored of it
+        # name of a scorer with adaptive deadlines -> what the run has learned about its test cases
+        self._anchors: dict[str, CaseAnchors] = {}
+        self._stored: dict[str, bytes] = {}  # name of a scorer -> the stored form of its `CaseAnchors`
         self._saving: asyncio.Task[None] | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
 
     @property
     def _workers(self) -> int:
-        """Number of responses, or calls of reward models, that can be scored at a time."""
+        """Number of responses, or of calls of reward models, that can be scored at the same time."""
         return sum(reward.workers for reward in self.context.config.scorers.values())
 
     async def begin(self) -> None:
-        """Start the scorer, before the stage's flow calls `run`."""
+        """Start the scorers before the Prefect flow of the reward stage calls `run`."""
         await self._scorer.get()
 
     async def run(self) -> int:
-        """Serve until `finish` is called; return the number of scored responses.
+        """Score responses until `finish` is called. Return the number of scored responses.
 
-        A restarted flow may call `run` again.
+        A restarted Prefect flow may call `run` a second time.
 
         Raises:
-            ConfigError: the scorer cannot score any response.
+            ConfigError: a scorer cannot score any response.
         """
         self._attended = True
         scorer = await self._scorer.get()
@@ -119,19 +121,20 @@ class RewardActor:
         for name in (name for name, config in scorers.items() if has_adaptive_deadlines(config)):
             self._anchors[name] = read_anchors(self.context.store, name_section(name))
         scorer = build_scorers(scorers, self.context.policy_folder, RayCopies, self._anchors)
-        with contextlib.suppress(RollflowError, OSError):  # no decision depends on the record of the scorers' versions
+        # the run goes on without this record of the scorers' versions
+        with contextlib.suppress(RollflowError, OSError):
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
         return scorer
 
     async def _keep_anchors(self) -> None:
-        """Store the anchors of adaptive deadlines, again and again."""
+        """Periodically store what the run has learned about how long test cases take (`CaseAnchors`)."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             await self._store_anchors()
 
     async def _store_anchors(self) -> None:
-        """Store the anchors that have changed; without storage they are stored the next time."""
+        """Store the `CaseAnchors` that have changed. If storage fails, the next call stores them."""
         for name, anchors in self._anchors.items():
             record = anchors.encode()
             if record != self._stored.get(name):
@@ -140,11 +143,11 @@ class RewardActor:
                     self._stored[name] = record
 
     async def finish(self) -> None:
-        """End `run`, because no more responses will be scored."""
+        """Make `run` return, because no more responses will be scored."""
         self._finished.set()
 
     async def score(self, requests: Sequence[PackedRequest]) -> Verdicts:
-        """Score requests; return the first scores."""
+        """Start scoring these requests, and return the first scores."""
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
         ticket, to_come = next(self._tickets), scorer.submit([_unpack(request) for request in requests])
@@ -152,7 +155,7 @@ class RewardActor:
         return await self.await_more(ticket)
 
     async def await_more(self, ticket: int) -> Verdicts:
-        """Return further scores of the call with this ticket, after a short wait for more of them."""
+        """Return further scores of the call that has this ticket, after a short wait for more of them."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
@@ -163,7 +166,7 @@ class RewardActor:
         return Verdicts([(place, score.to_columns()) for place, score in judged], ticket if to_come else None)
 
     async def status(self) -> RewardStatus:
-        """Return the reward actor's status, for the flow of the reward stage and for the live view."""
+        """Return the reward actor's status, for the Prefect flow of the reward stage and for the live view."""
         waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
         scorer = self._scorer.found
         if not self._began or scorer is None:
@@ -186,7 +189,7 @@ class RewardActor:
 
 
 def start_reward(context: RunContext) -> Any:
-    """Start the run's reward actor, or find the running one after a restart of the stage's flow."""
+    """Start the run's reward actor, or find the actor if it is already running."""
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "reward", float(context.config.scorer_workers), imports="reward")
     return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
@@ -203,24 +206,27 @@ def _unpack(packed: PackedRequest) -> ScoreRequest:
 
 
 class RewardClient:
-    """Scores responses through the run's reward actor.
+    """Client of the run's reward actor, which scores responses.
 
-    Concurrent requests share an actor call, but no request waits for the score of another request. Scoring has no side
-    effects. When the reward actor dies, the client requests the missing scores from the new reward actor.
+    Concurrent requests share a call to the reward actor, but no request waits for the score of another request. Scoring
+    has no side effects. When the reward actor dies, the client requests the missing scores from the new reward actor.
     """
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience = patience_seconds
         self._actor: Any = None
-        self._moved = 0.0  # monotonic time at which the last score arrived
+        self._moved = 0.0  # monotonic time at which the last score of any request arrived
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
 
     async def score(self, request: ScoreRequest) -> Score:
-        """Score one response; raise `Unreachable` if no score of any request arrives for `patience_seconds`."""
+        """Score one response. Raise `Unreachable` if the reward actor returns no score for `patience_seconds`."""
         return await self._calls.ask(request)
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield scores with their requests' positions until all requests are scored, if need be by a new actor."""
+        """Yield each score with its request's position until all requests are scored.
+
+        If the reward actor dies, use its successor.
+        """
         left, began = dict(enumerate(requests)), time.monotonic()
         while True:
             places = list(left)
@@ -235,7 +241,7 @@ class RewardClient:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _ask_actor(self, requests: list[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
-        """Yield the scores that the actor returns; end early if the actor has died."""
+        """Yield the scores that the reward actor returns. End early if the actor has died."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
             call = actor.score.remote([_pack(one) for one in requests])
@@ -246,11 +252,12 @@ class RewardClient:
                 if verdicts.ticket is None:
                     return
                 call = actor.await_more.remote(verdicts.ticket)
-        except (ray.exceptions.RayActorError, ValueError, TimeoutError):  # ValueError: no actor of that name
+        # `ValueError` means that no actor has this name
+        except (ray.exceptions.RayActorError, ValueError, TimeoutError):
             self._actor = None
 
     def _check_moving(self, began: float, *, news: int, left: int) -> None:
-        """Raise `Unreachable` if no score of any call has arrived for `patience_seconds` since `began` or later."""
+        """Raise `Unreachable` if the reward actor has returned no score for `patience_seconds`."""
         now = time.monotonic()
         if news:
             self._moved = now

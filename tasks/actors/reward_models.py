@@ -1,8 +1,9 @@
-"""The actors of reward models, and the client with which the reward actor calls them.
+"""Defines the Ray actors of reward models, and the client with which the reward actor calls them.
 
-A reward model has an actor of its own for each copy, so that a copy may use a GPU or another node, and dies and is
-restarted alone. The flow of the reward stage starts the actors and watches them. If a call fails for a reason other
-than memory, the actor ends itself with an error, because the state of a GPU is unknown after a failure.
+Each copy of a reward model has its own Ray actor, so that a copy may use a GPU or another node, and is restarted alone.
+The Prefect flow of the reward stage starts and watches the actors of reward models. If a call of a reward model fails
+for a reason other than memory, the actor ends itself with an error, because the state of a GPU is unknown after a
+failure.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MODEL = "reward-model"
 
 
 class ModelActor:
-    """The actor of one copy of a reward model."""
+    """Ray actor that runs one copy of a reward model."""
 
     def __init__(self, context: RunContext, scorer: str, lease: Lease | None = None) -> None:
-        """Prepare without reading storage, so that `status` can report a wait for storage."""
+        """Create the actor without reading storage, so that `status` can report that the actor waits for storage."""
         if lease:
             lease.hold(MODEL)
         self.context, self._scorer = context, scorer
@@ -49,20 +50,20 @@ class ModelActor:
         await self._classifier.get()
 
     async def run(self) -> int:
-        """Serve until `finish` is called; return the number of graded responses.
+        """Grade responses until `finish` is called. Return the number of graded responses.
 
-        A restarted flow may call `run` again.
+        A restarted Prefect flow may call `run` a second time.
 
         Raises:
-            ConfigError: the model cannot be loaded.
-            Any error of the model, which `grade` met.
+            ConfigError: the reward model cannot be loaded.
+            Exception: the reward model failed in `grade`. The method `run` raises the model's own error.
         """
         await self._classifier.get()
         await asyncio.shield(self._end)
         return self._graded
 
     async def finish(self) -> None:
-        """End `run`, because no more responses will be graded."""
+        """Make `run` return, because no more responses will be graded."""
         if not self._end.done():
             self._end.set_result(None)
 
@@ -70,7 +71,7 @@ class ModelActor:
         """Grade responses.
 
         Raises:
-            ModelAway: the model failed; `run` raises the failure's error.
+            ModelAway: the reward model failed. The method `run` raises the model's own error.
         """
         classifier = await self._classifier.get()
         self._calls += 1
@@ -85,7 +86,7 @@ class ModelActor:
         return grades
 
     async def status(self) -> RewardStatus:
-        """Return the number of graded responses; between calls the actor waits for responses."""
+        """Return the number of graded responses, and say that the actor waits if no call is running."""
         waits = self.context.store.waits or ("" if self._calls else "responses")
         return RewardStatus(waits, scored=self._graded)
 
@@ -104,12 +105,12 @@ class ModelActor:
         return classifier
 
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        """Run a function in the model's thread, because libraries keep some settings by thread."""
+        """Run a function in the reward model's thread, because libraries keep some settings per thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, functools.partial(function, *arguments))
 
 
 def model_names(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """Return the names of all actors of reward models, each with its scorer and the number of the copy."""
+    """Return the names of the Ray actors of all reward models, each with its scorer and the number of the copy."""
     return {
         model_name(scorer, number): (scorer, number)
         for scorer, reward in list_models(config).items()
@@ -118,12 +119,12 @@ def model_names(config: RunConfig) -> dict[str, tuple[str, int]]:
 
 
 def model_name(scorer: str, number: int) -> str:
-    """Return the name of the actor of one copy."""
+    """Return the name of the Ray actor of one copy of a reward model."""
     return "-".join(filter(None, [MODEL, scorer, str(number)]))
 
 
 def start_model(context: RunContext, scorer: str, number: int) -> Any:
-    """Start the actor of one copy of a reward model, or find the running one."""
+    """Start the Ray actor of one copy of a reward model, or find the actor if it is running."""
     reward = list_models(context.config)[scorer]
     placed = actor_options(context.config, "reward", float(reward.cpus), gpus=reward.gpus)
     options = {"name": model_name(scorer, number), "lifetime": "detached", "get_if_exists": True}
@@ -132,28 +133,28 @@ def start_model(context: RunContext, scorer: str, number: int) -> Any:
 
 
 class RayCopies(ModelCopies):
-    """The copies of a run's reward model, which are found by their names."""
+    """Handles of the copies of a run's reward model. The copies are found by the names of their Ray actors."""
 
     def __init__(self, scorer: str) -> None:
         self._scorer = scorer
         self._actors: dict[int, Any] = {}
 
     async def start(self) -> None:
-        """Return at once, because the flow of the reward stage starts the actors."""
+        """Do nothing, because the Prefect flow of the reward stage starts the actors of reward models."""
 
     async def wait_ready(self, number: int) -> None:
-        """Find the actor and wait until it has loaded the model; raise `ModelAway` if there is no actor."""
+        """Wait until the reward model's actor has loaded the model. Raise `ModelAway` if there is no actor."""
         if number in self._actors:
             return
         try:
             actor = await asyncio.to_thread(ray.get_actor, model_name(self._scorer, number))
             await actor.begin.remote()
-        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor of that name
+        except (ray.exceptions.RayError, ValueError) as error:  # `ValueError` means that no actor has this name
             raise ModelAway(f"{model_name(self._scorer, number)} is away ({_first_line(error)})") from None
         self._actors[number] = actor
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
-        """Grade responses; raise `ModelAway` if the actor died or its model failed."""
+        """Grade responses with the reward model. Raise `ModelAway` if its actor died or the model failed."""
         try:
             grades: list[Grade] = await self._actors[number].grade.remote(list(conversations))
         except ray.exceptions.RayError as error:
@@ -163,6 +164,9 @@ class RayCopies(ModelCopies):
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or of the message of the error that an actor raised."""
+    """Return the first line of an error's message.
+
+    If an actor raised the error, return the first line of the actor's message.
+    """
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

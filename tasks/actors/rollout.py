@@ -1,4 +1,4 @@
-"""The actor of the rollout stage, which runs a run's scheduler, proxy, weight sync and evaluations on one event loop.
+"""Defines the rollout stage's Ray actor, which runs the scheduler, the proxy, weight updates and evaluations.
 
     channel <-- commit <-- scheduler --> proxy --> engine actors
        |                      |                        ^     |
@@ -72,20 +72,20 @@ PUT_SECONDS = 10.0
 
 
 def find_first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first error inside nested exception groups."""
+    """Return the first exception inside nested exception groups."""
     inner = failed.exceptions[0]
     return find_first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def start_rollout(context: RunContext, address: str) -> Any:
-    """Start the run's rollout actor on the Ray cluster at `address`, or find the running one."""
+    """Start the run's rollout actor on the Ray cluster at `address`, or find the actor if it is running."""
     options = {"name": ROLLOUT, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "scheduler", 1.0, imports="rollout")
     return ray.remote(RolloutActor).options(**options).remote(context, address, Lease.of(context))
 
 
 class RolloutActor:
-    """Generates the trajectories of one run and evaluates its policy versions. See the module's docstring."""
+    """Ray actor that generates the trajectories of one run and evaluates the run's policy versions."""
 
     writer: Writer
     feed: StoreFeed
@@ -96,7 +96,7 @@ class RolloutActor:
     evaluations: Evaluations
 
     def __init__(self, context: RunContext, address: str, lease: Lease | None = None) -> None:
-        """Prepare without reading storage, so that `status` can report a wait for storage.
+        """Create the actor without reading storage, so that `status` can report that the actor waits for storage.
 
         Args:
             address: the address of the Ray cluster.
@@ -107,12 +107,13 @@ class RolloutActor:
         self.channel = RayChannel()
         self.counts = SchedulerCounts()
         self._gauges = Gauges(ROLLOUT, context.uri)
-        self._evaluating = asyncio.Event()  # set when the separate engine for evaluations has started
-        self._own: RayEngine | None = None  # the separate engine for evaluations
-        self._judged = 0  # number of responses scored for evaluations
+        self._evaluating = asyncio.Event()  # set once the engine that runs only evaluations has started
+        self._own: RayEngine | None = None  # the engine that runs only evaluations, if the run has one
+        self._judged = 0  # number of evaluation responses that were scored
         self.began: float | None = None
         self._notes: set[asyncio.Task[None]] = set()
-        self._paused = 0.0  # seconds of engine updates that are already stored
+        # total pause of the engines for weight updates, in seconds, that is already recorded in storage
+        self._paused = 0.0
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
@@ -126,7 +127,7 @@ class RolloutActor:
         await self._read.get()
 
     def _prepare(self) -> None:
-        """Claim the run, read its config, and create the proxy, the scheduler and the evaluations."""
+        """Register this process as the run's rollout actor, and create the proxy, scheduler and evaluations."""
         self.writer = claim(self.context, "scheduler", self._address)
         self.config = self.context.config_under(self.writer.claim)
         self.feed = StoreFeed(self.context, self.channel)
@@ -134,7 +135,7 @@ class RolloutActor:
         tracking = self.config.tracking
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
-        # The proxy starts without engines, because each engine joins as soon as it is ready.
+        # The inference proxy starts without engines, because each engine joins as soon as the engine is ready.
         self.proxy = InferenceProxy(
             [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
         )
@@ -142,7 +143,7 @@ class RolloutActor:
         self.evaluations = self._create_evaluations()
 
     def _create_scheduler(self) -> RolloutScheduler:
-        """Create a scheduler that starts from the state in the run's log."""
+        """Create a rollout scheduler that starts from the state in the run's log."""
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         environment = build_environment(self.config.environment)
@@ -193,9 +194,9 @@ class RolloutActor:
         return Evaluations(means, self.config.versions)
 
     async def run(self) -> None:
-        """Form all batches and evaluate versions; return once the last version was loaded and evaluated.
+        """Form all batches and evaluate policy versions. Return once the last version was loaded and evaluated.
 
-        A second call, from a restarted flow, waits for the same work.
+        A second call of `run`, from a restarted Prefect flow, waits for the same work.
         """
         if self._running is None:
             self._running = asyncio.create_task(self._run())
@@ -215,11 +216,11 @@ class RolloutActor:
                 tasks.create_task(self.evaluations.run())
             await asyncio.gather(*self._notes)
             await asyncio.to_thread(self._spans.flush)
-        except BaseExceptionGroup as failed:  # the error's first line must name the cause
+        except BaseExceptionGroup as failed:  # raise the cause itself, because a user reads the first line of the error
             raise find_first_cause(failed) from None
 
     async def _schedule(self) -> None:
-        """Form batches until the last version is trained; create a new scheduler after each voided batch."""
+        """Form batches until the last policy version is trained. After each rejected batch, create a new scheduler."""
         while True:
             forming = asyncio.create_task(self.scheduler.run())
             try:
@@ -231,7 +232,7 @@ class RolloutActor:
             self.scheduler = await asyncio.to_thread(self._create_scheduler)
 
     async def _wait_trained(self, forming: asyncio.Task[None], voided: int) -> bool:
-        """Wait until all versions are trained, then return True; return False as soon as another batch is voided."""
+        """Return True once all policy versions are trained, or False as soon as another batch is rejected."""
         while self.feed.newest < self.config.versions:
             if forming.done():
                 forming.result()
@@ -245,7 +246,7 @@ class RolloutActor:
         return True
 
     async def join(self, number: int) -> None:
-        """Add the started engine `number`, which may replace a dead engine; return when it serves requests."""
+        """Add the started engine `number`, which may replace a dead engine. Return when the engine serves requests."""
         await self._prepared.wait()
         engine = RayEngine(ray.get_actor(engine_name(number)), name=engine_name(number), keep_actor=True)
         present = self._own if number == EVALUATION else self.proxy.engines.get(number)
@@ -301,7 +302,7 @@ class RolloutActor:
         return self._gauges.show(status)
 
     def _find_failed(self) -> dict[int, str]:
-        """Return why each failed engine failed, keyed by the engine's number."""
+        """Return the reason why each failed engine failed, keyed by the engine's number."""
         failed = dict(self.proxy.failed)
         try:
             if self._own is not None:
@@ -325,19 +326,19 @@ class RolloutActor:
         note.add_done_callback(self._notes.discard)
 
     def _store_update(self, update: Update) -> None:
-        with contextlib.suppress(Unreachable, StoreFailed):  # the run does not need this record
+        with contextlib.suppress(Unreachable, StoreFailed):  # the run goes on without this record of a weight update
             store_update(self.context.store, update)
 
     @contextlib.asynccontextmanager
     async def _borrow_own_engine(self) -> AsyncIterator[Engine]:
-        """Wait until the separate engine for evaluations is alive, and yield this engine."""
+        """Wait until the engine that runs only evaluations is alive, and yield this engine."""
         while self._own is None or EVALUATION in self._find_failed():
             self._evaluating.clear()
             await self._evaluating.wait()
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        """Score a response of an evaluation, whose deadlines are the same for every version."""
+        """Score a response of an evaluation. Its time limits are the same for every policy version."""
         tries = build_limits(self.config).judge_tries(request.scorer)
         score = await judge_repeatedly(self.reward.score, tries)(replace(request, adapts=False))
         self._judged += 1
@@ -355,13 +356,13 @@ class RolloutActor:
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Commit a batch to storage, then put the batch into the channel for the learner."""
-        # A commit that has begun is not cancelled, because a new scheduler must find it in the log.
+        # Writing a batch to the log is not cancelled halfway, because a new scheduler must find the batch in the log.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
         entry, payload = await asyncio.shield(self._committing)
         await self._hand_over(staged.number, payload, entry.n)
 
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
-        """Put a batch into the channel; wait at most `patience` seconds until the channel has a free place.
+        """Put a batch into the channel. Wait at most `patience` seconds until the channel has room for the batch.
 
         Time in which storage does not answer does not count towards `patience`.
         """
@@ -378,7 +379,7 @@ class RolloutActor:
         )
 
     async def _measure_idle(self) -> float:
-        """Compute for which share of the time since generation began the engines were idle."""
+        """Compute the share of the time since generation began in which the engines were idle."""
         if self.began is None:
             return 0.0
         engines = {number: engine for number, engine in self.proxy.engines.items() if isinstance(engine, RayEngine)}
@@ -395,6 +396,6 @@ class RolloutActor:
         )
 
     def _measure_prefix_hits(self) -> float:
-        """Compute which share of the prompt tokens the engines found in their prefix caches."""
+        """Compute the share of the prompt tokens that the engines found in their prefix caches."""
         asked = sum(stats.prompt_tokens for stats in self._stats.values())
         return sum(stats.cached for stats in self._stats.values()) / max(asked, 1)

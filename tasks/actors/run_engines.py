@@ -1,4 +1,4 @@
-"""Names and starts the engine actors of a run."""
+"""Names and starts the Ray actors of a run's inference engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.run.context import RunContext
 
-EVALUATION = -1  # number of the separate engine for evaluations
+EVALUATION = -1  # number of the engine that runs only evaluations
 
 
 def start_engine(context: RunContext, number: int, gpus: float) -> Any:
-    """Start the run's engine actor `number` with `gpus` GPUs, or find the running one."""
+    """Start the Ray actor of the run's engine `number` with `gpus` GPUs, or find the actor if it is running."""
     config, engine = context.config, context.config.engine
     if number == EVALUATION:
         engine = context.evaluation_engine(on_cpu=not gpus)
@@ -34,12 +34,12 @@ def start_engine(context: RunContext, number: int, gpus: float) -> Any:
 
 
 def build_run_engine(context: RunContext, engine: EngineConfig) -> Engine:
-    """Build an engine of the run on this node; the engine is not started."""
+    """Create an inference engine of the run on this node, without starting the engine."""
     dtype, seeded = context.config.policy.dtype, context.config.rollout.leaves_behind
     told_as = context.run_id if collects_metrics() else ""
     return build_engine(engine, context.policy_folder, dtype=dtype, seeded=seeded, told_as=told_as)
 
 
 def engine_name(number: int) -> str:
-    """Return the name of an engine's actor."""
+    """Return the name of the Ray actor of an inference engine."""
     return "engine-evaluation" if number == EVALUATION else f"engine-{number}"

@@ -1,8 +1,8 @@
-"""The statuses of a run's actors, with one frozen type per actor, for the stages' flows and the supervisor.
+"""Defines the statuses of a run's Ray actors, one frozen type per actor, for the Prefect flows and the supervisor.
 
-An actor whose `progress` stays the same for too long is considered stuck. `progress` has those fields of a status that
-change only when work was done. `TICKING` names the fields of a status that are not in `progress`. A test checks that
-each field of a status is either in `progress` or in `TICKING`.
+An actor is considered stuck if the `progress` of its status stays the same for too long. `progress` contains the fields
+of a status that change only when the actor has done work. `TICKING` names the fields of a status that may change
+although the actor does no work. A test checks that each field of a status is either in `progress` or in `TICKING`.
 
 This module imports neither Ray nor torch, so that a process that only reads statuses starts quickly.
 """
@@ -18,7 +18,7 @@ from typing import ClassVar
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
-WORTH_SAYING = 0.02  # smallest share (0 to 1) that a status line reports
+WORTH_SAYING = 0.02  # smallest share of time or tokens (0 to 1) that a status line reports
 
 
 class LearnerPhase(Enum):
@@ -33,11 +33,11 @@ class LearnerPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ActorStatus(ABC):
-    """The common fields of all statuses.
+    """The fields that the statuses of all actors have in common.
 
-    `waits_for` says what the actor waits for by design, or "". `costs` are the CPU seconds used so far. `idle` is the
-    share of the time (0 to 1) without work. `warned` has the newest warnings of the actor's process. `attended` is True
-    if the stage's flow watches the actor.
+    `waits_for` says what an idle actor waits for, or is "". `costs` are the CPU seconds that the actor has used so far.
+    `idle` is the share of the time (0 to 1) in which the actor had no work. `warned` contains the newest warnings of
+    the actor's process. `attended` is True if the Prefect flow of the actor's stage watches the actor.
     """
 
     waits_for: str = ""
@@ -52,31 +52,33 @@ class ActorStatus(ABC):
     @property
     @abstractmethod
     def progress(self) -> Mapping[str, object]:
-        """The fields, by name, that change only when the actor does work."""
+        """The fields of the status, by name, that change only when the actor does work."""
 
     @property
     @abstractmethod
     def made(self) -> float:
-        """Amount of work that the actor has done; once it grows, a restarted actor counts as recovered."""
+        """Amount of work that the actor has done. Once this amount grows, a restarted actor counts as recovered."""
 
     @property
     @abstractmethod
     def line(self) -> str:
-        """The status as one line for people."""
+        """The actor's status as one line for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus(ActorStatus):
-    """The status of the rollout actor; the defaults describe an actor that has not read the run's state yet.
+    """The status of the rollout actor. The default values describe an actor that has not yet read the run's state.
 
-    `running` groups have unfinished responses, and `buffered` groups are scored but in no batch. `waiting` counts the
-    batches that the learner has not trained on. `trajectories` and `tokens` count what this actor has generated.
-    `discards` and `filtered` count groups by reason. `held` is the share of the time in which engines had free slots,
-    but `async_ratio` allowed no new group. `waited` is the share of the time in which the learner was idle while a
-    full batch waited for a slow group. `unscored` responses wait for a score, and `backlogged` is the share of the
-    time in which only `rollout.max_unscored` allowed no new group. `dropped` is the share of generated tokens in
-    groups that were discarded as too slow or not needed. `prefix_hits` is the share of prompt tokens that engines
-    found in their prefix cache. `failed` maps the number of each failed engine to the reason of the failure.
+    `running` counts the prompts with unfinished responses. `buffered` counts the groups of scored responses that are
+    not yet in a batch. `waiting` counts the batches that the learner has not yet trained on. `trajectories` and
+    `tokens` count what the rollout actor has generated. `discards` and `filtered` count discarded groups of responses,
+    by reason. `held` is the share of the time in which engines had free slots, but the limit on staleness
+    (`async_ratio`) allowed no new prompt. `waited` is the share of the time in which the learner was idle while a full
+    batch waited for one slow group of responses. `unscored` counts the responses that wait for a score. `backlogged` is
+    the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
+    generated tokens that belong to groups discarded as too slow or not needed. `prefix_hits` is the share of prompt
+    tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the reason why
+    the engine failed.
     """
 
     version: int = -1
@@ -105,7 +107,7 @@ class RolloutStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The fields, by name, that change only when the actor does work."""
+        """The fields of the status, by name, that change only when the actor does work."""
         return {
             "version": self.version,
             "batch": self.batch,
@@ -129,12 +131,12 @@ class RolloutStatus(ActorStatus):
 
     @property
     def made(self) -> float:
-        """Number of trajectories."""
+        """Number of trajectories that the rollout actor has generated."""
         return float(self.trajectories)
 
     @property
     def line(self) -> str:
-        """The status as one line for people."""
+        """The actor's status as one line for people."""
         if self.waits_for:
             return f"waits for {self.waits_for}"
         lost = f", {sum(self.discards.values())} discarded" if any(self.discards.values()) else ""
@@ -146,12 +148,13 @@ class RolloutStatus(ActorStatus):
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus(ActorStatus):
-    """The status of the learner.
+    """The status of the learner's Ray actor.
 
-    `version` is the learner's newest committed version, or -1. `trained` counts the versions that this actor has
-    trained. `steps` counts steps of work between versions, such as accuracy checks of a cold start and replayed
-    versions. `restored_from` is the version that the learner loaded at its start, and `replayed` the number of versions
-    replayed after it. `note` describes in words what the learner is doing.
+    `version` is the newest policy version that the learner has published, or -1. `trained` counts the policy versions
+    that this learner actor has trained. `steps` counts the finished steps of work between two policy versions, such as
+    an accuracy check during the supervised training of a cold start. `restored_from` is the policy version that the
+    learner loaded at its start. `replayed` is the number of later versions that the learner recomputed from their
+    batches. `note` describes in words what the learner is doing.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING
@@ -162,11 +165,12 @@ class LearnerStatus(ActorStatus):
     restored_from: int = -1
     replayed: int = 0
 
-    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}  # `note` may change without work
+    # `note` may change although the learner does no work
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"note"}
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The fields, by name, that change only when the actor does work."""
+        """The fields of the status, by name, that change only when the actor does work."""
         return {
             "phase": self.phase.value,
             "version": self.version,
@@ -178,21 +182,22 @@ class LearnerStatus(ActorStatus):
 
     @property
     def made(self) -> float:
-        """Number of versions trained."""
+        """Number of policy versions that the learner has trained."""
         return float(self.trained)
 
     @property
     def line(self) -> str:
-        """The status as one line for people."""
+        """The actor's status as one line for people."""
         return self.note
 
 
 @dataclass(frozen=True, slots=True)
 class RewardStatus(ActorStatus):
-    """The status of the reward actor; `timeouts` counts responses whose scoring took too long.
+    """The status of the reward actor. `timeouts` counts responses whose scoring took too long.
 
-    `kills` counts test cases that an adaptive deadline ended early. Of these, `rechecked` ran again with the longest
-    deadline, and `false_kills` passed then; they count from the beginning of the run.
+    `kills` counts the test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
+    again with the longest deadline, and `false_kills` passed when run again. `kills`, `rechecked` and `false_kills`
+    count from the beginning of the run.
     """
 
     scored: int = 0
@@ -203,7 +208,7 @@ class RewardStatus(ActorStatus):
 
     @property
     def progress(self) -> Mapping[str, object]:
-        """The fields, by name, that change only when the actor does work."""
+        """The fields of the status, by name, that change only when the actor does work."""
         return {
             "scored": self.scored,
             "timeouts": self.timeouts,
@@ -214,12 +219,12 @@ class RewardStatus(ActorStatus):
 
     @property
     def made(self) -> float:
-        """Number of responses scored."""
+        """Number of responses that the reward actor has scored."""
         return float(self.scored)
 
     @property
     def line(self) -> str:
-        """The status as one line for people."""
+        """The actor's status as one line for people."""
         late = f", {self.timeouts} timed out" if self.timeouts else ""
         if not self.kills:
             return f"{self.scored} scored{late}"

@@ -1,10 +1,11 @@
-"""The wire format of requests and generations between processes, with a few flat columns for a whole batch.
+"""Packs generation requests and their results for sending between processes: a few flat columns per batch.
 
-Packing and unpacking a batch preserves all values exactly. Pickling a batch object by object would cost several times
-as much CPU time in both processes. No function of this module processes tokens one by one. A packed batch consists only
-of tuples, lists and bytes, because a dataclass takes ten times as long to pickle.
+Packing and unpacking a batch of requests preserves all values exactly. Pickling requests one by one would cost several
+times as much CPU time, both in the sender and in the receiver. No function of this module processes tokens one by one.
+A packed batch of requests consists only of tuples, lists and bytes, because a dataclass takes ten times as long to
+pickle.
 
-Notation: N is the number of requests, generations or partial responses; T is the number of their tokens.
+Notation: N is the number of requests or responses in a batch, and T is the number of their tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 
 ENDINGS = tuple(StopReason)
 
-# columns of partial responses: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
+# columns of unfinished responses: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
-PackedParts: TypeAlias = list[tuple[int, str, str, int]]  # (position, kind, sha256, length) of each non-text part
-# columns of requests: ids_N, prompts_T (int32), lengths_N, settings_N; then the prefixes and the non-text parts
+# (position, kind, sha256, length) of each part of a prompt that is not text
+PackedParts: TypeAlias = list[tuple[int, str, str, int]]
+# columns of requests: ids_N, prompts_T (int32), lengths_N, settings_N; then prefixes and non-text parts of prompts
 PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
-# columns of generations: their tokens, the indices of their endings in `ENDINGS`, cached_N
+# columns of finished responses: their tokens, the indices of their stop reasons in `ENDINGS`, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
-# result of `EngineActor.collect`: finished generations, failed requests, new tokens of running requests
+# result of `EngineActor.collect`: finished responses, failed requests, new tokens of running requests
 Collected: TypeAlias = tuple[PackedGenerations, list[tuple[str, Exception]], PackedPartials]
 
 
