@@ -47,10 +47,9 @@ def compute_batch_metrics(
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
     """Compute each domain's number of groups in a batch, and the means of its reward parts.
 
-    With several domains, compute each domain's mean reward, accuracy and response length, too.
-
-    Over many batches, the numbers of groups per domain approach the configured shares. A domain without responses in
-    the batch gets no reward and no accuracy.
+    With several domains, compute each domain's mean reward, accuracy and response length, too. Over many batches, the
+    numbers of groups per domain approach the configured shares. A domain without responses in the batch gets no reward
+    and no accuracy.
     """
     found = batch.domains
     metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)

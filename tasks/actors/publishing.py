@@ -37,8 +37,7 @@ class Publishing:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended, and ignore its error, because the learner restores an older policy
-        version."""
+        """Wait until publishing has ended. Ignore its error, because the learner restores an older version."""
         if self._job is not None:
             wait([self._job])
             self._job = None

@@ -112,8 +112,7 @@ class RolloutActor:
         self._judged = 0  # number of evaluation responses that were scored
         self.began: float | None = None
         self._notes: set[asyncio.Task[None]] = set()
-        # total pause of the engines for weight updates, in seconds, that is already recorded in storage
-        self._paused = 0.0
+        self._paused = 0.0  # seconds of weight updates that are already recorded in storage
         self._stats: dict[int, EngineStats] = {}
         self._running: asyncio.Task[None] | None = None
         self._prepared = asyncio.Event()
