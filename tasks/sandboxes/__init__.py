@@ -1,5 +1,5 @@
-"""Sandboxes, in which programs of the model run: `base` has the contract, and each kind has one file. `build_sandboxes`
-alone decides which kind a run has.
+"""Sandboxes, in which programs that the model wrote run: `base` defines the interface, and each kind of sandbox has one
+file. `build_sandboxes` creates the kind that the config section `[sandbox]` names.
 
 bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are in `box`
 sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`
@@ -25,7 +25,7 @@ from rollflow.tasks.sandboxes.config import (
 
 
 def build_sandboxes(config: SandboxConfig) -> Sandboxes:
-    """Build the kind of sandboxes that `[sandbox]` names, without starting them."""
+    """Return the sandboxes of the kind that the config section `[sandbox]` names, without starting them."""
     match config:
         case BubblewrapSandbox():
             from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes

@@ -1,16 +1,15 @@
-"""The contract of sandboxes. A sandbox runs a program that the model wrote, and limits what the program can do.
+"""The interface of all kinds of sandbox. A sandbox runs a program that the model wrote, and limits what the program can
+do.
 
-For every kind of sandbox:
+* At the deadline of a program, the sandbox kills the program and all its child processes.
+* A sandbox limits memory, processes, open files, stored bytes and output. These limits also apply to root.
+* A new sandbox has an empty folder. The environment variable HOME of each program contains the folder's path.
+* Closing a sandbox kills all processes that were started in the sandbox.
+* A failure of a program is an `ExecResult`. A failure of the sandbox itself raises `SandboxFailed`, and the result of
+  the program is then unknown.
 
-- At the deadline of a program, the program and all its children are killed.
-- A sandbox has limits for memory, processes, open files, stored bytes and output. The limits also hold for root.
-- A new sandbox begins with an empty folder, whose path is the variable HOME of each program.
-- Closing a sandbox ends everything that was started in it.
-- `ExecResult` separates what the program did from what the infrastructure did: if the sandbox itself fails, the error
-  is `SandboxFailed`, and nothing is known about the program.
-
-A `Capability` is an ability that only some kinds of sandbox have; `Sandboxes.capabilities` lists the capabilities of a
-kind.
+A `Capability` is a feature that only some kinds of sandbox have. The property `Sandboxes.capabilities` contains the
+capabilities of one kind.
 """
 
 from __future__ import annotations
@@ -23,45 +22,48 @@ from typing import Protocol
 
 from rollflow.storage.errors import RollflowError
 
-MAIN = "main.py"  # default name of a warm program's file, for its traceback
+MAIN = "main.py"  # default file name of a program given as Python source, shown in tracebacks
 NO_VARIABLES: Mapping[str, str] = {}
 
 
 class SandboxFailed(RollflowError):
-    """Raised if a sandbox failed. After this error nothing is known about the program, so the caller should run the
+    """Raised if a sandbox failed. After this error the result of the program is unknown, so the caller should run the
     program again in a new sandbox.
     """
 
 
 class SandboxLost(SandboxFailed):
-    """Raised if a sandbox ended, or gave no answer, while it ran a program. In a sandbox without isolation the program
-    may be the cause.
+    """Raised if a sandbox ended, or stopped answering, while it ran a program. If the sandbox has no isolation, the
+    program itself may have ended the sandbox.
     """
 
 
 class Capability(StrEnum):
-    """An ability that only some kinds of sandbox have."""
+    """A feature that only some kinds of sandbox have."""
 
-    ISOLATION = "isolation"  # a program reaches no network, no content of a host file and no process outside
+    # a program can reach no network, no content of a host file and no process outside the sandbox
+    ISOLATION = "isolation"
     HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
-    # the kernel enforces the folder's limits; without this capability the folder is measured at intervals
+    # the kernel enforces the size limit of the sandbox's folder; without this capability the folder is measured at
+    # intervals
     EXACT_FOLDER_LIMIT = "exact folder limit"
-    NAMED_LIMITS = "named limits"  # `ExecResult.end` says which limit a program exceeded; otherwise it was killed
-    STATE = "state"  # files that a program wrote stay in the sandbox for the next program and for download
-    CHANNEL = "channel"  # a program gets `Program.channel`
-    CHILDREN = "children"  # children of a program may live on after it (`Program.keep_children`)
+    # `ExecResult.end` says which limit a program exceeded; without this capability, the program just counts as killed
+    NAMED_LIMITS = "named limits"
+    STATE = "state"  # files that a program wrote remain in the sandbox for the next program and for download
+    CHANNEL = "channel"  # a program can get the socket `Program.channel`
+    CHILDREN = "children"  # child processes may outlive their program (`Program.keep_children`)
     SESSIONS = "sessions"  # `Sandboxes.open_workspace` works
 
 
 class ProgramEnd(StrEnum):
     """Why a program ended."""
 
-    EXITED = "exited"  # the program ended by itself, or by a signal that it sent to itself
+    EXITED = "exited"  # the program ended by itself or by a signal that it sent to itself
     TIMEOUT = "timeout"  # killed at its deadline
-    MEMORY = "memory"  # killed because its processes used too much memory
-    PROCESSES = "processes"  # killed because it started too many processes
-    OUTPUT = "output"  # killed because it wrote too much to stdout or stderr
-    FOLDER = "folder"  # killed because it stored too many bytes or files
+    MEMORY = "memory"  # the program was killed because its processes used too much memory
+    PROCESSES = "processes"  # the program was killed because it started too many processes
+    OUTPUT = "output"  # the program was killed because it wrote too much to stdout or stderr
+    FOLDER = "folder"  # the program was killed because it stored too many bytes or files
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,10 @@ class ExecResult:
 class Program:
     """A program to run in a sandbox.
 
-    A program is either `command`, which starts a new process, or Python source `code`, which runs in a copy of an
-    interpreter that has finished its imports. The program gets the socket `channel` as descriptor 3; the sandbox closes
-    its owner's copy, so the other end of the socket ends with the program. A sandbox without the capability CHANNEL
-    refuses a program with a channel.
+    A program is either a command (`command`), which starts a new process, or Python source (`code`), which runs in a
+    fork of an interpreter that has already imported common modules. The program gets the socket `channel` as file
+    descriptor 3. The sandbox then closes the caller's copy of `channel`, so that the peer socket sees the end of the
+    stream when the program ends. A sandbox without the capability CHANNEL rejects a program that has a channel.
     """
 
     command: Sequence[str] = ()
@@ -103,16 +105,16 @@ class Program:
     cwd: str = "."
     timeout: float = 10.0  # seconds
     channel: socket.socket | None = None
-    keep_children: bool = False  # True: processes that the program started may live on after the program's end
+    keep_children: bool = False  # if True, child processes may outlive the program
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of one sandbox, in addition to those of its kind; None: only those of its kind."""
+    """Limits of one sandbox below the limits in the config; None means the limit in the config."""
 
     memory_bytes: int | None = None
     folder_bytes: int | None = None
-    cores: int | None = None  # processor cores; a kind without the capability ISOLATION does not hold this limit
+    cores: int | None = None  # number of CPU cores; enforced only with the capability ISOLATION
 
 
 NO_LIMITS = SandboxLimits()
@@ -122,17 +124,17 @@ class SessionKind(StrEnum):
     """What a session understands."""
 
     SHELL = "shell"  # bash
-    PYTHON = "python"  # Python; the value of the last expression is printed, as in a notebook
+    PYTHON = "python"  # Python; the value of a final expression is printed, as in a notebook
 
 
 @dataclass(frozen=True, slots=True)
 class SessionResult:
     """What one run of a session did.
 
-    `output` is stdout and stderr in the order in which they were written; also of processes that an earlier run left in
-    the background. `return_code` is what the session says: the code of the last command, or 0 or 1 for Python. `lost`
-    is empty if the session keeps its state. Otherwise it says why the state is lost (variables, folder, functions); the
-    files are kept, and the next run begins in a new session.
+    `output` is stdout and stderr in the order in which they were written, including the output of background processes
+    of earlier runs. `return_code` is the exit code of the last command in a shell; in a Python session it is 0 for
+    success and 1 for an error. `lost` is empty if the session keeps its state (variables, working folder, functions).
+    If the state is lost, `lost` says why; the files remain, and the next run starts a new session.
     """
 
     end: ProgramEnd
@@ -150,7 +152,7 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxFailed: the sandbox is closed.
-            SandboxLost: the sandbox failed.
+            SandboxLost: the sandbox failed while the program ran.
         """
 
     async def upload(self, path: str, data: bytes) -> None:
@@ -158,7 +160,7 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxFailed: the sandbox failed, or is closed.
-            OSError: the file cannot be written there.
+            OSError: no file can be written at `path`.
         """
 
     async def download(self, path: str) -> bytes:
@@ -166,50 +168,53 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxFailed: the sandbox failed, or is closed.
-            OSError: the file cannot be read, is no regular file, or is larger than the sandbox's folder may be.
+            OSError: the file cannot be read, is not a regular file, or is larger than the limit on the sandbox's
+            folder.
         """
 
     async def close(self) -> None:
-        """End everything in the sandbox and remove its files."""
+        """Kill all processes in the sandbox and delete its files."""
 
 
 class SandboxSession(Protocol):
-    """A shell or a Python interpreter that keeps its state from one run to the next; one run at a time."""
+    """A shell or a Python interpreter that keeps its state between runs and runs one piece of code at a time."""
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
-        """Run code and wait for its end. Processes that it starts in the background live on, even over the next runs.
+        """Run code and wait for its end. Background processes that the code starts keep running, also during later
+        runs.
 
-        A run that takes longer than `timeout` seconds, or writes more output than a program may, is interrupted as by
-        Ctrl-C; the result names the limit. If the session does not stop then, it is killed, and `SessionResult.lost`
-        says so. The same holds if the code ends the session, or if the sandbox's memory or processes exceed its limit,
-        which ends all sessions of the sandbox.
+        A run that takes longer than `timeout` seconds, or writes more output than the limit, is interrupted as by
+        Ctrl-C; `SessionResult.end` names the limit. If the session does not stop after the interrupt, the session is
+        killed, and `SessionResult.lost` gives the reason. `SessionResult.lost` is also set if the code ends the
+        session, or if the sandbox exceeds its limit of memory or processes, which ends all sessions of the sandbox.
 
         Raises:
             SandboxFailed: the sandbox failed, or is closed.
         """
 
     async def close(self) -> None:
-        """End the session with everything that it started and that has not left it."""
+        """Kill the session and all its child processes, except those that have detached from the session."""
 
 
 class Workspace(Protocol):
-    """A sandbox for an agent's tools: sessions, commands and files side by side, on one folder.
+    """A sandbox for an agent's tools, in which sessions and commands run in parallel on the same files.
 
-    Its programs are not protected from each other. A path may be absolute, as the sandbox's programs see it; a path
-    reaches nothing that a program in the sandbox does not reach.
+    The programs in a workspace are not protected from each other. A path may be absolute, as the programs in the
+    sandbox see it; only files that these programs can reach can be read or written.
     """
 
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
     ) -> SandboxSession:
-        """Open a session. Its process starts with its first run.
+        """Open a session. The session's process starts with the session's first run.
 
         Raises:
-            SandboxFailed: the sandbox is closed, or has no sessions of this kind.
+            SandboxFailed: the sandbox is closed, or does not support sessions of this kind.
         """
 
     async def exec(self, program: Program) -> ExecResult:
-        """Run a program that is a command beside the sessions; `Program.channel` and `code` are not allowed.
+        """Run a command in parallel with the sessions; the program must have neither `Program.code` nor
+        `Program.channel`.
 
         Raises:
             SandboxFailed: the sandbox failed, or is closed.
@@ -225,7 +230,7 @@ class Workspace(Protocol):
         """Return whether the sandbox still answers."""
 
     async def close(self) -> None:
-        """End everything in the sandbox and remove its files."""
+        """Kill all processes in the sandbox and delete its files."""
 
 
 class Sandboxes(Protocol):
@@ -236,7 +241,7 @@ class Sandboxes(Protocol):
         """The capabilities of this kind."""
 
     async def start(self) -> None:
-        """Start the processes that all sandboxes share, and run one program as a test.
+        """Start the processes that all sandboxes share, and run one program to check that sandboxes work.
 
         Raises:
             ConfigError: this machine cannot run this kind of sandbox; the message says why and what to change.
@@ -246,18 +251,18 @@ class Sandboxes(Protocol):
         """Create a sandbox with an empty folder.
 
         Raises:
-            SandboxFailed: no sandbox could be created now.
+            SandboxFailed: the sandbox could not be created.
         """
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
-        """Create a sandbox for sessions; only with the capability SESSIONS.
+        """Create a sandbox with sessions for an agent's tools; this requires the capability SESSIONS.
 
         Raises:
-            SandboxFailed: no sandbox could be created now, or this kind has no sessions.
+            SandboxFailed: the sandbox could not be created, or this kind of sandbox has no sessions.
         """
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a sandbox of its own that holds `files`, and close that sandbox.
+        """Run a program in a new sandbox that contains `files`, and close this sandbox afterwards.
 
         Raises:
             SandboxFailed: the sandbox failed.
@@ -265,4 +270,4 @@ class Sandboxes(Protocol):
         """
 
     async def close(self) -> None:
-        """Close all sandboxes and end the processes that they share."""
+        """Close all sandboxes and end the processes that all sandboxes share."""

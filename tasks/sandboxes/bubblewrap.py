@@ -1,11 +1,12 @@
-"""Sandboxes by Linux namespaces. The program `bwrap` builds a box, and each sandbox is a set of namespaces inside the
-box.
+"""Sandboxes by Linux namespaces. The program `bwrap` creates a container, called the box, and each sandbox is a set of
+namespaces inside the box.
 
-The box is one process tree for all sandboxes of this process. The box has no network, and its processes see only the
-system's libraries and a Python interpreter, read-only. The processes in the box (see `box.start`) create the sandboxes.
+The box is a single process tree that contains all sandboxes of this process. The box has no network, and its processes
+see only the system's libraries and a Python interpreter, read-only. A process in the box creates the sandboxes (see
+`box.start`).
 
-If rollflow runs as root, the box is built as root and then runs as user `NOBODY`. If rollflow runs as another user, the
-box is built in a user namespace, which some machines do not allow.
+If rollflow runs as root, `bwrap` creates the box as root, and the box then runs as user `NOBODY`. If rollflow runs as
+another user, `bwrap` creates the box in a user namespace, which some machines do not allow.
 """
 
 from __future__ import annotations
@@ -40,21 +41,24 @@ from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
 NOBODY = 65534
 BOX = Path(__file__).parent / "box"
 IN_BOX = "/box/rollflow/tasks/sandboxes/box"
-GRACE_SECONDS = 5.0  # time for a sandbox to report after its program's deadline
+GRACE_SECONDS = 5.0  # seconds that a sandbox may take to report its result after a program's deadline
 CREATE_SECONDS = 30.0
 LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
 DEVICES = ("null", "full", "random", "urandom")
-LINKS = (  # what a link points to, and where the link is; memory mapped from a real /dev/zero would not be counted
+# target and path of each link; /dev/zero is a link, because memory mapped from the real device would not be counted
+LINKS = (
     *(("/proc/self/fd", "/dev/fd"), ("/proc/self/fd/0", "/dev/stdin"), ("/proc/self/fd/1", "/dev/stdout")),
     *(("/proc/self/fd/2", "/dev/stderr"), ("full", "/dev/zero"), ("/work", "/dev/shm"), ("/work", "/tmp")),
 )
-LONGEST_ERROR = 500  # most characters of bwrap's own message
+LONGEST_ERROR = 500  # largest number of characters of an error message of bwrap that is shown
 LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_files", "output_bytes")
 
 
 class BoxSandboxes:
-    """Creates sandboxes in one box, which is one tree of processes; a subclass says which command starts the box."""
+    """Creates sandboxes in a box, which is one tree of processes; each subclass defines the command that starts the
+    box.
+    """
 
     capabilities: frozenset[Capability]
 
@@ -84,7 +88,7 @@ class BoxSandboxes:
             raise ConfigError(self._refusal(str(error))) from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
-        """Create a sandbox; a box that has died is started again first. See `Sandboxes.create`."""
+        """Create a sandbox; if the box has died, start a new box first. See `Sandboxes.create`."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 await self._start_box()
@@ -102,8 +106,9 @@ class BoxSandboxes:
         return sandbox
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a sandbox of its own; see `Sandboxes.run`."""
-        has_died = self._process is None or self._process.returncode is not None  # then its spares are dead, too
+        """Run a program in a new sandbox; see `Sandboxes.run`."""
+        # if the box has died, the spare sandboxes are dead, too
+        has_died = self._process is None or self._process.returncode is not None
         sandbox = self._spares.popleft() if self._spares and not has_died else await self.create()
         self._fill()
         try:
@@ -114,7 +119,7 @@ class BoxSandboxes:
             await sandbox.close()
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
-        """Create a sandbox for sessions; see `Sandboxes.open_workspace`."""
+        """Create a sandbox with sessions for an agent's tools; see `Sandboxes.open_workspace`."""
         from rollflow.tasks.sandboxes.workspace import BoxWorkspace
 
         most = min(limits.folder_bytes or self._config.folder_bytes, self._config.folder_bytes)
@@ -122,18 +127,20 @@ class BoxSandboxes:
         return BoxWorkspace(await self.create(limits), self._config.output_bytes, most, is_isolated=is_isolated)
 
     async def close(self) -> None:
-        """End the box, which ends all its sandboxes."""
+        """End all processes of the box, and so all its sandboxes."""
         if self._filling:
             self._filling.cancel()
             await asyncio.gather(self._filling, return_exceptions=True)
         await self._end_box()
 
     def _build_command(self, descriptor: int) -> list[str]:
-        """Return the command that starts the box; its first process gets the owner's socket as `descriptor`."""
+        """Return the command that starts the box; the box's first process gets the caller's socket as file descriptor
+        `descriptor`.
+        """
         raise NotImplementedError
 
     def _lower_limits(self, limits: SandboxLimits) -> dict[str, Any]:
-        """Return the limits of one sandbox that are below those of its kind."""
+        """Return the requested limits of a sandbox that are stricter than the limits in the config."""
         lower: dict[str, Any] = {}
         for name in ("memory_bytes", "folder_bytes"):
             given, most = getattr(limits, name), getattr(self._config, name)
@@ -181,7 +188,7 @@ class BoxSandboxes:
         return text[-LONGEST_ERROR:] or "its first process ended without a message"
 
     def _number_killer(self, number: int) -> Callable[[], None]:
-        """Return a function that kills the keeper of sandbox `number`, even if the keeper does not answer."""
+        """Return a function that kills the keeper process of sandbox `number`, even if the keeper does not answer."""
 
         def kill() -> None:
             if self._box:
@@ -191,18 +198,19 @@ class BoxSandboxes:
         return kill
 
     def _fill(self) -> None:
-        """Create spare sandboxes in the background."""
+        """Create spare sandboxes in the background, so that later programs start sooner."""
         if self._filling is None or self._filling.done():
             self._filling = asyncio.create_task(self._create_spares())
 
     async def _create_spares(self) -> None:
-        with contextlib.suppress(SandboxFailed):  # `run` will get the same error if it lasts
+        # if sandboxes cannot be created, the next call of `run` raises the error
+        with contextlib.suppress(SandboxFailed):
             while len(self._spares) < self._config.spares:
                 self._spares.append(await self.create())
 
 
 class NamespaceSandbox:
-    """One sandbox of a box; its keeper is the process at the other end of the socket."""
+    """A sandbox in a box; its keeper process at the other end of the socket `keeper` runs the programs."""
 
     def __init__(self, keeper: socket.socket, kill: Callable[[], None]) -> None:
         self._keeper, self._kill = keeper, kill
@@ -210,14 +218,14 @@ class NamespaceSandbox:
         self._is_closed = False
 
     async def wait_ready(self, seconds: float) -> None:
-        """Wait until the keeper has mounted the sandbox's folder."""
+        """Wait until the sandbox's folder is mounted."""
         header, _ = await self._receive(seconds)
         if "broken" in header:
             await self.close()
             raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
 
     async def exec(self, program: Program) -> ExecResult:
-        """Run a program; see `Sandbox.exec`."""
+        """Run a program in this sandbox; see `Sandbox.exec`."""
         request = {
             "do": "exec",
             "command": list(program.command),
@@ -240,27 +248,29 @@ class NamespaceSandbox:
         return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
 
     async def upload(self, path: str, data: bytes) -> None:
-        """Write a file; see `Sandbox.upload`."""
+        """Write a file in this sandbox; see `Sandbox.upload`."""
         await self._ask({"do": "upload", "path": path}, data)
 
     async def download(self, path: str) -> bytes:
-        """Read a file; see `Sandbox.download`."""
+        """Read a file of this sandbox; see `Sandbox.download`."""
         return (await self._ask({"do": "download", "path": path}))[1]
 
     async def close(self) -> None:
-        """End everything in the sandbox; see `Sandbox.close`."""
+        """Kill all processes in the sandbox and delete its files; see `Sandbox.close`."""
         if not self._is_closed:
             self._is_closed = True
             self._kill()
             with contextlib.suppress(OSError):
-                self._keeper.shutdown(socket.SHUT_RDWR)  # wakes a request that waits for its answer
+                self._keeper.shutdown(socket.SHUT_RDWR)  # end the wait of a request for its answer
             if not self._turn.locked():
                 self._keeper.close()
 
     async def _ask(
         self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: socket.socket | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request and wait for its answer; `seconds` is the deadline of the program."""
+        """Send a request to the sandbox's keeper process and wait for the answer; `seconds` is the deadline of the
+        program.
+        """
         async with self._turn:
             if self._is_closed:
                 raise SandboxFailed("the sandbox is closed")
@@ -277,7 +287,7 @@ class NamespaceSandbox:
                 await self.close()
                 raise SandboxFailed(f"the sandbox has ended: {error}") from None
             except BaseException:
-                await self.close()  # an answer that comes later would be taken for the next one's
+                await self.close()  # otherwise a late answer would be taken for the answer to the next request
                 raise
             finally:
                 if self._is_closed:
@@ -309,7 +319,7 @@ class NamespaceSandbox:
 
 
 class BubblewrapSandboxes(BoxSandboxes):
-    """Creates sandboxes in a box of namespaces. See the module's docstring."""
+    """Creates sandboxes in a box of Linux namespaces. See the module's docstring."""
 
     capabilities = frozenset(Capability)
 
@@ -322,7 +332,8 @@ class BubblewrapSandboxes(BoxSandboxes):
 
 
 def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
-    """Return the command that starts a box; the box's first process gets the owner's socket as `descriptor`.
+    """Return the `bwrap` command that starts a box; the box's first process gets the caller's socket as file descriptor
+    `descriptor`.
 
     Raises:
         SandboxFailed: the program bwrap is not installed on this machine.
@@ -357,7 +368,7 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
 
 
 async def _send_with(connection: socket.socket, data: bytes, descriptor: int) -> None:
-    """Send data and a descriptor; wait while the socket is full."""
+    """Send data and a file descriptor over a Unix socket, retrying while the socket's buffer is full."""
     while True:
         try:
             socket.send_fds(connection, [data], [descriptor])

@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 class SandboxBase(Section):
-    """The config keys that most kinds of sandbox have: the limits of one sandbox, and settings of all sandboxes of a
+    """The config keys that most kinds of sandbox have: limits of a single sandbox, and settings for all sandboxes of a
     run.
     """
 
@@ -125,7 +125,7 @@ class RockSandbox(Section):
     )
 
 
-ServerSandbox = RunCodeSandbox | RockSandbox  # kinds whose sandboxes are on a server
+ServerSandbox = RunCodeSandbox | RockSandbox  # kinds whose sandboxes run on a remote server
 SandboxConfig = Annotated[
     BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox | RunCodeSandbox | RockSandbox,
     Field(discriminator="kind"),

@@ -1,11 +1,13 @@
-"""Sandboxes that are processes of the host. Sandlock confines them, or they are plain processes without protection.
+"""Sandboxes that are processes of the host. The programs of a sandbox are confined by the package sandlock, or are
+plain processes without any protection.
 
-The package `host` has the code of the processes that create and watch the sandboxes. Each sandbox has a folder below
-the folder for temporary files. The memory, processes and folder of a sandbox are measured about ten to thirty times a
-second, so a program may exceed their limits until the next measurement.
+The package `host` contains the code that creates and supervises these sandboxes. Each sandbox has a folder below the
+system's folder for temporary files. The memory, the processes and the folder of a sandbox are measured about ten to
+thirty times a second, so a program may exceed a limit until the next measurement.
 
-`sandlock` confines each program by Landlock and seccomp: no network, no content of a host file, no signal to another
-process. A program under sandlock can still ask whether a file of the host exists, and how large it is.
+The package sandlock confines each program by Landlock and seccomp, so that the program can use no network, read no
+content of a host file and signal no other process. A program confined by sandlock can still find out whether a file of
+the host exists, and how large the file is.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from rollflow.tasks.sandboxes.bubblewrap import LIMITS, BoxSandboxes
 from rollflow.tasks.sandboxes.config import SandlockSandbox, UnsafeProcessSandbox
 
 HOST = Path(__file__).parent / "host"
-END_SECONDS = 10.0  # time for the processes to end their programs and remove the folders
+END_SECONDS = 10.0  # seconds that the supervising processes may take to kill programs and delete folders
 
 
 class ProcessSandboxes(BoxSandboxes):
-    """Runs programs as processes of this machine, confined by sandlock or not confined."""
+    """Creates sandboxes whose programs are processes of this machine, either confined by sandlock or not confined."""
 
     def __init__(self, config: SandlockSandbox | UnsafeProcessSandbox) -> None:
         super().__init__(config)
@@ -59,9 +61,10 @@ class ProcessSandboxes(BoxSandboxes):
         return [str(python), "-I", "-S", "-X", "utf8", str(HOST / "start.py"), json.dumps(settings)]
 
     async def _end_box(self) -> None:
-        """End the processes that create and watch the sandboxes.
+        """End the processes that create and supervise the sandboxes.
 
-        The ended processes first end their programs, because the kernel does not end a program with its keeper.
+        These processes get time to kill their programs, because the kernel does not kill a program when its keeper
+        process dies.
         """
         if self._box and self._process:
             self._box.close()

@@ -1,11 +1,13 @@
-"""Sandboxes on a server of ROCK's protocol, or on one rocklet, which is what runs inside a sandbox of ROCK.
+"""Sandboxes on a server that speaks the protocol of ROCK, or on a rocklet, the agent that ROCK runs inside each of its
+sandboxes.
 
-A server starts a sandbox for each `create`, and stops it at its end. A rocklet has no sandboxes: all programs run on
-its machine, each in a folder of its own. The protocol carries stdout and stderr as text.
+A ROCK server starts a sandbox at each call of `create`, and stops the sandbox when it is closed. A rocklet has no
+separate sandboxes: all programs run on the rocklet's machine, each in its own folder. The protocol carries stdout and
+stderr as text.
 
-The sandbox alone isolates programs and enforces their limits. What the infrastructure did is `SandboxFailed`; a program
-of `run` is then tried again in a new sandbox. If no such limit is named, a killed program counts as timed out if its
-time was over.
+Isolation and limits are enforced only by the sandbox on the server. An infrastructure error raises `SandboxFailed`, and
+`run` then repeats the program in a new sandbox. A killed program counts as timed out if its deadline had passed and the
+server's answer names no limit.
 """
 
 from __future__ import annotations
@@ -40,13 +42,15 @@ from rollflow.tasks.sandboxes.rock_session import KILLED, START_SECONDS, Answer,
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
 PREFIX = "/apis/envs/sandbox/v1"
-GRACE_SECONDS = 5.0  # time that the server gives a program beyond its deadline, which `timeout` in the sandbox holds
+# seconds beyond a program's deadline before the server kills it; `timeout` in the sandbox kills it at the deadline
+GRACE_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
-FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two questions whether a sandbox has started
-FAILED_COMMAND = -1  # exit code of a command that the server could not run
+FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two requests whether a sandbox has started
+FAILED_COMMAND = -1  # exit code that reports a command that the server could not run
 SIGNALED = 128
-ROCKLET_ERROR, TIMED_OUT = 511, 504  # HTTP status of an exception in a rocklet, and of a command that takes too long
-# Gets the folder to create, the folder of the program and its input; then becomes the program.
+ROCKLET_ERROR, TIMED_OUT = 511, 504  # HTTP status for an exception in a rocklet, and for a command that took too long
+# This shell script gets a folder to create, the working folder and the stdin file of a command, and becomes the
+# command.
 BEGIN = 'mkdir -p "$1" && cd "$2" && exec <"$3" || exit 127; shift 3; exec "$@"'
 READ = """
 import base64, os, stat, sys
@@ -93,7 +97,7 @@ class RockSandboxes:
         return await self.create(limits)
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a sandbox of its own, again if the sandbox fails; see `Sandboxes.run`."""
+        """Run a program in a new sandbox, and repeat the program if the sandbox fails; see `Sandboxes.run`."""
 
         async def once() -> ExecResult:
             sandbox = await self._create(NO_LIMITS)
@@ -107,18 +111,19 @@ class RockSandboxes:
         return await self._try(once)
 
     async def close(self) -> None:
-        """Stop all sandboxes, and close the connections."""
+        """Stop all sandboxes, and close the connections to the server."""
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._live)))
         if self._client:
             await self._client.aclose()
         self._client = None
 
     async def send(self, path: str, seconds: float, body: Mapping[str, Any] | None = None, **more: Any) -> Answer:
-        """Send a request once, and return its result; `seconds` is the time that the request itself may take.
+        """Send a request without retries, and return its result; `seconds` is the time limit of the requested
+        command.
 
         Raises:
             RequestFailed: the server answered that the request failed.
-            SandboxFailed: the server did not answer, or not as the protocol says.
+            SandboxFailed: the server did not answer in time, or its answer violates the protocol.
         """
         limit, is_rock = seconds + self._config.wait_seconds, self._config.protocol == "rock"
         url = self._config.url.rstrip("/") + (PREFIX if is_rock else "") + path
@@ -133,7 +138,7 @@ class RockSandboxes:
         return read_result(answer) if is_rock else read_rocklet_result(answer)
 
     def forget(self, sandbox: RockRemoteSandbox) -> None:
-        """Give the place of a sandbox to another one."""
+        """Release the slot of a sandbox, so that another sandbox can be started."""
         if sandbox in self._live:
             self._live.remove(sandbox)
             self._places.release()
@@ -177,7 +182,9 @@ class RockSandboxes:
 
 
 class RockRemoteSandbox:
-    """A sandbox on the server, also as a workspace. A relative path is below the sandbox's folder."""
+    """A sandbox on a ROCK server, which is also a workspace with sessions. A relative path in this sandbox is relative
+    to the sandbox's folder.
+    """
 
     def __init__(self, sandboxes: RockSandboxes, config: RockSandbox) -> None:
         self._sandboxes, self._config = sandboxes, config
@@ -187,7 +194,7 @@ class RockRemoteSandbox:
         self._is_closed = False
 
     async def start(self, limits: SandboxLimits) -> None:
-        """Start the sandbox and wait until it runs."""
+        """Start the sandbox on the server, and wait until the sandbox runs."""
         memory = min(limits.memory_bytes or self._config.memory_bytes, self._config.memory_bytes)
         body: dict[str, Any] = {
             "image": self._config.image,
@@ -213,7 +220,7 @@ class RockRemoteSandbox:
             pause = min(2 * pause, LONGEST_LOOK)
 
     async def exec(self, program: Program) -> ExecResult:
-        """Run a program; see `Sandbox.exec`."""
+        """Run a program in this sandbox; see `Sandbox.exec`."""
         if program.channel is not None:
             raise SandboxFailed("a server of ROCK's protocol gives a program no channel")
         async with self._turn:
@@ -237,11 +244,11 @@ class RockRemoteSandbox:
             return self._read_result(found, program, time.monotonic() - began)
 
     async def upload(self, path: str, data: bytes) -> None:
-        """Write a file; see `Sandbox.upload`."""
+        """Write a file in this sandbox; see `Sandbox.upload`."""
         await self._upload(self._place(path), data)
 
     async def download(self, path: str) -> bytes:
-        """Read a file; see `Sandbox.download`."""
+        """Read a file of this sandbox; see `Sandbox.download`."""
         out = f"{self._folder}/given/read"
         try:
             await self._upload(out, b"")
@@ -257,13 +264,15 @@ class RockRemoteSandbox:
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
     ) -> RockSession:
-        """Open a session; see `Workspace.open_session`. Only rollflow's server has sessions of Python."""
+        """Open a session; see `Workspace.open_session`. Among servers of ROCK's protocol, only rollflow's own server
+        has Python sessions.
+        """
         session = RockSession(self._send, kind, env, f"{self._folder}/work")
         await session.open()
         return session
 
     async def is_alive(self) -> bool:
-        """Return whether the server says that the sandbox lives; see `Workspace.is_alive`."""
+        """Return whether the server reports that the sandbox is alive; see `Workspace.is_alive`."""
         try:
             found = await self._sandboxes.send("/is_alive", 0, params={"sandbox_id": self._identity})
         except (RequestFailed, SandboxFailed):
@@ -271,7 +280,9 @@ class RockRemoteSandbox:
         return not self._is_closed and bool(found.get("is_alive"))
 
     async def close(self) -> None:
-        """Stop the sandbox; a server that does not answer stops it after `clear_minutes`. See `Sandbox.close`."""
+        """Stop the sandbox; if the server does not answer, it will stop the sandbox after `clear_minutes` without a
+        request. See `Sandbox.close`.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -305,7 +316,7 @@ class RockRemoteSandbox:
             raise OSError(errno.EIO, str(error), place) from None
 
     async def _give(self, program: Program) -> list[str]:
-        """Give the sandbox a program and its input, and return the command that runs it."""
+        """Upload a program and its stdin to the sandbox, and return the command that runs the program."""
         given, work = f"{self._folder}/given", f"{self._folder}/work"
         await self._upload(f"{given}/stdin", program.stdin)
         command, cwd = list(program.command), self._place(program.cwd)
@@ -323,10 +334,12 @@ class RockRemoteSandbox:
     def _read_result(self, found: Answer, program: Program, seconds: float) -> ExecResult:
         code, end = found.get("exit_code"), str(found.get("end") or "")
         if code == FAILED_COMMAND and not end and seconds >= program.timeout:
-            end = ProgramEnd.TIMEOUT  # the server's limit: the program has killed `timeout`
+            # the server killed the program at its deadline, because the program had killed `timeout`
+            end = ProgramEnd.TIMEOUT
         if not isinstance(code, int) or (code == FAILED_COMMAND and end not in list(ProgramEnd)):
             raise SandboxFailed(f"the server could not run the program: {shorten(json.dumps(found, default=str))}")
-        code = SIGNALED - code if SIGNALED < code <= SIGNALED + 64 else code  # as `timeout` reports a signal
+        # `timeout` reports signal n as exit code 128 + n
+        code = SIGNALED - code if SIGNALED < code <= SIGNALED + 64 else code
         stdout, stderr = (str(found.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
         if end in list(ProgramEnd) and end != ProgramEnd.EXITED:
             return ExecResult(ProgramEnd(end), KILLED, stdout, stderr, seconds)
@@ -335,11 +348,11 @@ class RockRemoteSandbox:
 
 
 def read_result(answer: httpx.Response) -> Answer:
-    """Return the result in an envelope of ROCK.
+    """Return the result in a ROCK server's answer, a JSON object with a status and a result.
 
     Raises:
-        RequestFailed: the envelope says that the request failed.
-        SandboxFailed: the answer is no envelope, or says that the server failed.
+        RequestFailed: the answer has the status "Failed".
+        SandboxFailed: the answer does not have ROCK's format, or reports an error of the server.
     """
     found = _read_object(answer)
     result = found.get("result")
@@ -355,11 +368,11 @@ def read_result(answer: httpx.Response) -> Answer:
 
 
 def read_rocklet_result(answer: httpx.Response) -> Answer:
-    """Return the answer of a rocklet, which has no envelope.
+    """Return the result in a rocklet's answer, which is the JSON object itself.
 
     Raises:
         RequestFailed: the rocklet raised an exception.
-        SandboxFailed: the answer is none of a rocklet.
+        SandboxFailed: the answer does not have the format of a rocklet's answer.
     """
     found = _read_object(answer)
     if answer.status_code == ROCKLET_ERROR:

@@ -1,4 +1,6 @@
-"""A session of ROCK's protocol: `create_session`, `run_in_session`, `close_session`."""
+"""A session in a sandbox on a ROCK server, run by the requests `create_session`, `run_in_session` and
+`close_session`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import Any
 
 from rollflow.tasks.sandboxes.base import ProgramEnd, SandboxFailed, SessionKind, SessionResult
 
-START_SECONDS = 10.0  # deadline of the first program, and of the start of a session
+START_SECONDS = 10.0  # seconds allowed for the first program, and for the start of a session
 KILLED = -9
 Answer = Mapping[str, Any]
 Send = Callable[[str, float, Mapping[str, Any]], Awaitable[Answer]]
 
 
 class RequestFailed(Exception):
-    """Raised if the server answered that a request failed; `code` is ROCK's code, and `result` what it knows."""
+    """Raised if a ROCK server answered that a request failed; `result` is the result in the answer."""
 
     def __init__(self, message: str, result: Answer) -> None:
         super().__init__(message)
@@ -26,10 +28,12 @@ class RequestFailed(Exception):
 
 
 class RockSession:
-    """A session of a sandbox on the server; see `base.SandboxSession`. Its output has no blanks at its ends."""
+    """A session in a sandbox on a ROCK server; see `base.SandboxSession`. The output of a run has no leading or
+    trailing whitespace.
+    """
 
     def __init__(self, send: Send, kind: SessionKind, env: Mapping[str, str], folder: str) -> None:
-        """Prepare a session that begins in the sandbox's folder; `send` sends a request to the sandbox."""
+        """Prepare a session that starts in the sandbox's folder; the function `send` sends a request to the sandbox."""
         self._send, self._env = send, env
         shell = f"export HOME={folder}; mkdir -p {folder}; cd {folder}"
         python = f"import os; os.makedirs({folder!r}, exist_ok=True); os.chdir({folder!r}); del os"
@@ -40,10 +44,10 @@ class RockSession:
         self._name = ""
 
     async def open(self) -> None:
-        """Open the session under a new name.
+        """Open the session on the server under a new name.
 
         Raises:
-            SandboxFailed: the sandbox has no such sessions, or is closed.
+            SandboxFailed: the sandbox has no sessions of this kind, or is closed.
         """
         self._name, self._has_entered = f"rollflow-{uuid.uuid4().hex}", False
         body = {"session": self._name, "session_type": self._type, "env": dict(self._env), "env_enable": True}
@@ -53,7 +57,9 @@ class RockSession:
             raise SandboxFailed(f"no session of {self._type} could be opened: {error}") from None
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
-        """Run code; see `SandboxSession.run`. A server that does not interrupt commands gets a new session instead."""
+        """Run code in the session; see `SandboxSession.run`. If the server cannot interrupt commands, a command that
+        takes too long ends the session, and a new session is opened.
+        """
         async with self._turn:
             began = time.monotonic()
             try:

@@ -1,11 +1,11 @@
-"""Sandboxes on a server of SandboxFusion's protocol: each program is one `POST /run_code`.
+"""Sandboxes on a server that speaks the protocol of SandboxFusion: each program is one request `POST /run_code`.
 
-Each program gets a sandbox of its own on the server, with the uploaded files. Files that the program writes are deleted
-when the server answers. The server alone isolates programs and enforces their limits. The protocol carries text, so
-stdin, stdout and stderr are UTF-8.
+The server runs each program in a new sandbox that contains the uploaded files. The server deletes files that the
+program wrote when it answers. Isolation and limits are enforced only by the server. The protocol carries text only, so
+stdin, stdout and stderr must be UTF-8.
 
-A request that the server did not answer, or answered with a status of 5xx, is sent again with growing pauses. A program
-has no effect outside its sandbox, so it may run twice.
+A request that fails with status 5xx, or gets no answer, is sent again after a growing pause. Sending a program twice is
+safe, because a program has no effect outside its sandbox.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from rollflow.tasks.sandboxes.base import (
 from rollflow.tasks.sandboxes.config import MIB, RunCodeSandbox
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
-START_SECONDS = 10.0  # deadline of the first program
-LONGEST_ANSWER = 300  # most characters of an answer in an error
+START_SECONDS = 10.0  # seconds allowed for the first program
+LONGEST_ANSWER = 300  # largest number of characters of a server's answer in an error message
 LARGEST_ANSWER = 2**26  # most bytes of an answer
 
 
@@ -63,11 +63,11 @@ class RunCodeSandboxes:
             raise ConfigError(f"sandbox.url = {self._config.url!r} runs no programs: {error}") from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> RemoteSandbox:
-        """Create a sandbox without sending a request to the server; see `Sandboxes.create`."""
+        """Create a sandbox in this process, without a request to the server; see `Sandboxes.create`."""
         return RemoteSandbox(self)
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
-        """Raise an error, because the protocol has no sessions."""
+        """Raise `SandboxFailed`, because the protocol has no sessions."""
         raise SandboxFailed(
             'a server of /run_code keeps no sessions; use sandbox.kind = "rock" or sandboxes of this machine'
         )
@@ -77,7 +77,7 @@ class RunCodeSandboxes:
         body = build_body(program, files or {}, self._config.memory_bytes)
         try:
             return read_answer(await self._post(body, program.timeout))
-        except TooLong:  # the server does not limit what a program prints
+        except TooLong:  # a server of this protocol need not limit a program's output
             return ExecResult(ProgramEnd.OUTPUT, -9, b"", b"", 0.0)
 
     async def close(self) -> None:
@@ -94,11 +94,11 @@ class RunCodeSandboxes:
         return self._client
 
     async def _post(self, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request until the server answers it; `seconds` is the deadline of the program.
+        """Send a request, with retries until the server answers; `seconds` is the deadline of the program.
 
         Raises:
-            SandboxFailed: the server gave no answer, or an invalid one.
-            TooLong: the answer has more than `LARGEST_ANSWER` bytes.
+            SandboxFailed: the server gave no valid answer in any of the tries.
+            TooLong: the server's answer has more than `LARGEST_ANSWER` bytes.
         """
         limit, pause = seconds + self._config.wait_seconds, FIRST_PAUSE
         for attempt in range(self._config.tries):
@@ -122,9 +122,7 @@ class RunCodeSandboxes:
 
 
 class RemoteSandbox:
-    """A sandbox on the server, which exists here as a set of files; the files are sent with each program of the
-    sandbox.
-    """
+    """A sandbox that consists of files in this process's memory, which are sent to the server with each program."""
 
     def __init__(self, sandboxes: RunCodeSandboxes) -> None:
         self._sandboxes = sandboxes
@@ -132,7 +130,7 @@ class RemoteSandbox:
         self._is_closed = False
 
     async def exec(self, program: Program) -> ExecResult:
-        """Run a program; see `Sandbox.exec`."""
+        """Run a program with the uploaded files; see `Sandbox.exec`."""
         self._check()
         try:
             return await self._sandboxes.run(program, self._files)
@@ -141,12 +139,12 @@ class RemoteSandbox:
             raise
 
     async def upload(self, path: str, data: bytes) -> None:
-        """Keep a file in memory, to be sent with each later program; see `Sandbox.upload`."""
+        """Store a file in memory, and send it with each later program; see `Sandbox.upload`."""
         self._check()
         self._files[path] = data
 
     async def download(self, path: str) -> bytes:
-        """Raise an error, because the server keeps no files of a program."""
+        """Raise `SandboxFailed`, because the server keeps no files that a program wrote."""
         raise SandboxFailed(f"{path!r} cannot be downloaded: the server keeps no files of a program")
 
     async def close(self) -> None:
@@ -160,10 +158,10 @@ class RemoteSandbox:
 
 
 def read_token_header(name: str) -> dict[str, str]:
-    """Return the header with the token in this environment variable; none if there is no name.
+    """Return the HTTP header with the token in the environment variable `name`; return {} if `name` is empty.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: the environment variable is not set.
     """
     if not name:
         return {}
@@ -173,10 +171,10 @@ def read_token_header(name: str) -> dict[str, str]:
 
 
 def build_body(program: Program, files: Mapping[str, bytes], memory_bytes: int) -> dict[str, Any]:
-    """Return the request for a program.
+    """Return the JSON body of the request that runs a program.
 
     Raises:
-        SandboxFailed: the protocol cannot carry the program.
+        SandboxFailed: the protocol cannot express the program.
     """
     if program.channel is not None or program.keep_children:
         raise SandboxFailed("a server of /run_code gives a program no channel, and keeps none of its processes")
@@ -197,10 +195,10 @@ def build_body(program: Program, files: Mapping[str, bytes], memory_bytes: int) 
 
 
 def read_answer(answer: Mapping[str, Any]) -> ExecResult:
-    """Return what a program did, from the server's answer.
+    """Return the result of a program from the server's answer.
 
     Raises:
-        SandboxFailed: the answer does not contain the result of the program.
+        SandboxFailed: the answer does not contain the program's result.
     """
     run = answer.get("run_result")
     if answer.get("status") not in ("Success", "Failed") or not isinstance(run, Mapping):
@@ -222,7 +220,9 @@ def _shell_code(program: Program) -> str:
 
 
 def wrap_python(program: Program) -> str:
-    """Return a Python program that becomes this one: its name, arguments, variables and folder."""
+    """Return Python source that sets the program's name, arguments, environment variables and folder, and then runs the
+    program.
+    """
     order = {"code": program.code, "name": program.name, "arguments": list(program.arguments)}
     before = f"os.environ.update({{'HOME': os.getcwd(), **{dict(program.env)!r}}})\nos.chdir({program.cwd!r})"
     return f"{_read_start()}\n{before}\nrun_source({order!r})\n"
@@ -230,13 +230,13 @@ def wrap_python(program: Program) -> str:
 
 @cache
 def _read_start() -> str:
-    """Return the functions of `host.program`, without the call of its main function."""
+    """Return the source of the module `host.program` without the call of `main`."""
     text = (Path(__file__).parent / "host" / "program.py").read_text()
     return text.partition('\nif __name__ == "__main__"')[0]
 
 
 class TooLong(Exception):
-    """Raised if an answer has more than `LARGEST_ANSWER` bytes."""
+    """Raised if the server's answer has more than `LARGEST_ANSWER` bytes."""
 
 
 async def _read_content(answer: httpx.Response) -> bytes:
@@ -260,5 +260,5 @@ def _read_json(status: int, content: bytes) -> dict[str, Any]:
 
 
 def shorten(text: str) -> str:
-    """Shorten an answer for an error."""
+    """Shorten a server's answer for an error message."""
     return text if len(text) <= LONGEST_ANSWER else f"{text[:LONGEST_ANSWER]}..."

@@ -10,12 +10,12 @@ from rollflow.tasks.sandboxes.config import SandboxConfig
 
 
 def try_sandboxes(config: SandboxConfig) -> None:
-    """Start sandboxes, run one program, and close them.
+    """Start sandboxes, run one program in a sandbox, and close the sandboxes.
 
     Raises:
-        ConfigError: the sandboxes cannot run; the message says why and what to change.
+        ConfigError: this machine cannot run these sandboxes; the message gives the reason and the fix.
     """
-    with ThreadPoolExecutor(1) as pool:  # the caller may be in an event loop
+    with ThreadPoolExecutor(1) as pool:  # use a thread, because the caller may already run an event loop
         pool.submit(lambda: asyncio.run(_try(config))).result()
 
 

@@ -1,9 +1,9 @@
-"""A workspace in a sandbox of this machine: the owner's side of `guest`, which runs in the sandbox.
+"""A workspace (a sandbox with sessions for an agent's tools) on this machine: sends requests to `guest`, a process in
+the sandbox.
 
-The guest is one program of the sandbox, and starts with the first request. The sandbox's keeper ends it if the
-processes of the sandbox exceed a limit; a command can also kill it. Either is the doing of the sandbox's programs: the
-requests that were running get a result that says so, and the next request starts a new guest. The sandbox's files are
-kept.
+The guest process starts with the first request. The guest is killed if the processes of the sandbox exceed a limit, and
+a command can also kill the guest. If the guest is killed, running requests get a result that says so, and the next
+request starts a new guest. The sandbox's files are kept.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ PACKAGE = "rollflow.tasks.sandboxes"
 MODULES = ("box.wire", "box.tree", "host.files", "guest.process", "guest.session", "guest.serve")
 LIFETIME = 7 * 86400.0  # seconds that a guest may run
 FILE_SECONDS = 60.0
-STOP_SECONDS = 15.0  # time in which the guest stops what has run too long, on a slow machine
+STOP_SECONDS = 15.0  # seconds that the guest may take to stop a command after its time limit, even on a slow machine
 KILLED = -9
 
 
 class GuestEnded(Exception):
-    """Raised if the guest ended before it answered; `end` says why."""
+    """Raised if the guest, the process that runs commands in a sandbox, ended before it answered; `end` is the
+    reason.
+    """
 
     def __init__(self, end: ProgramEnd, message: str) -> None:
         super().__init__(message)
@@ -50,12 +52,15 @@ class GuestEnded(Exception):
 
 
 class BoxWorkspace:
-    """A workspace in a sandbox that gives a program a channel. See the module's docstring, and `base.Workspace`."""
+    """A workspace (a sandbox with sessions) in any sandbox that supports the capability CHANNEL. See the module's
+    docstring, and `base.Workspace`.
+    """
 
     def __init__(self, sandbox: Sandbox, output_bytes: int, file_bytes: int, *, is_isolated: bool) -> None:
-        """Use a sandbox that nobody else uses; the numbers are the most bytes of an output and of a file.
+        """Take over a sandbox; `output_bytes` and `file_bytes` are the largest sizes of an output and of a file.
 
-        If the sandbox is not isolated, files are read and written only below its folder, and no link is followed.
+        If `is_isolated` is false, only files below the sandbox's folder can be read and written, and links are not
+        followed.
         """
         self._sandbox, self.output_bytes, self._file_bytes = sandbox, output_bytes, file_bytes
         self._is_isolated = is_isolated
@@ -67,7 +72,9 @@ class BoxWorkspace:
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, start: Sequence[str] = ()
     ) -> BoxSession:
-        """Open a session; see `Workspace.open_session`. A shell runs the lines `start` at its start, in silence."""
+        """Open a session; see `Workspace.open_session`. If the session is a shell, it runs the lines in `start` first,
+        and their output is dropped.
+        """
         self._check()
         return BoxSession(self, next(self._numbers), {"kind": kind, "env": dict(env), "start": list(start)})
 
@@ -105,24 +112,24 @@ class BoxWorkspace:
         return await self._move_file({"do": "download", "path": path, "most": self._file_bytes})
 
     async def is_alive(self) -> bool:
-        """Return whether the sandbox runs a command now; see `Workspace.is_alive`."""
+        """Return whether the sandbox can run a command; see `Workspace.is_alive`."""
         try:
             return not self._is_closed and (await self.exec(Program(command=["true"], keep_children=True))).succeeded
         except SandboxFailed:
             return False
 
     def has_failed(self) -> bool:
-        """Return whether the sandbox is known to be closed or dead, without asking it."""
+        """Return whether the sandbox is known to be closed or dead, without a request to the sandbox."""
         return self._is_closed or (self._guest is not None and self._guest.has_failed())
 
     async def end_processes(self) -> None:
-        """End all sessions and commands; the files are kept."""
+        """Kill all sessions and commands of the sandbox; keep its files."""
         if guest := self._guest:
             self._guest = None
             await guest.end()
 
     async def close(self) -> None:
-        """End everything in the sandbox; see `Workspace.close`."""
+        """Kill all processes in the sandbox and delete its files; see `Workspace.close`."""
         self._is_closed = True
         await self._sandbox.close()
         await self.end_processes()
@@ -130,12 +137,13 @@ class BoxWorkspace:
     async def ask(
         self, request: dict[str, Any], body: bytes = b"", seconds: float = 0.0
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the guest and return its answer; `seconds` is the time that the request may take.
+        """Send a request to the guest, the process in the sandbox, and return its answer; `seconds` is the time limit
+        of the request.
 
         Raises:
-            GuestEnded: the guest ended, or does not answer; then the sandbox is closed.
+            GuestEnded: the guest ended, or did not answer in time and the sandbox was closed.
             SandboxFailed: the sandbox failed, or is closed.
-            OSError: the guest refused the request.
+            OSError: the guest could not execute the request.
         """
         self._check()
         async with self._starting:
@@ -147,7 +155,8 @@ class BoxWorkspace:
             async with asyncio.timeout(seconds + STOP_SECONDS):
                 found, data = await guest.ask(request, body)
         except TimeoutError:
-            # A command has stopped the guest, or uses all its memory or time: only the sandbox's end ends that.
+            # A command may have stopped the guest process or exhausted its memory; closing the sandbox ends such a
+            # command.
             await self.close()
             raise GuestEnded(ProgramEnd.TIMEOUT, "the sandbox did not answer, and was ended") from None
         if "errno" in found:
@@ -155,7 +164,7 @@ class BoxWorkspace:
         return found, data
 
     async def _move_file(self, request: dict[str, Any], data: bytes = b"") -> bytes:
-        """Read or write a file; try again if the guest ended meanwhile."""
+        """Read or write a file in the sandbox; retry once if the guest process ends before it answers."""
         for _ in range(2):
             try:
                 return (await self.ask(request | {"only_below": not self._is_isolated}, data, FILE_SECONDS))[1]
@@ -169,7 +178,7 @@ class BoxWorkspace:
 
 
 class BoxSession:
-    """A session of a workspace; see `base.SandboxSession`."""
+    """A session in a workspace; see `base.SandboxSession`."""
 
     def __init__(self, workspace: BoxWorkspace, number: int, opened: dict[str, Any]) -> None:
         self._workspace = workspace
@@ -177,7 +186,7 @@ class BoxSession:
         self._turn = asyncio.Lock()
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
-        """Run code; see `SandboxSession.run`."""
+        """Run code in the session; see `SandboxSession.run`."""
         async with self._turn:
             most, began = self._workspace.output_bytes, time.monotonic()
             request = self._opened | {"do": "run", "code": code, "timeout": timeout, "most": most}
@@ -195,7 +204,7 @@ class BoxSession:
 
 
 class GuestConnection:
-    """One guest in a sandbox, and the requests that it has not answered."""
+    """A connection to a guest, the process that runs commands in a sandbox, and the requests that await its answers."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         """Start the guest."""
@@ -210,16 +219,16 @@ class GuestConnection:
         self._watching = asyncio.create_task(self._watch())
 
     def has_ended(self) -> bool:
-        """Return whether the guest has ended."""
+        """Return whether the guest process has ended."""
         return self._watching.done()
 
     def has_failed(self) -> bool:
-        """Return whether the guest has ended because its sandbox failed."""
+        """Return whether the guest process has ended because its sandbox failed."""
         done = self._watching.done() and not self._watching.cancelled()
         return done and isinstance(self._watching.exception(), SandboxFailed)
 
     async def ask(self, request: Mapping[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        """Send a request and wait for its answer.
+        """Send a request to the guest process and wait for its answer.
 
         Raises:
             GuestEnded: the guest ended before it answered.
@@ -230,7 +239,7 @@ class GuestConnection:
         self._waiting[number] = answer
         try:
             if not self._watching.done():
-                # a caller that gives up must not leave half a message
+                # shielded, because a cancelled caller must not leave an incomplete message
                 await asyncio.shield(self._send(pack({**request, "number": number}, body)))
                 ends: list[asyncio.Future[Any]] = [answer, self._watching]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -241,7 +250,7 @@ class GuestConnection:
             self._waiting.pop(number, None)
 
     async def end(self) -> None:
-        """End the guest, and so everything that it started."""
+        """End the guest process, and with it all processes that it started."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         await asyncio.wait([self._watching], timeout=STOP_SECONDS)
@@ -251,14 +260,15 @@ class GuestConnection:
         self._socket.close()
 
     async def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # the guest has ended, and `_watch` says so
+        with contextlib.suppress(OSError):  # if the guest process has ended, `_watch` reports this
             async with self._sending:
                 await asyncio.get_running_loop().sock_sendall(self._socket, message)
 
     async def _watch(self) -> None:
-        """Wait for the guest's end, and raise what its requests get."""
+        """Wait for the end of the guest process, and raise the error that waiting requests get."""
         found = await self._running
-        await asyncio.wait([self._reading], timeout=STOP_SECONDS)  # answers that it gave before its end
+        # read the answers that the guest process sent before it ended
+        await asyncio.wait([self._reading], timeout=STOP_SECONDS)
         if found.end is ProgramEnd.EXITED:
             said = found.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             message = f"the sandbox's processes were ended: {said or f'code {found.return_code}'}"
@@ -284,7 +294,7 @@ class GuestConnection:
 
 @cache
 def read_guest() -> str:
-    """Return the source of a program that has the guest's modules in itself, and becomes the guest."""
+    """Return the source of a Python program that contains the modules of `guest` and runs the guest process."""
     sources = {}
     for name in MODULES:
         spec = find_spec(f"{PACKAGE}.{name}")

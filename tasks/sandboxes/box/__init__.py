@@ -1,4 +1,4 @@
-"""The programs inside a box, which run no code of the model themselves; see `start`.
+"""The programs that create and supervise sandboxes inside a box, the container that `bubblewrap` builds; see `start`.
 
-These modules import only the standard library, because nothing else is in the box. `bubblewrap` builds the box.
+These modules import only the standard library, because no other package exists in the box. `bubblewrap` builds the box.
 """

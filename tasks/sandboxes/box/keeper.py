@@ -1,5 +1,5 @@
-"""The keeper of one sandbox, which is process 1 of the sandbox's namespaces. The keeper runs the owner's programs one
-after another.
+"""The keeper of one sandbox: process 1 of the sandbox's namespaces, which starts programs and enforces their limits.
+The keeper runs one program at a time, as requested by the process that created the sandbox.
 """
 
 from __future__ import annotations
@@ -39,31 +39,34 @@ from rollflow.tasks.sandboxes.box.wire import pack, read_regular_file, receive
 NOSUID, NODEV, NOEXEC = 2, 4, 8  # flags of mount
 FOLDER = "/work"
 OPENAT2 = 437
-BENEATH = 0x01 | 0x02 | 0x08  # no other file system, no link of /proc, nothing above the folder
+# flags of openat2: stay in this file system, follow no links of /proc, never leave the folder
+BENEATH = 0x01 | 0x02 | 0x08
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436  # a program's channel, and the system call close_range
-IDLE_SECONDS = 0.1  # time between two measurements of children that outlive their program
+# descriptor of a program's channel, largest descriptor, and number of the system call close_range
+CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436
+IDLE_SECONDS = 0.1  # seconds between two measurements of processes that outlived their program
 NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
 Request = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedProgram:
-    """The process of a program that waits for its request at the other end of `gate`."""
+    """A forked process that waits for a request on the socket `gate` and then becomes the requested program."""
 
     pid: int
     gate: socket.socket
     stdin: int
-    pipes: tuple[int, int]  # the ends from which stdout and stderr are read
+    pipes: tuple[int, int]  # the read ends of the pipes for stdout and stderr
 
     def begin(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Give the process its request and its input."""
+        """Send the forked process its request and the data for its stdin."""
         with os.fdopen(self.stdin, "wb", closefd=False) as file:
             file.write(body)
         os.lseek(self.stdin, 0, os.SEEK_SET)
-        fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)  # a program could store bytes in there that nobody counts
+        # seal stdin, because a program could store data in it beyond the memory limit
+        fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)
         message = pack(request)
-        # a child of an earlier program has killed this process
+        # A child of an earlier program may have killed the forked process.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if fds:
                 socket.send_fds(self.gate, [message[:1]], fds)
@@ -72,20 +75,20 @@ class ForkedProgram:
         self.forget()
 
     def forget(self) -> None:
-        """Close the descriptors that are not needed after the program's start."""
+        """Close the file descriptors that the keeper needs only to start the program."""
         self.gate.close()
         os.close(self.stdin)
 
 
 class Keeper:
-    """Answers the requests of the process that owns one sandbox. See the module's docstring.
+    """Answers the requests of the process that created the sandbox. See the module's docstring.
 
-    The process of the first program is forked before its request comes, because a fork takes most of the time of a
-    short program.
+    The keeper forks the first program's process before the first request arrives, because the fork takes most of the
+    time of a short program.
     """
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
-        """Mount the sandbox's own folder and its view of its processes; set limits and give up rights."""
+        """Mount the sandbox's folder and /proc, set the limits, and drop all capabilities."""
         self._owner, self._limits = owner, limits
         self._filter = build_filter(os.uname().machine, SAME_CORES if "cores" in limits else ())
         if "cores" in limits:
@@ -95,12 +98,12 @@ class Keeper:
         mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)
         mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
         os.chdir(FOLDER)
-        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # so that no program can open this process's memory
+        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # keep programs from reading this process's memory
         set_limits(limits)
         give_up_capabilities()
 
     def serve(self) -> Request:
-        """Answer the owner's requests; return only in the process of a warm program, with the program's request."""
+        """Answer requests for ever; only a process forked to run Python source returns, with its request."""
         self._answer({"ready": True})
         if own := self._fork_program():
             return own
@@ -127,28 +130,29 @@ class Keeper:
         self._owner.sendall(pack(dict(header), body))
 
     def _watch_children(self) -> None:
-        """Enforce the limits of processes that outlived their program, until the owner's next request."""
+        """Enforce the limits on processes that outlived their program, until the next request arrives."""
         while self._has_children() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
             collect_ended()
             if find_excess(self._limits):
                 kill_all()
 
     def _has_children(self) -> bool:
-        """Return whether processes of an earlier program still live."""
+        """Return whether processes of an earlier program are still running."""
         return self._program is None and bool(list_processes())
 
     def _fork_program(self) -> Request | None:
-        """Fork the process of the next program; return in the process of a warm program, with its request."""
+        """Fork the process of the next program; only a child that is to run Python source returns a request."""
         gate, other = socket.socketpair()
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         try:
             pid = os.fork()
-        except BlockingIOError:  # processes of earlier programs have reached the limit of processes
+        except BlockingIOError:  # processes of earlier programs have exhausted the limit of processes
             kill_all()
             pid = os.fork()
         if pid == 0:
             for one in (gate, self._owner):
-                one.detach()  # otherwise their end would close these descriptors again, which then are the program's
+                # otherwise garbage collection of the socket would close a descriptor that the program uses
+                one.detach()
             return self._become_program(other, (stdin, out[1], err[1]))
         other.close()
         for fd in (out[1], err[1]):
@@ -157,7 +161,7 @@ class Keeper:
         return None
 
     def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Run the forked program, and answer with its result."""
+        """Run the request in the forked process, and send its result."""
         began, program = time.monotonic(), self._program
         assert program is not None
         self._program = None
@@ -170,16 +174,17 @@ class Keeper:
         self._answer(result | {"stdout": len(watch.output[0])}, bytes(watch.output[0] + watch.output[1]))
 
     def _become_program(self, gate: socket.socket, standard: tuple[int, int, int]) -> Request:
-        """Turn this child into a program: wait for its request, and return it if the program is warm.
+        """Wait for a request and execute its command; if the request has Python source, return the request.
 
-        The child keeps its standard descriptors and its channel only, and loses its rights before its request comes.
+        Before it reads the request, the forked process closes all file descriptors but stdin, stdout, stderr and the
+        channel, and installs the filter of system calls.
         """
         os.setsid()
         for place, fd in enumerate((*standard, gate.detach())):
             os.dup2(fd, place)
             os.set_inheritable(place, True)
         check(libc.syscall(CLOSE_RANGE, CHANNEL + 1, LAST_DESCRIPTOR, 0), "close_range")
-        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # so that the keeper can measure this process's memory
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # let the keeper measure this process's memory
         install_filter(self._filter)
         waiting = socket.socket(fileno=CHANNEL)
         request, _, fds = receive(waiting)
@@ -200,18 +205,18 @@ class Keeper:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    """Mount a file system; raise `OSError` if the kernel refuses."""
+    """Mount a file system; raise `OSError` if the kernel refuses the mount."""
     check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f"mount {target}")
 
 
 def variables_of(request: Request) -> dict[str, str]:
-    """Return the environment variables of a program."""
+    """Return the environment variables that a program starts with."""
     own = {"PATH": os.environ["PATH"], "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     return {**own, **request["env"]}
 
 
 def open_beneath(path: str, flags: int, mode: int = 0) -> int:
-    """Open a path below the sandbox's folder; links that lead out of the folder are refused."""
+    """Open a path below the sandbox's folder; reject links that lead out of the folder."""
     if "\0" in path:
         raise ValueError("the path contains a null byte")
     folder = os.open(FOLDER, os.O_PATH)
@@ -225,20 +230,20 @@ def open_beneath(path: str, flags: int, mode: int = 0) -> int:
 
 
 def make_folders(path: str) -> None:
-    """Create the missing folders above a path below the sandbox's folder."""
+    """Create the missing parent folders of a path below the sandbox's folder."""
     parts = path.split("/")[:-1]
     for count, name in enumerate(parts):
         above = open_beneath("/".join(parts[:count]), os.O_PATH | os.O_DIRECTORY)
         try:
             os.mkdir(name or ".", dir_fd=above)
         except FileExistsError:
-            pass  # a file of that name may be no folder; opening it as a folder then fails in the next step
+            pass  # if the path is a file and not a folder, the next `open_beneath` fails
         finally:
             os.close(above)
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a file below the sandbox's folder, and create missing folders."""
+    """Write a file below the sandbox's folder, and create its missing parent folders."""
     make_folders(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = open_beneath(path, flags, 0o755)
@@ -251,5 +256,5 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def read_file(path: str, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes; a pipe or a device of that name must not block the keeper."""
+    """Read a regular file of at most `most` bytes, without blocking on a pipe or a device."""
     return read_regular_file(open_beneath(path, os.O_RDONLY | os.O_NONBLOCK), most)

@@ -1,11 +1,17 @@
-"""Takes capabilities and system calls that a program does not need away from it.
+"""Drops capabilities, and builds and installs the seccomp filter of the system calls that programs in a sandbox may not
+make.
 
-Refused are system calls that could reach beyond the sandbox (namespaces, mounts, sockets other than a pair of
-connected sockets, tracing, kernel keys, BPF), that change another process of the same user, which the keeper is
-(scheduling, limits), that hold memory that nobody counts (io_uring, System V IPC, shared memory without a file, pages
-given to a pipe or a socket), that use up what all sandboxes share (descriptors on their way through a socket), and that
-wait for the disks of the host. A program that makes a system call newer than this list gets the error that the call
-does not exist.
+The seccomp filter rejects these kinds of system calls:
+
+* Some calls could reach beyond the sandbox: namespaces, mounts, sockets other than socket pairs, tracing, kernel keys
+  and BPF.
+* Some calls change another process of the same user, such as the sandbox's keeper: scheduling and limits.
+* Some calls use memory that no limit counts: io_uring, System V IPC, anonymous shared memory, and pages given to a pipe
+  or a socket.
+* Some calls exhaust a resource that all sandboxes share: file descriptors sent through a socket.
+* Some calls wait for the disks of the host.
+
+A system call newer than this list fails with ENOSYS.
 """
 
 from __future__ import annotations
@@ -22,18 +28,20 @@ PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 2
 FILTER = 2  # SECCOMP_MODE_FILTER
 CAPABILITIES = 64  # more than there are
 CAPABILITY_VERSION = 0x20080522
-NEW_NAMESPACES = 0x7E020000  # the flags of clone that create a namespace
+NEW_NAMESPACES = 0x7E020000  # all flags of the system call clone that create namespaces
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
-AF_UNIX, DATAGRAMS = 1, 2  # the bit that types of sockets without a connection have, and others not
-# refused because a socket from the sandbox's owner belongs to the network of the host
+# address family of Unix sockets, and the bit that is set in the types of connectionless sockets
+AF_UNIX, DATAGRAMS = 1, 2
+# range of network ioctls, rejected because the socket of a channel belongs to the host's network namespace
 NETWORK_IOCTLS = (0x8900, 0x8A00)
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # results of a filter
 LOAD, EQUAL, AT_LEAST, ANY_BIT, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
-CLONE3, NEWEST = 435, 450  # from 424 on, both architectures number their system calls equally
-X32 = 0x40000000  # system calls of a second interface of x86-64
-Numbers = tuple[int, int | None]  # of a system call on x86-64 and on aarch64; None: there is none
+CLONE3, NEWEST = 435, 450  # from number 424 on, x86-64 and aarch64 use the same numbers of system calls
+X32 = 0x40000000  # bit that marks system calls of the x32 interface of x86-64
+# number of a system call on x86-64 and on aarch64; None if aarch64 does not have the call
+Numbers = tuple[int, int | None]
 REFUSED: dict[str, Numbers] = {
     "shmget": (29, 194),
     "sendfile": (40, 71),
@@ -134,7 +142,8 @@ REFUSED: dict[str, Numbers] = {
     "process_mrelease": (448, 448),
     "set_mempolicy_home_node": (450, 450),
 }
-Test = tuple[float, int, int, bool]  # an argument (.5: its upper half), a comparison, a value, the result
+# index of an argument (.5 selects its upper half), comparison, value, expected result
+Test = tuple[float, int, int, bool]
 Rule = tuple[Numbers, tuple[Test, ...]]
 REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
     ((56, 220), ((0, ANY_BIT, NEW_NAMESPACES, True),)),  # clone
@@ -143,7 +152,7 @@ REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
     ((16, 29), ((1, AT_LEAST, NETWORK_IOCTLS[0], True), (1, AT_LEAST, NETWORK_IOCTLS[1], False))),  # ioctl
     ((9, 222), ((3, ANY_BIT, MAP_ANONYMOUS, True), (3, ANY_BIT, MAP_SHARED, True))),  # mmap
     ((9, 222), ((3, ANY_BIT, MAP_HUGETLB, True),)),
-    ((141, 140), ((0, EQUAL, 0, False),)),  # setpriority, of anyone but the caller
+    ((141, 140), ((0, EQUAL, 0, False),)),  # setpriority of any process but the caller
     ((141, 140), ((1, EQUAL, 0, False),)),
     ((203, 122), ((0, EQUAL, 0, False),)),  # sched_setaffinity
     ((302, 261), ((0, EQUAL, 0, False),)),  # prlimit64
@@ -153,7 +162,8 @@ REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
 )
 SAME_CORES: tuple[Rule, ...] = (((203, 122), ()),)  # sched_setaffinity
 
-libc: Any = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL, so that a cloned process has the GIL
+# PyDLL keeps the GIL during a call, so that a cloned process holds the GIL
+libc: Any = ctypes.PyDLL(None, use_errno=True)
 
 
 class _Program(ctypes.Structure):
@@ -161,20 +171,21 @@ class _Program(ctypes.Structure):
 
 
 def check(result: int, what: str) -> None:
-    """Raise the error of a call of the C library."""
+    """Raise `OSError` if a call of the C library returned a negative result."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
-    """Build the filter of system calls for a machine, "x86_64" or "aarch64", as a program of classic BPF.
+    """Build the seccomp filter for a machine ("x86_64" or "aarch64"), as a classic BPF program.
 
-    `more` has further rules, each of which refuses a system call.
+    Each rule in `more` rejects one more system call.
     """
     column = 0 if machine == "x86_64" else 1
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    code += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]  # the C library then calls clone
+    # on ENOSYS for clone3, the C library calls clone
+    code += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
     code += [(AT_LEAST, 0, 1, X32), (GIVE, 0, 0, REFUSE | errno.EPERM)]
     code += [(AT_LEAST, 0, 1, NEWEST + 1), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
     rules: list[Rule] = [(numbers, ()) for numbers in REFUSED.values()]
@@ -186,7 +197,7 @@ def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
 
 
 def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, int]]:
-    """Return instructions that refuse a system call if all tests hold, and otherwise go on with its number loaded."""
+    """Return BPF instructions that reject a system call if all tests on its arguments are true."""
     code = [(GIVE, 0, 0, REFUSE | errno.EPERM)]
     for argument, comparison, value, wanted in reversed(tests):
         out = len(code)
@@ -197,16 +208,16 @@ def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, i
 
 
 def give_up_capabilities() -> None:
-    """Give up all capabilities, for this process and its children, for ever."""
+    """Drop all capabilities of this process and its children permanently."""
     for capability in range(CAPABILITIES):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers beyond the last capability
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability
     header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
     check(libc.capset(header, bytes(24)), "capset")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
 def install_filter(program: bytes) -> None:
-    """Install a filter of system calls for this process and its children, for ever."""
+    """Install a seccomp filter for this process and its children permanently."""
     kept = ctypes.create_string_buffer(program, len(program))
     filtered = _Program(len(program) // 8, ctypes.cast(kept, ctypes.c_void_p).value)
     check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(filtered), 0, 0), "seccomp")

@@ -1,4 +1,4 @@
-"""Creates the sandboxes of a box, in a process that runs no code of the model.
+"""Creates the sandboxes of a box, in a process that never runs code of the model.
 
     owner --"new", a socket--> this process --clone into new namespaces--> keeper <--requests by the socket-- owner
                                                                              | fork, limits, filter of system calls
@@ -7,14 +7,15 @@
 
 The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
 process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
-of these namespaces: nobody in there can send it a signal, and the kernel kills every other process there when the
-keeper ends.
+of these namespaces: no process in the sandbox can send the keeper a signal, and the kernel kills all processes of the
+sandbox when the keeper ends.
 
-A warm program runs in a fork of its keeper, which is a fork of this process, so its imports are done. No program sees
-what another program left, because keepers and this process run no code of the model. Random generators begin equally
-in each program, so a program that is run again does the same.
+A program given as Python source runs in a fork of its keeper, which is a fork of this process, so common modules are
+already imported. No program sees data of another program, because neither keepers nor this process run code of the
+model. Each program starts with the same random seed, so that repeated runs give equal results.
 
-The file runs as `python -I -S start.py LIMITS`; `LIMITS` names the descriptor of the owner's socket.
+This file runs as `python -I -S start.py LIMITS`, where the JSON text `LIMITS` contains the file descriptor of the
+owner's socket.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, check, l
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
-# flags of the user, mount and process namespaces; IPC needs none, because the filter refuses it
+# clone flags of new user, mount and process namespaces; IPC calls are rejected by the seccomp filter instead
 NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000
-USER = 1000  # user and group of a program, in its own user namespace
+USER = 1000  # user and group id of a program in the sandbox's user namespace
 
 
 class Parent:
-    """Creates the keepers of sandboxes, and kills a keeper at the owner's request."""
+    """Creates the keeper process of each sandbox, and kills a keeper on request."""
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
         self._owner, self._limits = owner, limits
-        self._keepers: dict[int, int] = {}  # process id -> number of the sandbox
+        self._keepers: dict[int, int] = {}  # process id of a keeper -> number of its sandbox
         self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> Request:
-        """Answer the owner's requests; return only in the process of a warm program, with the program's request."""
+        """Answer requests to create and kill sandboxes; only a process forked to run Python source returns."""
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
             if self._ended in ready:
@@ -76,8 +77,8 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Clone the keeper of a sandbox; return None in this process, and the request in the process of a warm
-        program.
+        """Start the keeper of a sandbox in new namespaces; only a process forked to run Python source returns a
+        request.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
@@ -85,7 +86,8 @@ class Parent:
             os.close(go)
             return self._become_keeper(wait, fd, self._limits | request["limits"])
         os.close(wait)
-        with contextlib.suppress(OSError):  # without the maps the keeper cannot mount, and says so
+        # if the user id maps are not written, the keeper cannot mount its folder and reports this
+        with contextlib.suppress(OSError):
             check(pid, "clone")
             self._keepers[pid] = request["number"]
             for name, text in (("setgroups", "deny"), ("uid_map", os.geteuid()), ("gid_map", os.getegid())):
@@ -98,7 +100,7 @@ class Parent:
     def _become_keeper(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
         owner = socket.socket(fileno=fd)
         try:
-            os.read(wait, 1)  # until the parent has written this process's maps
+            os.read(wait, 1)  # wait until the parent process has written the user id maps of this process
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(wait)
@@ -130,7 +132,7 @@ def become_user(user: int) -> None:
 
 
 def run_warm(request: Request) -> NoReturn:
-    """Run Python source as the main program of this process, and end the process."""
+    """Execute Python source as the module `__main__`, then exit this process."""
     variables = variables_of(request)
     os.environ.clear()
     os.environ.update(variables)
@@ -141,7 +143,7 @@ def run_warm(request: Request) -> NoReturn:
     sys.modules["__main__"] = main
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "random" in sys.modules:
-        sys.modules["random"].seed(0)  # Python draws a new seed in each fork
+        sys.modules["random"].seed(0)  # reset the seed, because Python reseeds `random` after each fork
     code = 1
     try:
         try:
@@ -158,7 +160,7 @@ def run_warm(request: Request) -> NoReturn:
 
 
 def return_code(error: SystemExit) -> int:
-    """Return the code of a call of `sys.exit`, which may have printed a text instead."""
+    """Return the exit code of a `SystemExit`; if `sys.exit` got a text, print the text to stderr first."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -166,7 +168,7 @@ def return_code(error: SystemExit) -> int:
 
 
 def finish(code: int) -> int:
-    """End a program as the interpreter does: wait for its threads, call its exit functions, flush its output."""
+    """Shut the program down as the Python interpreter does: join threads, run exit functions, flush output."""
     import atexit
 
     threading._shutdown()  # type: ignore[attr-defined]
@@ -180,14 +182,18 @@ def finish(code: int) -> int:
 
 
 def main() -> Request:
-    """Prepare this process and create sandboxes; return only in the process of a warm program."""
+    """Prepare this process and create sandboxes; only a process forked to run Python source returns, with its
+    request.
+    """
     limits = json.loads(sys.argv[1])
     owner = socket.socket(fileno=limits["descriptor"])
     if limits["user"] is not None:
-        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")  # bwrap's hides parts, and then no keeper can mount
+        # bwrap hides parts of its /proc, and then the kernel would not let keepers mount theirs
+        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
         become_user(limits["user"])
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # a change of user takes it, and a keeper's maps need it
+    # setting the user id clears this flag, and without it no keeper's user id map can be written
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
     for name in limits["imports"]:

@@ -7,7 +7,7 @@ import os
 
 
 def list_children(pid: int) -> list[int]:
-    """Return the ids of the children of a process, those of all its threads."""
+    """Return the process ids of a process's children."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -17,8 +17,8 @@ def list_children(pid: int) -> list[int]:
 
 
 def list_descendants(pids: list[int]) -> list[int]:
-    """Return these processes and everything that descends from them."""
+    """Return the given process ids and the ids of all their descendants."""
     found = list(pids)
     for pid in found:
-        found += list_children(pid)  # the loop also goes through what is added here
+        found += list_children(pid)  # the loop also visits the ids that are appended here
     return found

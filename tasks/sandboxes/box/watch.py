@@ -1,4 +1,6 @@
-"""Enforces a program's deadline and its limits of memory, processes and output, for the keeper of its sandbox."""
+"""Enforces a program's deadline and its limits of memory, processes and output; the sandbox's keeper process uses this
+module.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,25 @@ from typing import Any
 
 from rollflow.tasks.sandboxes.box.rights import libc
 
-POLL_SECONDS = 0.02  # time between two measurements of memory and processes
+POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
 CHUNK = 65536
-NO_CORE = 1  # bytes of a core file; with 0, the kernel would still start the host's program for core files
+NO_CORE = 1  # core file limit in bytes; with 0, the kernel would still start the host's core dump handler
 RESIDENT, FILES = b"RssAnon:", b"FDSize:"
-ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")  # memory of a process that is no file's
-SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")  # with each page divided among the processes that share it
-SOCKET_KIB = 416  # most bytes that a socket holds for its other end, if the kernel's settings are the usual ones
-WALL = 0x40000000  # waitpid also collects children that end with another signal than SIGCHLD
-COMPARED = 64  # most processes that another is compared with
+# fields of memory that belongs to no file
+ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
+# fields that divide each page among the processes that share it
+SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
+SOCKET_KIB = 416  # largest send buffer of a socket in KiB under the kernel's default settings
+WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not SIGCHLD
+COMPARED = 64  # largest number of processes that a process is compared with
 KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
 
 class Watch:
-    """One running program, seen from the keeper, which is process 1 of the sandbox.
+    """A running program whose output is read and whose limits are enforced by the keeper, process 1 of the sandbox.
 
-    `pipes` are the ends from which stdout and stderr are read. After `wait`, `end` says why the program ended, `code`
-    is its return code and `output` what it wrote.
+    `pipes` are the read ends of the program's stdout and stderr. After `wait`, `end` says why the program ended, `code`
+    is its return code, and `output` is its stdout and stderr.
     """
 
     def __init__(self, owner: socket.socket, pid: int, pipes: list[int], limits: dict[str, Any]) -> None:
@@ -43,13 +47,13 @@ class Watch:
         self._process = os.pidfd_open(pid)
         self._poll = select.poll()
         for fd in pipes:
-            os.set_blocking(fd, False)  # a program can open its stdout again and read from it
+            os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and read the data itself
         for fd in (*pipes, self._process):
             self._poll.register(fd, select.POLLIN)
         self._poll.register(owner, select.POLLRDHUP)
 
     def wait(self, deadline: float, *, keep_children: bool) -> None:
-        """Wait until the program has ended, by itself or by a limit; `deadline` is a time of `time.monotonic`."""
+        """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
         while self.code is None:
             self._handle_events(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
             if self.code is None:
@@ -67,12 +71,15 @@ class Watch:
     def _handle_events(self, seconds: float) -> None:
         for fd, _ in self._poll.poll(seconds * 1000):
             if fd == self._owner.fileno():
-                os._exit(0)  # the owner is gone; the kernel kills all processes of the sandbox
+                # the process that created the sandbox is gone; the kernel then kills all processes of the sandbox
+                os._exit(0)
             elif fd in self._outputs:
                 self._read(fd)
 
     def _read(self, fd: int) -> bool:
-        """Read output, and stop the program if it has written too much; return False if there is no more output."""
+        """Read output, and kill the program if its output exceeds the limit; return False if no more output is
+        available.
+        """
         try:
             part = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -94,27 +101,29 @@ class Watch:
         self.code = kill_all()[self._pid]
 
     def _drain(self) -> None:
-        """Read the rest of the output, without waiting for children that live on."""
+        """Read the remaining output, without waiting for child processes that are still running."""
         for fd in list(self._outputs):
             while len(self._outputs[fd]) < self._limits["output_bytes"] and self._read(fd):
                 pass
 
 
 def kill_all() -> dict[int, int]:
-    """Kill and collect every process of this process namespace but process 1, the caller; return their codes."""
+    """Kill and reap every process of the sandbox except the caller, process 1; return their exit codes by process
+    id.
+    """
     codes: dict[int, int] = {}
     while True:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         try:
-            pid, status = os.waitpid(-1, WALL)  # orphans are children of process 1
+            pid, status = os.waitpid(-1, WALL)  # orphaned processes become children of process 1
         except ChildProcessError:
             return codes
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
 def collect_ended() -> dict[int, int]:
-    """Collect the children of process 1 that have ended, orphans included; return their codes."""
+    """Reap all ended processes of the sandbox, including orphans; return their exit codes by process id."""
     codes: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG | WALL))[0]:
@@ -124,9 +133,10 @@ def collect_ended() -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process uses: memory in KiB, and for each thread its folder in /proc and its open files.
+    """The resource usage of a process: memory in KiB, the folders of its threads in /proc, and open files.
 
-    `files` is the number of open files, and `hidden` the most that there may be if the process hides them.
+    `files` is the number of open files; if the process hides its open files, `hidden` is an upper bound of their
+    number.
     """
 
     memory: int
@@ -136,13 +146,13 @@ class Usage:
 
 
 def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
-    """Return "processes" or "memory" if the sandbox's processes exceed that limit, otherwise an empty text.
+    """Return "processes" or "memory" if the sandbox's processes exceed that limit, and "" if they exceed none.
 
-    `pids` are the sandbox's processes; None means all processes that this process sees.
+    `pids` are the ids of the sandbox's processes; None means all processes in this process namespace.
 
-    Pages that several processes share are counted once, and of the open files only the sockets hold memory. Both take
-    longer to measure, so they are measured only if the sum over all processes exceeds the limit. A process may hide
-    its files, and how it shares its pages; then all count.
+    Memory pages that processes share are counted once, and of open files only sockets are counted. This exact count is
+    slow, so it is made only if the sum over all processes exceeds the memory limit. If a process hides its open files
+    or its shared pages, all of them are counted.
     """
     found = {pid: _measure(pid) for pid in (list_processes() if pids is None else pids)}
     if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:
@@ -150,19 +160,21 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
     most = limits["memory_bytes"] // 1024
     if sum(usage.memory + SOCKET_KIB * (usage.files + usage.hidden) for usage in found.values()) <= most:
         return ""
-    exceeds = (_measure_exactly(found) > most for _ in range(2))  # again: while a child ends, its pages count twice
+    # measured twice, because the pages of a child that is ending are briefly counted twice
+    exceeds = (_measure_exactly(found) > most for _ in range(2))
     return "memory" if all(exceeds) else ""
 
 
 def list_processes() -> list[int]:
-    """Return the ids of all processes of this process namespace but process 1."""
+    """Return the ids of all processes of this process namespace except process 1."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 
 def _measure(pid: int) -> Usage:
-    """Measure a process; a process that has ended uses nothing.
+    """Return the resource usage of a process; the usage of an ended process is zero.
 
-    The first thread of a process may have ended before the others, and then it has no memory and no open files.
+    All threads are read, because the first thread of a process may have ended, and then reports no memory and no open
+    files.
     """
     threads = [f"/proc/{pid}/task/{name}" for name in _list(f"/proc/{pid}/task") or ()]
     lists = [_list(f"{thread}/fd") for thread in threads]
@@ -174,7 +186,7 @@ def _measure(pid: int) -> Usage:
 
 
 def _measure_exactly(found: dict[int, Usage]) -> int:
-    """Return the memory of these processes in KiB; memory that several of them share counts once."""
+    """Return the memory of the given processes in KiB, counting shared memory once."""
     memory, seen = 0, list[int]()
     for pid, usage in found.items():
         if not any(
@@ -183,13 +195,14 @@ def _measure_exactly(found: dict[int, Usage]) -> int:
             seen.append(pid)
             exact = (_read_fields(f"{thread}/smaps_rollup", SHARED_OUT) for thread in usage.threads)
             shared_out = next((sum(fields.values()) for fields in exact if fields), None)
-            memory += _measure(pid).memory if shared_out is None else shared_out  # or it has ended in the meantime
+            # the process hides its shared pages or has ended meanwhile
+            memory += _measure(pid).memory if shared_out is None else shared_out
     sockets = {link for usage in found.values() for link in _read_links(usage.threads) if link.startswith("socket:")}
     return memory + SOCKET_KIB * (len(sockets) + sum(usage.hidden for usage in found.values()))
 
 
 def _read_links(threads: list[str]) -> Iterator[str]:
-    """Return the files that these threads have open."""
+    """Yield the targets of the open files of the given threads, such as "socket:[123]"."""
     for thread in threads:
         for name in _list(f"{thread}/fd") or ():
             with contextlib.suppress(OSError):
@@ -197,7 +210,7 @@ def _read_links(threads: list[str]) -> Iterator[str]:
 
 
 def _list(folder: str) -> list[str] | None:
-    """List a folder of /proc; return None if the process has ended or hides the folder."""
+    """Return the names in a folder of /proc; return None if the process has ended or hides the folder."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -205,7 +218,7 @@ def _list(folder: str) -> list[str] | None:
 
 
 def _read_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
-    """Read these fields of a file of /proc; sizes are in KiB, and a process that has ended has no fields."""
+    """Return the named fields of a file of /proc, sizes in KiB; return an empty dict if the process has ended."""
     fields = {}
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
@@ -216,9 +229,9 @@ def _read_fields(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
 
 
 def limit_program(limits: dict[str, Any], seconds: float) -> None:
-    """Limit the CPU time and the file sizes of this process and of each process that it will start.
+    """Limit the CPU time and the file sizes of this process and of its future children.
 
-    `seconds` is the program's deadline; a process may compute on all cores until then.
+    `seconds` is the program's deadline; the limit of CPU time allows all cores to be used until the deadline.
     """
     cpu = int(seconds * (os.cpu_count() or 1)) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
@@ -226,14 +239,15 @@ def limit_program(limits: dict[str, Any], seconds: float) -> None:
 
 
 def set_limits(limits: dict[str, Any]) -> None:
-    """Set the limits of this process and of the processes that it will start, except for time and file sizes."""
+    """Set the limits of this process and its future children, except for CPU time and file sizes."""
     for which, most in (
-        (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),  # `find_excess` holds the real limit
-        (resource.RLIMIT_NPROC, limits["processes"] + 1),  # holds for every user but root
+        # a coarse bound; `find_excess` enforces the exact memory limit
+        (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),
+        (resource.RLIMIT_NPROC, limits["processes"] + 1),  # the kernel enforces this limit for every user except root
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_MEMLOCK, 2**20),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_SIGPENDING, 1024),  # signals in queues, and timers
+        (resource.RLIMIT_SIGPENDING, 1024),  # limit of queued signals and timers
         (resource.RLIMIT_RTPRIO, 0),
         (resource.RLIMIT_NICE, 0),
         (resource.RLIMIT_CORE, NO_CORE),

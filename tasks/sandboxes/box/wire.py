@@ -1,5 +1,5 @@
-"""Sends and receives the messages between an owner of sandboxes and the processes in a box. A message has a JSON
-header, a body and descriptors.
+"""Sends and receives the messages between the process that creates sandboxes and the processes in a box. A message
+consists of a JSON header, a body and file descriptors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 import struct
 from typing import Any
 
-LENGTHS = struct.Struct("!II")  # bytes of the JSON header, and bytes of the body
+LENGTHS = struct.Struct("!II")  # length of the JSON header and length of the body, in bytes
 CHUNK = 65536
 
 
@@ -23,7 +23,7 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, list[int]]:
-    """Receive a message: its header, its body and its descriptors; end this process if the other side is gone."""
+    """Receive a message as its header, body and file descriptors; exit this process if the peer is gone."""
     data, fds, _, _ = socket.recv_fds(connection, LENGTHS.size, 1)
     data += read_exactly(connection, LENGTHS.size - len(data))
     header, body = LENGTHS.unpack(data)
@@ -31,7 +31,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, list[int]
 
 
 def read_regular_file(fd: int, most: int) -> bytes:
-    """Read an open file of at most `most` bytes and close it; raise `OSError` if it is larger or no regular file."""
+    """Read and close an open file; raise `OSError` if it is not a regular file or has more than `most` bytes."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
@@ -46,7 +46,7 @@ def read_regular_file(fd: int, most: int) -> bytes:
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Read this many bytes; end this process if the other side is gone."""
+    """Read exactly `count` bytes from a socket; exit this process if the peer is gone."""
     data = bytearray()
     while len(data) < count:
         part = connection.recv(min(count - len(data), 16 * CHUNK))

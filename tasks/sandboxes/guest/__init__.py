@@ -1,5 +1,5 @@
-"""The program in a sandbox that runs commands and sessions side by side for the sandbox's owner; see `serve`.
+"""The guest: a process inside a sandbox that runs an agent's commands and sessions in parallel; see `serve`.
 
-These modules import only the standard library, `box.wire` and `box.tree`, because nothing else is in a sandbox.
-`workspace` sends their source to the sandbox.
+These modules import only the standard library, `box.wire`, `box.tree` and `host.files`, because a sandbox has no other
+packages. The module `workspace` sends the source code of these modules to the sandbox.
 """

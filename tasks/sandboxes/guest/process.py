@@ -1,4 +1,4 @@
-"""Starts, reads and kills one process for a guest."""
+"""Starts, reads and kills a child process of the guest, the process that runs commands inside a sandbox."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from rollflow.tasks.sandboxes.box.tree import list_descendants
 from rollflow.tasks.sandboxes.box.wire import CHUNK
 
-READS = 16  # chunks that are read from one process before others have their turn
+READS = 16  # largest number of chunks that are read from one process before other processes are served
 
 
 class GuestProcess:
-    """A process that this one started, in a session of its own, with the output that it has written."""
+    """A child process of the guest in its own session, with the output that the child process has written."""
 
     def __init__(
         self, roots: set[int], command: Sequence[str], request: Mapping[str, Any], outputs: int, **more: Any
     ) -> None:
-        """Start the process; `outputs` is 2 for separate stdout and stderr, 1 for both in one.
+        """Start the process; if `outputs` is 2, stdout and stderr are separate, and if it is 1, they share a pipe.
 
-        `roots` are the processes that the guest started itself; the process is one of them until it is collected.
+        `roots` contains the ids of the guest's own child processes; this process is a member until `collect` is called.
 
         Raises:
             OSError: the process cannot be started.
@@ -51,11 +51,13 @@ class GuestProcess:
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that are ready if there is output, or if the process has ended."""
+        """The file descriptors that become readable when the process writes output or ends."""
         return [*self._open, self.ended]
 
     def read(self, most: int) -> bool:
-        """Read the output that there is, and keep `most` bytes of it; return False if there was more."""
+        """Read the available output, and store at most `most` bytes of each stream; return False if output was
+        dropped.
+        """
         fits = True
         for fd in list(self._open):
             output = self._outputs[fd]
@@ -69,7 +71,7 @@ class GuestProcess:
         return fits
 
     def take_output(self, most: int) -> list[bytes]:
-        """Return the output so far, and forget it."""
+        """Return the output read so far, and clear the buffers."""
         self.read(most)
         taken = [bytes(output) for output in self._outputs.values()]
         for output in self._outputs.values():
@@ -81,17 +83,17 @@ class GuestProcess:
         return self._popen.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process and everything that descends from it."""
+        """Kill the process and all its descendants."""
         kill_descendants([self.pid])
         self.signal_group(signal.SIGKILL)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the process and to those of its children that have not left its group."""
+        """Send a signal to the process and to all processes of its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def collect(self) -> int:
-        """Wait for the process, which has ended or was killed; return its code."""
+        """Reap the process, which has ended or was killed, and return its exit code."""
         code = self._popen.wait()
         self._roots.discard(self.pid)
         for fd in (*self._outputs, self.ended):
@@ -103,12 +105,12 @@ class GuestProcess:
 
 
 def kill_descendants(pids: list[int]) -> None:
-    """Kill these processes and everything that descends from them."""
+    """Kill the given processes and all their descendants."""
     kill_processes(list_descendants(pids))
 
 
 def kill_processes(pids: Iterable[int]) -> None:
-    """Kill processes, some of which may have ended."""
+    """Kill the given processes; ignore those that have already ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,11 +1,12 @@
-"""Runs commands and sessions side by side in one sandbox, as a program in the sandbox.
+"""Runs an agent's commands and sessions in parallel, as a program inside one sandbox.
 
-The sandbox's owner (see `workspace`) holds the other end of descriptor 3. Each request and each answer is a message of
-a JSON header and a body (see `box.wire`), and an answer has the number of its request. One thread does everything: each
-request is a generator, which yields the descriptors and the time that it waits for.
+The process that created the sandbox (see `workspace`) has the peer of the socket at file descriptor 3. A request and
+its answer are messages with a JSON header and a body (see `box.wire`), and have the same number. A single thread serves
+all requests: each request is a generator that yields the file descriptors and the deadline that it waits for.
 
-No command gets descriptor 3, and the kernel keeps this process's memory and descriptors from all others in the sandbox.
-So a command can kill this process, which the sandbox's owner sees, but it cannot answer for this process.
+Commands do not inherit file descriptor 3, and the kernel protects the memory and the file descriptors of this process
+from all other processes in the sandbox. A command can therefore kill this process, which the sandbox's creator notices,
+but cannot forge an answer of this process.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rollflow.tasks.sandboxes.guest.process import GuestProcess, kill_descendant
 from rollflow.tasks.sandboxes.guest.session import NOT_STARTED, SOON, GuestSession, Header, Work
 from rollflow.tasks.sandboxes.host.files import read_file, write_file
 
-CHANNEL = 3  # descriptor of the owner's socket
+CHANNEL = 3  # file descriptor of the socket to the process that created the sandbox
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
-WALL = 0x40000000  # waitpid also collects children that end with another signal than SIGCHLD
+WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not SIGCHLD
 
 
 class SandboxGuest:
@@ -37,15 +38,16 @@ class SandboxGuest:
 
     def __init__(self, owner: socket.socket) -> None:
         self._owner = owner
-        self._roots: set[int] = set()  # processes that this one started itself
+        self._roots: set[int] = set()  # ids of the processes that this process started itself
         self._sessions: dict[str, GuestSession] = {}
-        self._works: dict[int, tuple[Work, set[int], float]] = {}  # request -> its work, and what it waits for
+        # number of a request -> its generator, and the file descriptors and the time that it waits for
+        self._works: dict[int, tuple[Work, set[int], float]] = {}
         self._child, child = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child)
 
     def serve(self) -> NoReturn:
-        """Answer requests until the owner is gone."""
+        """Answer requests until the process that created the sandbox is gone."""
         while True:
             poll = select.poll()
             for fd in {self._owner.fileno(), self._child}.union(*(fds for _, fds, _ in self._works.values())):
@@ -63,12 +65,12 @@ class SandboxGuest:
                 self._accept()
 
     def _accept(self) -> None:
-        """Begin the next request; end this process if the owner is gone."""
+        """Receive and start the next request; exit this process if the sandbox's creator is gone."""
         request, body, _ = receive(self._owner)
         self._advance(request["number"], getattr(self, f"do_{request['do']}")(request, body), None)
 
     def _advance(self, number: int, work: Work, ready: set[int] | None) -> None:
-        """Go on with a request; answer it if it has ended."""
+        """Resume the generator of a request; if the generator has finished, send the answer."""
         try:
             fds, until = next(work) if ready is None else work.send(ready)
             self._works[number] = (work, set(fds), until)
@@ -82,7 +84,7 @@ class SandboxGuest:
         self._owner.sendall(pack({"number": number, **header}, body))
 
     def do_exec(self, request: Header, stdin: bytes) -> Work:
-        """Run a command, without waiting for processes that it leaves."""
+        """Run a command, without waiting for its background processes."""
         began, most, end = time.monotonic(), request["most"], "exited"
         reading, writing = os.pipe()
         try:
@@ -121,7 +123,7 @@ class SandboxGuest:
         return {"end": end, "code": code, "stdout": len(stdout), "seconds": time.monotonic() - began}, stdout + stderr
 
     def do_run(self, request: Header, _: bytes) -> Work:
-        """Run code in a session, which is created if it does not exist."""
+        """Run code in a session; create the session if it does not exist."""
         session = self._sessions.setdefault(request["session"], GuestSession(self._roots, request))
         if session.is_busy:
             raise OSError(errno.EBUSY, "the session is running other code")
@@ -138,7 +140,7 @@ class SandboxGuest:
         return {}, b""
 
     def do_upload(self, request: Header, data: bytes) -> Work:
-        """Write a file and its missing folders, with the rights of a command, or only below the sandbox's folder."""
+        """Write a file and its missing parent folders; with `only_below`, only below the sandbox's folder."""
         path = request["path"]
         if request["only_below"]:
             write_file(*self._split(path), data)
@@ -151,7 +153,7 @@ class SandboxGuest:
         return {}, b""
 
     def do_download(self, request: Header, _: bytes) -> Work:
-        """Read a file of at most `most` bytes, with the rights of a command, or only below the sandbox's folder."""
+        """Read a file of at most `most` bytes; with `only_below`, only below the sandbox's folder."""
         path, most = request["path"], request["most"]
         data = (
             read_file(*self._split(path), most)
@@ -162,19 +164,19 @@ class SandboxGuest:
         return {}, data
 
     def _split(self, path: str) -> tuple[str, str]:
-        """Return the sandbox's folder, and a path relative to it if the path begins with the folder."""
+        """Return the sandbox's folder and `path` relative to this folder."""
         folder = os.environ["HOME"]
         return folder, path.removeprefix(f"{folder}/")
 
     def _collect_orphans(self) -> None:
-        """Collect ended processes that this one did not start itself."""
+        """Reap ended orphans, processes that this process adopted but did not start."""
         for pid in list_children(os.getpid()):
             if pid not in self._roots:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG | WALL)
 
     def _kill_orphans(self) -> None:
-        """Kill the processes that ended commands left."""
+        """Kill the background processes of commands that have ended."""
         while left := [pid for pid in list_children(os.getpid()) if pid not in self._roots]:
             kill_descendants(left)
             for pid in left:
@@ -183,10 +185,10 @@ class SandboxGuest:
 
 
 def open_regular(path: str, flags: int) -> int:
-    """Open a regular file; a pipe or a device must not block this process, and files of /proc are no files."""
+    """Open a regular file without blocking; reject pipes, devices and files of /proc."""
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o755)
     try:
-        with contextlib.suppress(FileNotFoundError):  # some kinds of sandbox have no /proc
+        with contextlib.suppress(FileNotFoundError):  # /proc does not exist in some kinds of sandbox
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/proc/"):
                 raise OSError(errno.EACCES, "a file of /proc")
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -198,7 +200,7 @@ def open_regular(path: str, flags: int) -> int:
 
 
 def can_open(path: str) -> bool:
-    """Return whether this process may open a file."""
+    """Return whether this process can open a file for reading and writing."""
     try:
         os.close(os.open(path, os.O_RDWR))
     except OSError:
@@ -207,11 +209,12 @@ def can_open(path: str) -> bool:
 
 
 def main() -> None:
-    """Close this process to others, and answer requests until the owner is gone."""
+    """Protect this process from other processes, and answer requests until the sandbox's creator is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) and can_open("/proc/self/mem"):
         raise OSError(ctypes.get_errno(), "prctl")
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # where this is refused, the keeper collects orphans
+    # adopt orphans; if the kernel refuses, the sandbox's keeper process reaps them
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(CHANNEL, False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a signal that is ignored here is ignored by commands
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise commands would inherit an ignored SIGINT
     SandboxGuest(socket.socket(fileno=CHANNEL)).serve()

@@ -1,10 +1,10 @@
-"""A session: a shell or a Python interpreter that keeps its state from one run to the next.
+"""A session: a shell or a Python interpreter in a sandbox that keeps its state between runs.
 
-A session gets its code by a pipe, and writes the number and the return code of each run to another pipe, which the
-commands of a shell do not have. So no output of a command is taken for the end of its run.
+A session reads code from one pipe, and writes the number and the exit code of each run to a second pipe, which the
+commands of a shell do not inherit. The output of a command can therefore not be mistaken for the end of a run.
 
-If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, which keeps its state. A session
-that goes on is killed; the next run begins in a new one.
+If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, and its state is kept. A session
+that ignores the interrupt is killed, and the next run starts a new session.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rollflow.tasks.sandboxes.box.tree import list_descendants
 from rollflow.tasks.sandboxes.box.wire import CHUNK
 from rollflow.tasks.sandboxes.guest.process import GuestProcess, kill_processes
 
-NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
-SOON = 0.01  # seconds until more of a long input is written
-STOP_SECONDS, STOPS = 0.4, 5  # time that a session has for the end of its run after an interrupt, and interrupts
+NOT_STARTED = 127  # exit code for a command that does not exist, as in a shell
+SOON = 0.01  # seconds between two writes of a long input
+STOP_SECONDS, STOPS = 0.4, 5  # seconds that a run may take to end after an interrupt, and largest number of interrupts
 PYTHON = ("python3", "-X", "utf8")
 Header = dict[str, Any]
-# Yields descriptors and a time: it goes on when a descriptor is ready or at that time, and gets the ready descriptors.
+# A request's generator yields file descriptors and a time, and is resumed with the ready descriptors.
 Work = Generator[tuple[Sequence[int], float], set[int], Any]
 
 SHELL_START = "set +H +o history; unset HISTFILE"
@@ -74,20 +74,20 @@ for line in orders:
 
 
 class GuestSession:
-    """A shell or a Python interpreter that keeps its variables from one run to the next."""
+    """A shell or a Python interpreter that keeps its variables between runs."""
 
     def __init__(self, roots: set[int], request: Header) -> None:
         self._roots, self._opened = roots, request
         self._process: GuestProcess | None = None
-        self._orders = self._statuses = -1  # the pipes for code (of a Python session) and for statuses
-        self._number_in_shell = -1  # the descriptor of the statuses in a shell
-        self._number = self._last = 0  # of the run, and the return code of the run before
+        self._orders = self._statuses = -1  # the pipe to a Python session for code, and the pipe for exit codes
+        self._number_in_shell = -1  # file descriptor of the pipe for exit codes in the shell
+        self._number = self._last = 0  # number of the current run, and exit code of the previous run
         self._statement = bytearray()
-        self._is_over = False  # nothing has the other end of the pipe for statuses any more
+        self._is_over = False  # True if no process has the write end of the pipe for exit codes any more
         self.is_busy = False
 
     def run(self, request: Header) -> Work:
-        """Run code; yield as `Work` does, and return the header and the body of the answer."""
+        """Run code in the session; yield what the run waits for, and return the header and the body of the answer."""
         self.is_busy, began = True, time.monotonic()
         try:
             if self._process is None:
@@ -111,7 +111,7 @@ class GuestSession:
         return self._describe(end, code, lost, began), output
 
     def close(self) -> int:
-        """Kill the session with everything that it started and that has not left it; return its code."""
+        """Kill the session's process and its descendants, except those that have detached; return the exit code."""
         if (process := self._process) is None:
             return 0
         self._process = None
@@ -149,10 +149,12 @@ class GuestSession:
         self._number += 1
         first = "\n".join([SHELL_START, *self._opened["start"]])
         yield from self._run(first, time.monotonic() + request["timeout"], request["most"])
-        self._process.take_output(request["most"])  # an interactive shell says that it has no terminal
+        self._process.take_output(request["most"])  # drop the warning of an interactive shell that it has no terminal
 
     def _run(self, code: str, deadline: float, most: int) -> Work:
-        """Give the session its code, and wait for its status; return how the run ended, and its code if known."""
+        """Send code to the session and wait for the end of the run; return how the run ended, and its exit code or
+        None.
+        """
         assert self._process is not None
         data = memoryview(self._write_order(code))
         fd = self._orders if self._orders >= 0 else self._process.stdin.fileno()  # type: ignore[union-attr]
@@ -167,7 +169,7 @@ class GuestSession:
             if (status := self._read_status()) is not None:
                 return end, status
             if process.ended in ready or self._is_over:
-                yield [process.ended], time.monotonic() + STOP_SECONDS  # its end comes soon after that of its pipe
+                yield [process.ended], time.monotonic() + STOP_SECONDS  # the process ends soon after its pipe closes
                 return end, None
             if time.monotonic() >= limit or (end == "exited" and not fits):
                 if stops == STOPS:
@@ -177,7 +179,9 @@ class GuestSession:
                 limit, stops = time.monotonic() + STOP_SECONDS, stops + 1
 
     def _stop(self, before: set[int] | None) -> None:
-        """Interrupt the run; with `before`, also kill the processes that the session did not have before the run."""
+        """Interrupt the run; if `before` is given, also kill the descendants of the session that are not in
+        `before`.
+        """
         assert self._process is not None
         if before is not None:
             kill_processes(set(list_descendants([self._process.pid])) - before)
@@ -187,12 +191,14 @@ class GuestSession:
         if self._orders >= 0:
             return json.dumps({"number": self._number, "code": code}).encode() + b"\n"
         status = self._number_in_shell
-        again = f"(exit {self._last}); " if self._last else ""  # so that $? is that of the run before
+        again = f"(exit {self._last}); " if self._last else ""  # set $? to the exit code of the previous run
         run = f"{again}eval {shlex.quote(code)} </dev/null {status}>&-"
         return f"{run}\nprintf '%s %s\\n' {self._number} $? >&{status}\n".encode(errors="surrogateescape")
 
     def _read_status(self) -> int | None:
-        """Return the status of this run, if the session has written it; statuses of earlier runs are ignored."""
+        """Return the exit code of the current run if the session has written it, ignoring exit codes of earlier
+        runs.
+        """
         with contextlib.suppress(BlockingIOError):
             part = os.read(self._statuses, CHUNK)
             self._is_over = not part

@@ -1,4 +1,6 @@
-"""Reads and writes files of a sandbox's folder, which a program may have filled with links to other places."""
+"""Reads and writes files in a sandbox's folder without following links, because a program may have created links to
+other places.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ DEEP = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY
 
 
 def open_below(folder: str, path: str, flags: int, *, create: bool = False) -> int:
-    """Open a file below a folder; no part of the path may be a link or lead out of the folder.
+    """Open a file below a folder; reject a path that contains a link or leads out of the folder.
 
     Raises:
-        OSError: the file cannot be opened, or its path leads elsewhere.
+        OSError: the file cannot be opened, or `path` leads out of the folder.
     """
     *parents, name = [part for part in path.split("/") if part not in ("", ".")] or ["."]
     if path.startswith("/") or ".." in (*parents, name):
@@ -43,12 +45,12 @@ def make_folder(outer: int, name: str) -> None:
 
 
 def write_file(folder: str, path: str, data: bytes) -> None:
-    """Write a file below a folder, and create missing folders."""
+    """Write a file below a folder, and create its missing parent folders."""
     fd = open_below(folder, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, create=True)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
 
 
 def read_file(folder: str, path: str, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes."""
+    """Read a regular file of at most `most` bytes below a folder."""
     return read_regular_file(open_below(folder, path, os.O_RDONLY), most)

@@ -1,5 +1,5 @@
-"""The keeper of one sandbox of host processes. The keeper runs the owner's programs one after another, and enforces
-their limits.
+"""The keeper: a process that supervises one sandbox whose programs are processes of the host. The keeper runs one
+program at a time, as requested by the process that created the sandbox, and enforces the limits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from rollflow.tasks.sandboxes.host.tree import (
     measure_folder,
 )
 
-POLL_SECONDS = 0.03  # time between two measurements of memory and processes
-FOLDER_SECONDS = 0.1  # time between two measurements of the folder
+POLL_SECONDS = 0.03  # seconds between two measurements of the sandbox's memory and processes
+FOLDER_SECONDS = 0.1  # seconds between two measurements of the sandbox's folder
 GIVEN = ("memory_bytes", "open_files", "folder_bytes", "filter")
 Request = dict[str, Any]
 
 
 class HostKeeper:
-    """Answers the requests of the process that owns one sandbox. See the module's docstring."""
+    """Answers the requests of the process that created the sandbox. See the module's docstring."""
 
     def __init__(self, owner: socket.socket, settings: dict[str, Any], folder: str, launch: Launch) -> None:
-        """Create the sandbox's folders: `work` is the program's own, `program` holds what the program is given."""
+        """Create the folder `work` for the program's own files, and the folder `program` for its source code and
+        stdin.
+        """
         self._owner, self._launch, self.settings = owner, launch, settings
         self.work, self.program = os.path.join(folder, "work"), os.path.join(folder, "program")
         for path in (folder, self.work, self.program):
@@ -44,7 +46,7 @@ class HostKeeper:
         self._answer({"ready": True})
 
     def serve(self) -> None:
-        """Answer the owner's requests until the owner is gone."""
+        """Answer requests until the process that created the sandbox is gone."""
         while True:
             self._watch_children()
             request, body, fds = receive(self._owner)
@@ -66,13 +68,13 @@ class HostKeeper:
         self._owner.sendall(pack(header, body))
 
     def _watch_children(self) -> None:
-        """Enforce the limits of processes that outlived their program, until the owner's next request."""
+        """Enforce the limits on processes that outlived their program, until the next request arrives."""
         while not select.select([self._owner], [], [], POLL_SECONDS if self._list() else None)[0]:
             if find_excess(self.settings, self._list()) or self._find_folder_excess():
                 self._kill_all()
 
     def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Run a program and answer with its result."""
+        """Run a program and send its result to the process that created the sandbox."""
         began = time.monotonic()
         out, err = os.pipe(), os.pipe()
         order = self._write_order(request, body, has_channel=bool(fds))
@@ -93,7 +95,9 @@ class HostKeeper:
         self._answer(result | {"stdout": len(output[0])}, output[0] + output[1])
 
     def _write_order(self, request: Request, stdin: bytes, *, has_channel: bool) -> str:
-        """Write the files that the program is given, and return the path of its order (see `host.program`)."""
+        """Write the program's stdin and the JSON file that describes the program (see `host.program`); return the JSON
+        file's path.
+        """
         paths = [os.path.join(self.program, name) for name in ("order.json", "stdin")]
         order = request | {name: self.settings[name] for name in GIVEN}
         order |= {"stdin": paths[1], "channel": has_channel, "cwd": os.path.join(self.work, request["cwd"])}
@@ -117,15 +121,15 @@ class HostKeeper:
         return "folder" if size > self.settings["folder_bytes"] or count > self.settings["folder_files"] else ""
 
     def find_excess(self, *, with_folder: bool) -> str:
-        """Return the limit that the sandbox exceeds, or an empty text."""
+        """Return the name of the limit that the sandbox exceeds, or "" if it exceeds none."""
         return find_excess(self.settings, self._list()) or (self._find_folder_excess() if with_folder else "")
 
 
 class HostWatch:
-    """One running program, seen from its keeper.
+    """A running program whose output is read and whose limits are enforced by the sandbox's keeper process.
 
-    `pipes` are the ends from which stdout and stderr are read. After `wait`, `end` says why the program ended, and
-    `code` is its return code.
+    `pipes` are the read ends of the program's stdout and stderr. After `wait`, `end` says why the program ended, and
+    `code` is its exit code.
     """
 
     def __init__(self, owner: socket.socket, launched: Launched, pipes: list[int], keeper: HostKeeper) -> None:
@@ -139,11 +143,11 @@ class HostWatch:
         for fd in (*pipes, self._process):
             self._poll.register(fd, select.POLLIN)
         for fd in pipes:
-            os.set_blocking(fd, False)  # a program can open its stdout again and read from it
+            os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and read the data itself
         self._poll.register(owner, select.POLLRDHUP)
 
     def wait(self, deadline: float) -> None:
-        """Wait until the program has ended, by itself or by a limit; `deadline` is a time of `time.monotonic`."""
+        """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
         measured = 0.0
         while True:
             now = time.monotonic()
@@ -161,7 +165,9 @@ class HostWatch:
         os.close(self._process)
 
     def drain(self) -> tuple[bytes, bytes]:
-        """Read the rest of the output, without waiting for children that live on; return stdout and stderr."""
+        """Read the remaining output, without waiting for child processes that are still running; return stdout and
+        stderr.
+        """
         for fd in list(self._open):
             while fd in self._open and len(self._output[fd]) < self._most and self._read(fd):
                 pass
@@ -171,7 +177,7 @@ class HostWatch:
         return stdout, stderr
 
     def _has_ended(self, seconds: float) -> bool:
-        """Wait for events and read output; return True if the program has ended."""
+        """Wait for output or the program's end for at most `seconds`; return True if the program has ended."""
         ended = False
         for fd, _ in self._poll.poll(seconds * 1000):
             if fd == self._owner.fileno():
@@ -183,7 +189,7 @@ class HostWatch:
         return ended
 
     def _read(self, fd: int) -> bool:
-        """Read output; return False if there is none now."""
+        """Read output from a pipe; return False if no output is available."""
         try:
             part = os.read(fd, CHUNK)
         except BlockingIOError:
@@ -196,7 +202,7 @@ class HostWatch:
         return bool(part)
 
     def _stop(self, end: str) -> None:
-        """Kill the program and its children, and collect the program; the keeper collects the children later."""
+        """Kill the program and its descendants, and reap the program; the descendants are reaped later."""
         self.end = end
         for pid in list_descendants([self._launched.pid]):
             with contextlib.suppress(ProcessLookupError):

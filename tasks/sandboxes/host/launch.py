@@ -1,4 +1,4 @@
-"""Starts a program on the host: as a plain process, or confined by sandlock."""
+"""Starts a program on the host, either as a plain process or as a process confined by the package sandlock."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class Launched(Protocol):
 
     @property
     def pid(self) -> int:
-        """The id of the program's process."""
+        """The process id of the program."""
 
     def finish(self) -> int:
-        """Collect the process, which has ended or was killed, and return its code."""
+        """Reap the process, which has ended or was killed, and return its exit code."""
 
 
 class Places(Protocol):
-    """The folders of the sandbox in which a program is started."""
+    """The folders and the settings of a sandbox in which a program is started."""
 
     work: str
     program: str
     settings: dict[str, Any]
 
 
-# Starts a command with variables and with the descriptors of its stdin, stdout and stderr.
+# A function that starts a command with environment variables and with file descriptors for stdin, stdout and stderr.
 Launch = Callable[[Places, Sequence[str], Mapping[str, str], tuple[int, int, int]], Launched]
 
 
 class PlainProcess:
-    """A process without any confinement, in a session of its own."""
+    """A process without confinement, in its own session."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str, fds: tuple[int, int, int]) -> None:
         self._process = subprocess.Popen(
@@ -59,26 +59,26 @@ class PlainProcess:
         self.pid = self._process.pid
 
     def finish(self) -> int:
-        """Collect the process; see `Launched`."""
+        """Reap the process and return its exit code; see `Launched`."""
         return self._process.wait()
 
 
 def launch_plain(
     places: Places, command: Sequence[str], env: Mapping[str, str], fds: tuple[int, int, int]
 ) -> PlainProcess:
-    """Start a plain process; see `Launch`."""
+    """Start a program as a process without confinement; see `Launch`."""
     return PlainProcess(command, env, places.work, fds)
 
 
 class SandlockProcess:
-    """A process that sandlock confines."""
+    """A process that the package sandlock confines."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
         self.pid: int = process.pid
 
     def finish(self) -> int:
-        """Collect the process; see `Launched`."""
+        """Reap the process and return its exit code; see `Launched`."""
         result = self._process.wait(FINISH_SECONDS)
         if result.reason is None or result.reason.name in ("KILLED", "TIMEOUT"):
             return -9
@@ -86,10 +86,10 @@ class SandlockProcess:
 
 
 def find_sandlock(settings: dict[str, Any]) -> Launch:
-    """Import sandlock, and return the function that starts a program with it.
+    """Import the package sandlock, and return a function that starts a confined program.
 
     Raises:
-        SystemExit: this kernel lacks what sandlock needs.
+        SystemExit: the kernel's version of Landlock is too old for sandlock.
     """
     sys.path.append(settings["packages"])
     import sandlock
@@ -115,7 +115,7 @@ def find_sandlock(settings: dict[str, Any]) -> Launch:
             env=dict(env),
         )
         own = [os.dup(fd) for fd in range(3)]
-        try:  # sandlock closes every other descriptor, and gives these three to the program
+        try:  # sandlock passes only file descriptors 0, 1 and 2 on to the program
             for place, fd in enumerate(fds):
                 os.dup2(fd, place)
             return SandlockProcess(sandbox.popen(list(command)))

@@ -1,6 +1,6 @@
-"""The first steps of a program in its own process: sets its limits and descriptors, then becomes the program.
+"""Sets the limits and the file descriptors of a sandboxed program, and then becomes this program.
 
-The file runs as `python -S program.py ORDER`; `ORDER` is a JSON file that the keeper of the sandbox wrote. The file
+This file runs as `python -S program.py ORDER`, where `ORDER` is a JSON file that describes the program. This file
 imports only the standard library, because a confined program can read no other modules.
 """
 
@@ -14,16 +14,16 @@ import sys
 import traceback
 from typing import Any
 
-NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
+NOT_STARTED = 127  # exit code for a command that does not exist, as in a shell
 PR_SET_SECCOMP, FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38
-CHANNEL = 3  # descriptor of a program's channel
+CHANNEL = 3  # file descriptor of the socket `Program.channel`
 
 
 def main() -> None:
-    """Replace this process by the program that the order describes."""
+    """Replace this process by the program that the JSON file `ORDER` describes."""
     with open(sys.argv[1], "rb") as file:
         order = json.load(file)
-    if order["channel"]:  # the keeper gave the channel as stdin, because sandlock gives a program three descriptors
+    if order["channel"]:  # the channel arrives as stdin, because sandlock passes only three file descriptors on
         os.dup2(0, CHANNEL, inheritable=True)
     stdin = os.open(order["stdin"], os.O_RDONLY)
     os.dup2(stdin, 0, inheritable=True)
@@ -43,9 +43,10 @@ def main() -> None:
 
 
 def set_limits(order: dict[str, Any]) -> None:
-    """Set the kernel's limits of a single process (setrlimit)."""
+    """Set the resource limits of this process (setrlimit)."""
     for which, most in (
-        (resource.RLIMIT_AS, 2 * order["memory_bytes"] + 2**29),  # the keeper measures and holds the real limit
+        # a coarse bound; the sandbox's keeper process enforces the exact memory limit
+        (resource.RLIMIT_AS, 2 * order["memory_bytes"] + 2**29),
         (resource.RLIMIT_NOFILE, order["open_files"]),
         (resource.RLIMIT_FSIZE, order["folder_bytes"]),
         (resource.RLIMIT_CPU, int(order["timeout"] * (os.cpu_count() or 1)) + 2),  # it may compute on all cores
@@ -57,7 +58,7 @@ def set_limits(order: dict[str, Any]) -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Install a filter of system calls beside that of sandlock, for this process and its children."""
+    """Install a seccomp filter for this process and its children, in addition to the filter of sandlock."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -68,7 +69,7 @@ def install_filter(program: bytes) -> None:
 
 
 def run_source(order: dict[str, Any]) -> None:
-    """Run Python source as the main program of this process."""
+    """Execute Python source as the module `__main__` of this process."""
     sys.argv = [order["name"], *order["arguments"]]
     sys.path.insert(0, os.getcwd())
     main_module = type(sys)("__main__")
@@ -76,7 +77,7 @@ def run_source(order: dict[str, Any]) -> None:
     sys.modules["__main__"] = main_module
     import random
 
-    random.seed(0)  # so that a program draws the same random numbers if it is run again
+    random.seed(0)  # equal seeds, so that repeated runs draw the same random numbers
     try:
         exec(compile(order["code"], order["name"], "exec", dont_inherit=True), main_module.__dict__)
     except SystemExit:

@@ -1,15 +1,16 @@
-"""Creates sandboxes that are processes of the host, in a process that runs no code of the model.
+"""Creates sandboxes that are processes of the host, in a process that never runs code of the model.
 
     owner --"new", a socket--> this process --fork--> keeper <--requests by the socket-- owner
                                                         | sandlock or a plain process
                                                         v
                                                       program
 
-A keeper adopts the orphans of its programs, and this process adopts the orphans of keepers. So every process that a
-program started is found and killed, even if it left its session, when the program ends, its sandbox is closed, or the
-owner dies.
+The keeper is the process that supervises one sandbox. A keeper adopts the orphans of its programs, and this process
+adopts the orphans of keepers. Every process that a program started is therefore killed, even if the process has left
+its session, when the program ends, when its sandbox is closed, or when the owner of the sandboxes dies.
 
-The file runs as `python -I -S start.py SETTINGS`; `SETTINGS` names the descriptor of the owner's socket.
+This file runs as `python -I -S start.py SETTINGS`, where the JSON text `SETTINGS` contains the file descriptor of the
+owner's socket.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 SANDBOXES = os.path.dirname(os.path.dirname(__file__))
-# The packages without their own modules, which need pydantic.
+# Register empty packages, because the real `__init__` modules import pydantic, which is missing here.
 for name, path in (("rollflow", ""), ("rollflow.tasks", ""), ("rollflow.tasks.sandboxes", SANDBOXES)):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
@@ -51,17 +52,19 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class HostParent:
-    """Creates the keepers of sandboxes, and kills a keeper with all its processes at the owner's request."""
+    """Creates the keeper process of each sandbox, and kills a keeper on request."""
 
     def __init__(self, owner: socket.socket, settings: dict[str, Any], launch: Launch) -> None:
         self._owner, self._settings, self._launch = owner, settings, launch
-        self._keepers: dict[int, int] = {}  # process id -> number of the sandbox
+        self._keepers: dict[int, int] = {}  # process id of a keeper -> number of its sandbox
         self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> NoReturn:
-        """Answer the owner's requests until the owner is gone; then end everything."""
+        """Answer requests to create and kill sandboxes; when the requesting process is gone, kill all sandboxes and
+        exit.
+        """
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
             if self._ended in ready:
@@ -112,7 +115,7 @@ class HostParent:
                 os.kill(pid, signal.SIGKILL)
 
     def _collect(self) -> None:
-        """Collect ended keepers, kill the processes that they left, and remove their folders."""
+        """Reap ended keeper processes, kill the processes of their sandboxes, and delete their folders."""
         numbers = []
         try:
             while pid := os.waitpid(-1, os.WNOHANG | WALL)[0]:
@@ -129,13 +132,13 @@ class HostParent:
 
 
 def end_keeper() -> NoReturn:
-    """Kill all processes of this keeper's sandbox, and end the keeper."""
+    """Kill all processes of this keeper's sandbox, and exit the keeper process."""
     kill_children(lambda: list_children(os.getpid()))
     os._exit(0)
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, however deep, even if a program took the rights of some of its folders."""
+    """Delete a folder tree, even if a program removed the permissions of some of its folders."""
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     if subprocess.run(["rm", "-rf", "--", folder], check=False, **quiet).returncode:
         subprocess.run(["chmod", "-R", "u+rwX", "--", folder], check=False, **quiet)
@@ -143,18 +146,21 @@ def remove_folder(folder: str) -> None:
 
 
 def give_up_capabilities() -> None:
-    """Give up all capabilities for this process and its children, so that root is no more than the owner of files."""
+    """Drop all capabilities of this process and its children, so that root has no rights beyond those of a file's
+    owner.
+    """
     for capability in range(CAPABILITIES):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for numbers beyond the last capability
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability
     check(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24)), "capset")
 
 
 def main() -> NoReturn:
-    """Prepare this process, and create sandboxes until the owner is gone."""
+    """Prepare this process, and create sandboxes until the process that started it is gone."""
     settings = json.loads(sys.argv[1])
     owner = socket.socket(fileno=settings["descriptor"])
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's, who then closes the socket
+    # the process that started this one handles Ctrl-C and then closes the socket
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o022)
     makers: dict[str, Callable[[dict[str, Any]], Launch]] = {
         "sandlock": find_sandlock,

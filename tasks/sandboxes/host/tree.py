@@ -1,4 +1,4 @@
-"""Finds, measures and kills the processes and files of one sandbox on the host."""
+"""Kills and reaps the processes of a sandbox on the host, and measures the sandbox's folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rollflow.tasks.sandboxes.box.watch import WALL
 
 
 def kill_children(list_roots: Callable[[], list[int]]) -> None:
-    """Kill and collect these children of this process with everything below them, until none is left.
+    """Kill and reap the child processes that `list_roots` returns, with all their descendants, until it returns none.
 
-    The orphans of a killed process become children of this process, so `list_roots` is asked again.
+    `list_roots` is called repeatedly, because orphans of a killed process become children of this process.
     """
     while roots := list_roots():
         for pid in list_descendants(roots):
@@ -26,7 +26,7 @@ def kill_children(list_roots: Callable[[], list[int]]) -> None:
 
 
 def collect_orphans(program: int) -> None:
-    """Collect the children of this process that have ended, except the program itself."""
+    """Reap all ended child processes of this process except the process `program`."""
     for pid in list_children(os.getpid()):
         if pid != program:
             with contextlib.suppress(ChildProcessError):
@@ -34,7 +34,7 @@ def collect_orphans(program: int) -> None:
 
 
 def measure_folder(folder: str) -> tuple[int, int]:
-    """Return the bytes and the number of the files below a folder that can be listed."""
+    """Return the total size in bytes and the number of all files below a folder; skip folders that cannot be listed."""
     size = count = 0
     folders = [folder]
     while folders:

@@ -1,1 +1,3 @@
-"""Serves sandboxes over HTTP: `run_code` runs the requests, `app` receives them, `serve` opens the port."""
+"""Serves sandboxes over HTTP: the module `serve` opens the port, `app` receives requests, and `run_code` and `rock`
+execute them.
+"""

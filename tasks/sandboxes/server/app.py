@@ -1,10 +1,10 @@
-"""The HTTP application: checks the token, bounds the load, and answers the requests of SandboxFusion and of ROCK.
+"""The HTTP application: checks the token, limits the load, and serves the protocols of SandboxFusion and ROCK.
 
-- A request without the token is answered with 401, before its body is read. `GET /v1/ping` needs no token.
-- Without a token, a request of a web page is refused, because a page of any site could send programs here.
-- At most `at_once` requests run and `queue` requests wait; a further one is answered with 503 and a sentence.
-- Every request has a deadline: `queue_seconds` to wait, `body_seconds` to send its body, and then its own time-outs.
-- If the caller hangs up, its program is killed.
+* A request without the server's token gets status 401 before its body is read. `GET /v1/ping` needs no token.
+* A server without a token rejects requests that a web page sent, because otherwise any web site could run programs.
+* At most `at_once` requests to `/run_code` run and at most `queue` of them wait. Further requests get status 503.
+* A request may wait for `queue_seconds` and send its body for `body_seconds`. Each program has its own time limit.
+* If a caller of `/run_code` disconnects, the server kills the caller's program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollflow.tasks.sandboxes.server.live import LiveSandboxes
 from rollflow.tasks.sandboxes.server.rock import BodyLimits, add_rock_routes
 from rollflow.tasks.sandboxes.server.run_code import RunCodeRequest, RunCodeResponse, run_code
 
-BODY_FACTOR = 2  # a body may have this many times the bytes of a sandbox's folder
+BODY_FACTOR = 2  # largest size of a request's body, as a multiple of the size of a sandbox's folder
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ServerBounds:
     """What a server accepts."""
 
     at_once: int = 8
-    live: int = 64  # sandboxes of ROCK's protocol, which live until they are stopped
+    live: int = 64  # largest number of sandboxes started by ROCK's protocol, which live until they are stopped
     queue: int = 256
     queue_seconds: float = 120.0
     memory_bytes: int = 256 * 2**20
@@ -42,7 +42,7 @@ class ServerBounds:
 
 
 class Gate:
-    """Lets a bounded number of requests run, and a bounded number wait."""
+    """Limits the number of requests that run at the same time, and the number of requests that wait."""
 
     def __init__(self, bounds: ServerBounds) -> None:
         self._bounds = bounds
@@ -54,7 +54,7 @@ class Gate:
         """Wait for a place.
 
         Raises:
-            Full: as many requests run and wait as the server allows, or the request has waited too long.
+            Full: too many requests are running and waiting, or the request has waited too long.
         """
         if self._count >= self._bounds.at_once + self._bounds.queue:
             raise Full(f"{self._bounds.at_once} requests run and {self._bounds.queue} wait; send this one later")
@@ -74,11 +74,13 @@ class Gate:
 
 
 class Full(Exception):
-    """Raised if the server has too many requests, or if a request has waited too long for its turn."""
+    """Raised if too many requests are running and waiting, or if a request has waited too long."""
 
 
 def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> FastAPI:
-    """Build the application on sandboxes that are started; with `token` None, every caller may run programs."""
+    """Build the HTTP application on sandboxes that are already started; if `token` is None, any caller may run
+    programs.
+    """
     app = FastAPI(title="rollflow sandboxes", openapi_url=None, docs_url=None, redoc_url=None)
     gate = Gate(bounds)
     live = LiveSandboxes(sandboxes, bounds.live)
@@ -118,7 +120,7 @@ def build_app(sandboxes: Sandboxes, token: str | None, bounds: ServerBounds) -> 
 async def run_for_caller(
     request: Request, sandboxes: Sandboxes, body: RunCodeRequest, memory_bytes: int
 ) -> RunCodeResponse | None:
-    """Run a request; kill its program and return None if the caller hangs up."""
+    """Run a request's program; if the caller disconnects, kill the program and return None."""
     running = asyncio.create_task(run_code(sandboxes, body, memory_bytes))
     gone = asyncio.create_task(wait_until_gone(request))
     try:
@@ -131,6 +133,6 @@ async def run_for_caller(
 
 
 async def wait_until_gone(request: Request) -> None:
-    """Wait until the caller hangs up."""
+    """Wait until the caller of a request disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

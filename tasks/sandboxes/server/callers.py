@@ -1,4 +1,4 @@
-"""Checks who sends a request, and reads its body."""
+"""Checks the token of an HTTP request, and reads the request's body within limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-KEY_HEADERS = ("x-key", "x-api-key")  # where callers of ROCK send a key
+KEY_HEADERS = ("x-key", "x-api-key")  # HTTP headers in which clients of ROCK send a token
 
 
 class TooLarge(Exception):
@@ -23,7 +23,7 @@ class TooSlow(Exception):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is refused, before its body is read."""
+    """The HTTP status and the reason with which a request is rejected before its body is read."""
 
     status: int
     reason: str
@@ -31,7 +31,9 @@ class Refusal:
 
 
 def refuse_caller(request: Request, token: str | None) -> Refusal | None:
-    """Refuse a request without the token; without a token, refuse a request of a web page; otherwise return None."""
+    """Return a refusal if the request lacks the token, or if there is no token and a web page sent the request; else
+    None.
+    """
     if token is None:
         page = "a web page sent the request; pages may not run programs"
         return Refusal(403, page) if "origin" in request.headers else None
@@ -43,7 +45,7 @@ def refuse_caller(request: Request, token: str | None) -> Refusal | None:
 
 
 def has_token(header: str, token: str) -> bool:
-    """Return whether a header has the token: as Bearer, or as Basic, by which clients send the password of a URL."""
+    """Return whether an Authorization header contains the token, either as Bearer or as the password of Basic."""
     kind, _, value = header.partition(" ")
     if kind.lower() == "basic":
         try:
@@ -56,7 +58,7 @@ def has_token(header: str, token: str) -> bool:
 
 
 def is_token(value: str, token: str) -> bool:
-    """Return whether a text is the token, in a time that does not depend on the text."""
+    """Return whether a text equals the token, comparing in constant time."""
     return hmac.compare_digest(value.strip().encode(), token.encode())
 
 
@@ -64,8 +66,8 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     """Read a body.
 
     Raises:
-        TooLarge: the body has more than `most` bytes.
-        TooSlow: the body was not complete after `seconds`.
+        TooLarge: the request's body has more than `most` bytes.
+        TooSlow: the request's body was not complete after `seconds`.
     """
     data = bytearray()
     try:

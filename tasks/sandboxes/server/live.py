@@ -1,10 +1,10 @@
-"""The sandboxes of ROCK's protocol, each of which lives until its caller stops it.
+"""The running sandboxes of ROCK's protocol, each of which exists until its caller stops it.
 
-- No more than `most` sandboxes live at a time.
-- A sandbox without a request for its clearing time is stopped, so that a caller that has died leaves nothing.
-- A sandbox that has failed counts no longer as soon as a request or a check finds it so. `Sandboxes.open_workspace`
-  starts a box that has died again, so new sandboxes are there at once.
-- `close` ends every sandbox.
+* At most `most` sandboxes exist at the same time.
+* A sandbox that gets no request for `clear_seconds` is stopped, so that a dead caller leaves no sandboxes behind.
+* A failed sandbox is removed when a request or the periodic check finds the failure. The next call of
+  `Sandboxes.open_workspace` restarts the processes that all sandboxes share, if these processes have died.
+* The method `close` ends every sandbox.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from rollflow.tasks.sandboxes.workspace import BoxWorkspace
 
 CHECK_SECONDS = 1.0
 MOST_SESSIONS = 16  # of one sandbox
-MOST_ENDED = 1000  # stopped sandboxes whose state is remembered
-TEMPORARY = re.compile(r"bash-\d+")  # ROCK's SDK opens a session of such a name for one command, and never closes it
+MOST_ENDED = 1000  # largest number of stopped sandboxes whose state is remembered
+TEMPORARY = re.compile(r"bash-\d+")  # names of sessions that ROCK's SDK opens for a single command and never closes
 IDENTITY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Refused(Exception):
-    """Raised if a request asks for something that is not there or not allowed."""
+    """Raised if a request names something that does not exist, or asks for something that is not allowed."""
 
 
 class NoRoom(Exception):
-    """Raised if as many sandboxes live as the server allows."""
+    """Raised if the server already has its largest number of sandboxes."""
 
 
 @dataclass
 class LiveSandbox:
-    """A sandbox that lives, and what its caller said of it."""
+    """A running sandbox of ROCK's protocol, and the settings with which its caller requested it."""
 
     identity: str
     workspace: BoxWorkspace
-    described: Mapping[str, object]  # image, memory, cpus and disk, as in the request
+    described: Mapping[str, object]  # image, memory, cpus and disk, as in the request that started the sandbox
     clear_seconds: float
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
     running: int = 0  # requests
-    sessions: OrderedDict[str, SandboxSession] = field(default_factory=OrderedDict)  # the least recently used first
+    # sessions by name, the least recently used session first
+    sessions: OrderedDict[str, SandboxSession] = field(default_factory=OrderedDict)
 
     def is_forgotten(self) -> bool:
-        """Return whether the sandbox had no request for its clearing time."""
+        """Return whether the sandbox has had no request for `clear_seconds`."""
         return not self.running and time.monotonic() - self.used > self.clear_seconds
 
 
 class LiveSandboxes:
-    """Starts, finds and stops sandboxes. See the module's docstring."""
+    """Starts, finds and stops the sandboxes of ROCK's protocol. See the module's docstring."""
 
     def __init__(self, sandboxes: Sandboxes, most: int) -> None:
         self._sandboxes, self._most = sandboxes, most
@@ -71,9 +72,9 @@ class LiveSandboxes:
         """Start a sandbox.
 
         Raises:
-            Refused: the id is taken, or is no id.
-            NoRoom: as many sandboxes live as the server allows.
-            SandboxFailed: no sandbox could be started.
+            Refused: the sandbox id is already used or has invalid characters.
+            NoRoom: the server already has its largest number of sandboxes.
+            SandboxFailed: the sandbox could not be started.
         """
         identity = identity or uuid.uuid4().hex
         if not IDENTITY.fullmatch(identity) or identity in self._live or identity in self._ended:
@@ -92,19 +93,21 @@ class LiveSandboxes:
         return live
 
     def find(self, identity: str) -> LiveSandbox:
-        """Return a live sandbox; raise `Refused` if there is none."""
+        """Return the running sandbox with this id; raise `Refused` if it does not exist."""
         if live := self._live.get(identity):
             return live
         state = "was stopped" if identity in self._ended else "does not exist"
         raise Refused(f"sandbox {identity!r} {state}")
 
     def find_ended(self, identity: str) -> LiveSandbox | None:
-        """Return what is known of a stopped sandbox."""
+        """Return the stopped sandbox with this id, or None if the id is unknown."""
         return self._ended.get(identity)
 
     @asynccontextmanager
     async def use(self, identity: str) -> AsyncIterator[LiveSandbox]:
-        """Use a sandbox, which is not cleared meanwhile; forget it if it turns out to have failed."""
+        """Keep a sandbox from being stopped for inactivity during a `with` block; stop the sandbox if `SandboxFailed`
+        is raised.
+        """
         live = self.find(identity)
         live.running += 1
         try:
@@ -117,7 +120,7 @@ class LiveSandboxes:
             live.used = time.monotonic()
 
     async def is_alive(self, identity: str) -> bool:
-        """Return whether a sandbox answers; stop it if it does not."""
+        """Return whether a sandbox answers; stop a sandbox that does not answer."""
         if (live := self._live.get(identity)) is None:
             return False
         if not (alive := await live.workspace.is_alive()):
@@ -125,7 +128,7 @@ class LiveSandboxes:
         return alive
 
     async def stop(self, identity: str) -> bool:
-        """Stop a sandbox; return False if it does not live."""
+        """Stop a sandbox; return False if no running sandbox has this id."""
         if (live := self._live.pop(identity, None)) is None:
             return False
         self._ended[identity] = live
@@ -147,7 +150,7 @@ class LiveSandboxes:
         await asyncio.gather(*(self.stop(identity) for identity in list(self._live)))
 
     async def _check(self) -> None:
-        """Stop forgotten sandboxes, and those that have failed."""
+        """Stop inactive and failed sandboxes, in an endless loop."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             for identity, live in list(self._live.items()):
@@ -162,7 +165,7 @@ async def open_session(
     """Open a session of this name.
 
     Raises:
-        Refused: the name is taken, or the sandbox has as many sessions as it may have.
+        Refused: a session with this name exists, or the sandbox has its largest number of sessions.
         SandboxFailed: the sandbox failed.
     """
     if name in live.sessions:
@@ -176,7 +179,7 @@ async def open_session(
 
 
 def find_session(live: LiveSandbox, name: str) -> SandboxSession:
-    """Return a session; raise `Refused` if there is none."""
+    """Return the session with this name; raise `Refused` if it does not exist."""
     if name not in live.sessions:
         raise Refused(f"session {name!r} does not exist")
     live.sessions.move_to_end(name)

@@ -1,11 +1,11 @@
-"""Answers the requests of ROCK's protocol, version 1, below `/apis/envs/sandbox/v1`.
+"""Answers the HTTP requests of ROCK's protocol, version 1, below the path `/apis/envs/sandbox/v1`.
 
-Requests and answers have ROCK's format, so its SDK `rl-rock` works without changes. Each answer is an envelope with a
-status and a result; a request that fails is answered with "Failed" and a reason, as ROCK does, and HTTP status 200.
-Unknown keys are ignored. A path reaches what a program in the sandbox reaches, see `base.Workspace`.
+Requests and answers have ROCK's format, so ROCK's SDK `rl-rock` works without changes. Each answer is a JSON object
+with a status and a result. As in ROCK, a failed request gets HTTP status 200, the status "Failed" and a reason. Unknown
+keys are ignored. A path in a request can name any file that a program in the sandbox can reach (see `base.Workspace`).
 
-A command that takes too long has the exit code -1, as in ROCK. The key `end` of a result says how a
-command ended.
+As in ROCK, a command that takes too long has the exit code -1. The key `end` of a result, an extension of ROCK's
+protocol, says why a command ended.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ SMALLEST_MEMORY = 32 * 2**20
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.IGNORECASE)
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 SESSION_KINDS = {"bash": SessionKind.SHELL, "python": SessionKind.PYTHON}  # ROCK has only bash
-FORM_BYTES = 2**20  # of a part of an upload that is no file
+FORM_BYTES = 2**20  # largest size in bytes of a form field in an upload
 Result = dict[str, Any]
 Body = TypeVar("Body", bound=RockRequest)
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Limits of the body of a request: bytes, and the seconds in which it must have come."""
+    """The largest size of a request's body in bytes, and the seconds within which the body must arrive."""
 
     most: int
     seconds: float
@@ -74,7 +74,7 @@ class BodyLimits:
 
 
 class CommandFailed(Exception):
-    """Raised if a command of a session failed and the caller wants that as an error; `result` has what is known."""
+    """Raised if a command in a session failed and the request asks for an error; `result` is the command's result."""
 
     def __init__(self, message: str, result: Result) -> None:
         super().__init__(message)
@@ -82,13 +82,13 @@ class CommandFailed(Exception):
 
 
 class RockService:
-    """Answers the requests with a body; see the module's docstring."""
+    """Executes the requests of ROCK's protocol."""
 
     def __init__(self, live: LiveSandboxes) -> None:
         self._live = live
 
     async def start(self, body: StartRequest) -> Result:
-        """Start a sandbox; its image is ignored."""
+        """Start a sandbox; the image in the request is ignored."""
         if body.image_os.casefold() != "linux" or body.num_gpus:
             raise Refused("this server has Linux sandboxes without a GPU")
         memory = read_size("memory", body.memory)
@@ -105,7 +105,7 @@ class RockService:
         return {"sandbox_id": live.identity, "host_name": "localhost", "host_ip": "127.0.0.1"} | described
 
     async def execute(self, body: ExecuteRequest) -> Result:
-        """Run a command; a text is run by bash."""
+        """Run a command; if the command is a string, bash runs it."""
         command = ["bash", "-c", body.command] if isinstance(body.command, str) else body.command
         if not command:
             raise Refused("command = [] has no program")
@@ -134,7 +134,7 @@ class RockService:
         return result
 
     async def create_session(self, body: CreateSessionRequest) -> Result:
-        """Open a shell and wait for its start."""
+        """Open a session, and wait until its process has started."""
         if body.session_type not in SESSION_KINDS:
             raise Refused(f'session_type = {body.session_type!r} is unknown; use "bash" or "python"')
         if body.remote_user not in (None, "", "root"):
@@ -150,7 +150,7 @@ class RockService:
         return {"output": show(found.output), "session_type": body.session_type}
 
     async def run_in_session(self, body: RunRequest) -> Result:
-        """Run a command in a shell; unless `check` says otherwise, a code other than 0 fails the request."""
+        """Run a command in a session; if `check` is "raise", a nonzero exit code fails the request."""
         if body.is_interactive_command or body.is_interactive_quit or body.expect:
             raise Refused("a session here has no terminal, so it runs no interactive commands")
         seconds = min(body.timeout or LONGEST_COMMAND, LONGEST_COMMAND)
@@ -203,19 +203,21 @@ class RockService:
         return {"success": True, "message": "", "file_name": path.rpartition("/")[2]}
 
     async def stop(self, body: SandboxRequest) -> str:
-        """Stop a sandbox; one that does not live is no error."""
+        """Stop a sandbox; do nothing if it is not running."""
         await self._live.stop(body.sandbox_id)
         return f"{body.sandbox_id} stopped"
 
     async def delete(self, body: SandboxRequest) -> str:
-        """Forget a stopped sandbox; as in ROCK, an unknown one is no error, and a running one is."""
+        """Forget a stopped sandbox; as in ROCK, an unknown id is accepted, and a running sandbox is rejected."""
         if await self._live.is_alive(body.sandbox_id):
             raise Refused(f"sandbox {body.sandbox_id!r} is running; stop it first")
         self._live.forget(body.sandbox_id)
         return f"{body.sandbox_id} deleted"
 
     async def restart(self, body: SandboxRequest) -> Result:
-        """End all processes of a sandbox and keep its files; a stopped sandbox has no files any more."""
+        """Kill all processes of a running sandbox and keep its files; reject a stopped sandbox, whose files are
+        deleted.
+        """
         if self._live.find_ended(body.sandbox_id):
             raise Refused(f"sandbox {body.sandbox_id!r} was stopped, and its files are deleted; start another one")
         async with self._live.use(body.sandbox_id) as live:
@@ -224,7 +226,7 @@ class RockService:
             return {"sandbox_id": live.identity, "host_name": "localhost", "host_ip": "127.0.0.1", **live.described}
 
     async def describe(self, identity: str, *, with_ended: bool) -> Result:
-        """Describe a sandbox; a stopped one only if `with_ended`."""
+        """Return the state of a sandbox; stopped sandboxes are found only if `with_ended` is true."""
         alive = await self._live.is_alive(identity)
         ended = self._live.find_ended(identity) if with_ended else None
         live: LiveSandbox = ended or self._live.find(identity)
@@ -246,19 +248,19 @@ class RockService:
 
 
 def show(output: bytes) -> str:
-    """Return output as ROCK's sessions give it: as text, without blanks at its ends."""
+    """Return output in the format of ROCK's sessions: as text without leading and trailing whitespace."""
     return output.decode(errors="backslashreplace").strip()
 
 
 def read_size(name: str, text: str) -> int:
-    """Read a size such as 512m or 8g; raise `Refused` if it is none."""
+    """Parse a size such as 512m or 8g as bytes; raise `Refused` if the text is not a size."""
     if (found := SIZE.fullmatch(text.strip())) is None or not (size := float(found[1])) < 2**40:
         raise Refused(f"{name} = {text!r} is no size; write for example 512m or 8g")
     return int(size * 2 ** UNITS[found[2].lower()])
 
 
 def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, limits: BodyLimits) -> None:
-    """Add the routes of ROCK's protocol to an application."""
+    """Add the routes of ROCK's protocol to an HTTP application."""
     service = RockService(live)
 
     def add(path: str, model: type[Body], action: Callable[[Body], Awaitable[Any]]) -> None:
@@ -304,7 +306,7 @@ def add_rock_routes(app: FastAPI, live: LiveSandboxes, token: str | None, limits
 
 
 async def read_upload(request: Request, limits: BodyLimits) -> tuple[str, str, bytes]:
-    """Read an upload: the id of its sandbox, its path and its content."""
+    """Parse an upload request; return the sandbox's id, the file's path and the file's content."""
 
     async def parts() -> AsyncGenerator[bytes, None]:
         yield await limits.read(request)
@@ -323,7 +325,7 @@ async def read_upload(request: Request, limits: BodyLimits) -> tuple[str, str, b
 
 
 async def envelop(request: Request, token: str | None, do: Callable[[], Awaitable[Any]]) -> JSONResponse:
-    """Answer a request with an envelope; refuse it before its body is read if its caller has no token."""
+    """Answer a request in ROCK's format; if the caller lacks the token, reject the request before its body is read."""
     if refused := refuse_caller(request, token):
         return JSONResponse(describe_failure(BAD_REQUEST, refused.reason), refused.status, refused.headers)
     try:
@@ -344,6 +346,6 @@ async def envelop(request: Request, token: str | None, do: Callable[[], Awaitabl
 
 
 def describe_failure(code: int, reason: str, result: Result | None = None) -> Result:
-    """Return the envelope of a request that failed."""
+    """Return the answer to a failed request in ROCK's format."""
     found = {**(result or {}), "code": code, "failure_reason": reason}
     return {"status": "Failed", "message": reason, "error": reason, "result": found}

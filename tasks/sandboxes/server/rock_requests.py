@@ -1,10 +1,11 @@
-"""The bodies of the requests of ROCK's protocol; unknown keys are ignored."""
+"""Models of the request bodies of ROCK's protocol, which ignore unknown keys."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LONGEST_COMMAND = 3600.0  # seconds; also of a command without a time limit
+# largest time limit of a command in seconds, which also applies to commands without a time limit
+LONGEST_COMMAND = 3600.0
 
 
 class RockRequest(BaseModel):
@@ -38,7 +39,8 @@ class ExecuteRequest(SandboxRequest):
     error_msg: str = ""
     cwd: str | None = None
     env: dict[str, str] | None = None
-    keep_children: bool = True  # no key of ROCK: false ends what the command leaves in the background
+    # an extension of ROCK's protocol: if false, background processes of the command are killed
+    keep_children: bool = True
 
 
 class SessionRequest(SandboxRequest):

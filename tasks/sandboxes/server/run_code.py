@@ -1,7 +1,7 @@
-"""Runs the requests of SandboxFusion's protocol in sandboxes: `POST /run_code`.
+"""Runs programs in sandboxes for the requests `POST /run_code` of SandboxFusion's protocol.
 
-Requests and answers have SandboxFusion's format, so a client of SandboxFusion works without changes. Keys that this
-server does not know are ignored. Each request gets a sandbox of its own, which is closed with the answer.
+Requests and answers have SandboxFusion's format, so clients of SandboxFusion work without changes. Unknown keys of a
+request are ignored. Each request runs in a new sandbox, which is closed before the answer is sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollflow.tasks.sandboxes.base import (
 MIB = 2**20
 COMPILER = "g++"
 COMPILE = (COMPILER, "-std=c++17", "-O2", "main.cpp", "-o", "main", "-lpthread")
-WITHIN = 'ulimit -v "$0"; exec "$@"'  # a shell that limits the address space, then becomes the command
+WITHIN = 'ulimit -v "$0"; exec "$@"'  # shell script that limits the address space and then becomes the command
 Seconds = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
 
 
@@ -49,7 +49,7 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandRunResult(BaseModel):
-    """The result of one command, which is either the compiler or the program."""
+    """The result of one command, either the compiler or the program."""
 
     status: Literal["Finished", "Error", "TimeLimitExceeded"]
     execution_time: float | None = None
@@ -61,8 +61,8 @@ class CommandRunResult(BaseModel):
 class RunCodeResponse(BaseModel):
     """The body of an answer.
 
-    `status` is "Success" if every command returned 0, "Failed" if one did not, and "SandboxError" if nothing is known
-    about the program; then `message` says why.
+    `status` is "Success" if every command returned 0, and "Failed" if a command did not. `status` is "SandboxError" if
+    the sandbox failed or the request is invalid, and `message` then gives the reason.
     """
 
     status: Literal["Success", "Failed", "SandboxError"]
@@ -75,8 +75,8 @@ class RunCodeResponse(BaseModel):
 
 @dataclass(frozen=True)
 class Language:
-    """The commands that run a program of one language; a program without a file runs in an interpreter with finished
-    imports.
+    """The commands that compile and run a program of one language; without `file`, the program is Python source that
+    runs in a prepared interpreter.
     """
 
     run: tuple[str, ...] = ()
@@ -93,12 +93,12 @@ LANGUAGES: Mapping[str, Language] = {
 
 
 def list_languages() -> list[str]:
-    """Return the languages that this machine can run."""
+    """Return the names of the programming languages that this machine can run."""
     return [name for name, language in LANGUAGES.items() if language.exists()]
 
 
 async def run_code(sandboxes: Sandboxes, request: RunCodeRequest, memory_bytes: int) -> RunCodeResponse:
-    """Run a request; `memory_bytes` is the limit of the sandboxes, and a request may lower it."""
+    """Run a request's program; `memory_bytes` is the memory limit of a sandbox, which the request may lower."""
     if request.language not in list_languages():
         known = ", ".join(list_languages())
         return _refuse(f"language = {request.language!r} cannot be run here; use one of {known}")
@@ -137,7 +137,8 @@ async def _run_in(sandbox: Sandbox, language: Language, request: RunCodeRequest,
         compiled = _describe(await sandbox.exec(Program(command=language.compile, timeout=request.compile_timeout)))
         if compiled.status != "Finished" or compiled.return_code:
             return RunCodeResponse(status="Failed", compile_result=compiled)
-        # An uploaded file may be executed, while some kinds of sandbox let no compiler change a file's rights.
+        # The compiled program is uploaded again, because some kinds of sandbox do not let a compiler make a file
+        # executable.
         await sandbox.upload("program", await sandbox.download("main"))
     program = Program(code=request.code, stdin=stdin, timeout=request.run_timeout)
     if language.file or limit:
@@ -156,7 +157,7 @@ async def _run_in(sandbox: Sandbox, language: Language, request: RunCodeRequest,
 
 
 async def _fetch(sandbox: Sandbox, paths: list[str]) -> dict[str, str]:
-    """Read files that the program left; a file that cannot be read is left out."""
+    """Return the requested files that the program wrote, as base64; skip files that cannot be read."""
     found = {}
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Opens the port of the sandbox server, and keeps its token in a file that only its owner can read."""
+"""Runs the HTTP server for sandboxes, and stores the server's token in a file that only the file's owner can read."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rollflow.tasks.sandboxes.server.app import BODY_FACTOR, ServerBounds, build
 TOKEN_BYTES = 32
 BACKLOG = 1024
 KEEP_ALIVE_SECONDS = 75
-END_SECONDS = 2  # time for running requests at the end of the server
+END_SECONDS = 2  # seconds that running requests get to finish when the server stops
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file, which is created with mode 0600 if it is missing.
+    """Return the token in a file; if the file is missing, create it with a new token and mode 0600.
 
     Raises:
-        ConfigError: the file is empty, or other users can read it.
+        ConfigError: the token's file is empty, cannot be written, or can be read by other users.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -50,7 +50,7 @@ def read_token(path: Path) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
+    """Return whether an address is a loopback address, which only this machine can reach."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -58,13 +58,13 @@ def is_loopback(host: str) -> bool:
 
 
 class SandboxServer(uvicorn.Server):
-    """A uvicorn server that does not handle signals, because its caller handles them."""
+    """A uvicorn server that installs no signal handlers, because its caller handles signals."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # it bounds the size of headers
+                http="h11",  # h11 limits the size of HTTP headers
                 log_level="warning",
                 lifespan="off",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -85,12 +85,13 @@ class SandboxServer(uvicorn.Server):
 async def serve_sandboxes(
     config: SandboxBase, host: str, port: int, token: str | None, bounds: ServerBounds, tell: Callable[[str], None]
 ) -> None:
-    """Serve until the process gets SIGINT or SIGTERM; the bounds of memory and bodies are those of the sandboxes.
+    """Serve sandboxes over HTTP until SIGINT or SIGTERM; the limits in `config` replace the limits of memory and body
+    size in `bounds`.
 
-    `tell` is called with the address when the server answers.
+    `tell` is called with the server's address when the server accepts requests.
 
     Raises:
-        ConfigError: the port or the kind of sandbox cannot be used.
+        ConfigError: the port cannot be opened, or this machine cannot run this kind of sandbox.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
