@@ -1,8 +1,9 @@
-"""Learners turn a trajectory batch into the next policy version; their contract is in `base`.
+"""A learner trains the policy: it turns a batch of trajectories into the next version of the policy's weights. The
+module `base` defines the interface of all learners.
 
-`build_learner` chooses a learner and imports only that learner's module. Imports take most of the time in which a
-learner starts, and a run whose learner died waits for this start. This module does not import torch, so a process that
-only starts the learner's actor does not import torch either.
+`build_learner` chooses the learner class from the configuration, and imports only that learner's module. Imports take
+most of a learner's start-up time, and a run whose learner process died waits until the new learner has started. This
+module does not import torch, so that a process that only starts the learner's Ray actor does not import torch either.
 """
 
 from __future__ import annotations

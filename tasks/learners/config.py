@@ -1,4 +1,4 @@
-"""The `[train]` section: one class for each kind of learner."""
+"""The `[train]` section of the configuration, with one class for each kind of learner."""
 
 from __future__ import annotations
 

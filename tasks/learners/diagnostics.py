@@ -1,24 +1,26 @@
-"""Diagnostics of a version's updates, separately for tokens of each age. Shapes: M is the number of tokens of a
-micro-batch.
+"""Diagnostics of one policy version's updates, also computed separately for tokens of each age (staleness).
 
-All metrics are computed over the tokens that had a gradient, and each token counts once. A token's age is the trained
-version minus the version that sampled the token; age `OLDEST` includes all older tokens. If a metric covers one age,
-its name ends in `_age_<age>`; otherwise the metric covers all ages. The ratio of a token is pi/mu, the trained policy's
-probability of the token over the probability at which it was sampled.
+In shapes, M is the number of tokens of a micro-batch. All metrics are computed over the tokens that contribute to the
+gradient, and each token counts once. A token's age is the number of the policy version being trained, minus the number
+of the policy version that sampled the token. The age `OLDEST` includes all older tokens. If a metric covers tokens of
+one age only, the metric's name ends in `_age_<age>`. Every other metric covers tokens of all ages. The importance ratio
+of a token is pi/mu, the token's probability under the trained policy divided by its probability when it was sampled.
 
-- `ratio_mean`, `ratio_max`, `ratio_p1`, `ratio_p99`: mean, maximum and two percentiles of the ratio in the update. For
-  tokens that an exact engine sampled from the newest version, the ratio is 1.
-- `effective_samples`: squared sum of the ratios over the sum of squared ratios, divided by the number of tokens (Kish
-  1965). `effective_samples` is 1 if all ratios are equal.
-- `clipped_up`, `clipped_down`: share of clipped tokens with a positive advantage, and with any other advantage.
-- `corrected`: share of tokens whose ratio was outside a correction's range, so that the ratio was capped or the token
-  was left out.
-- `kl_behaviour`: KL(mu || pi) in nats by the estimator r - 1 - log r (k3), where r is the ratio.
-- `ratio_distance`: mean |log pi/mu| in nats.
-- `engine_gap`: mean |log pi/mu| before the first update, on tokens of the newest version. `engine_gap` is the
-  distance of the learner's log-probs from the engine's. (The probe of a weight update uses fixed tokens only.)
-- `entropy`: entropy of the policy at each token, if the objective needs the entropy.
-- `kl_reference`: KL(pi || reference) in nats per token by k3, over all ages, if there is a reference.
+- `ratio_mean`, `ratio_max`, `ratio_p1` and `ratio_p99` are the mean, the maximum and two percentiles of the importance
+  ratio. The ratio is 1 for tokens that an exact inference engine sampled from the newest policy version.
+- `effective_samples` is the squared sum of the ratios over the sum of squared ratios, divided by the number of tokens
+  (Kish 1965). `effective_samples` is 1 if all ratios are equal.
+- `clipped_up` and `clipped_down` are the shares of clipped tokens with a positive advantage, and with any other
+  advantage.
+- `corrected` is the share of tokens whose ratio was outside a correction's range, so that the ratio was capped or the
+  token was left out.
+- `kl_behaviour` is KL(mu || pi) in nats, by the estimator r - 1 - log r (k3), where r is the ratio.
+- `ratio_distance` is the mean of |log pi/mu| in nats.
+- `engine_gap` is the mean of |log pi/mu| before the first update, on tokens of the newest policy version. `engine_gap`
+  measures how far the learner's log-probs are from the inference engine's log-probs.
+- `entropy` is the mean entropy of the policy at each token, if the objective needs the entropy.
+- `kl_reference` is KL(pi || reference) in nats per token by the estimator k3, over tokens of all ages, if there is a
+  reference policy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Return of freed memory to the operating system: the C library would keep this memory during publishing."""
+"""Returns freed memory to the operating system, because the C library would keep it while weights are published."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Random generators and the choice of torch's algorithms; results depend on these and on tensors only.
+"""Sets random generators and torch's deterministic algorithms, so that a learner's results can be reproduced.
 
-On one CPU thread torch gives the same bits with and without `deterministic`. On a GPU, torch adds up numbers in a
-different order each time, for example in `index_add` and in the gradients of embeddings and attention. If
-`deterministic` is set, torch uses algorithms with a fixed order, or raises an error if an operation has no such
-algorithm.
+On a single CPU thread, torch gives the same bits with and without the option `deterministic`. On a GPU, torch may add
+up numbers in a different order each time, for example in `index_add` and in the gradients of embeddings and attention.
+If the option `deterministic` is set, torch uses only algorithms that add in a fixed order, and raises an error if an
+operation has no such algorithm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The torch learner: PPO-style updates of a Hugging Face causal language model.
+"""The torch learner trains a Hugging Face causal language model with PPO-style updates.
 
     batch --> values known before the first update (`PreUpdate`) --> (update of the policy, update of the critic)*
 

@@ -1,4 +1,5 @@
-"""The updates of a version: each update is an optimizer step of the policy, then one of the critic, on a minibatch.
+"""The updates that make a new policy version. Each update takes an optimizer step of the policy on a minibatch, then an
+optimizer step of the critic if there is one.
 
 Shapes: R rows, B tokens with loss mask 1 in the batch, M such tokens in a part of a micro-batch, hidden size H.
 """

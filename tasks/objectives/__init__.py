@@ -1,4 +1,5 @@
-"""Objectives: `base` has their contract; an objective is a preset built from parts, or a user-defined class."""
+"""Training objectives (losses). The interface is in `base`. An objective is a preset built from parts such as ratio,
+surrogate and KL penalty, or a user-defined class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Advantages from rewards. Shapes: R trajectories in a batch, in G groups."""
+"""Advantages from rewards. Shapes: R is the number of trajectories in a batch, and G the number of groups of responses
+to one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aggregation of the losses of all tokens into one number."""
+"""Combines the losses of all tokens of a minibatch into one number."""
 
 from __future__ import annotations
 

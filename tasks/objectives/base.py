@@ -1,16 +1,17 @@
-"""The objective contract: a loss for each token that the policy sampled, from the log-probs recorded at sampling.
+"""The objective interface: computes a loss for each token that the policy sampled, given the log-probs recorded at
+sampling.
 
 Notation: pi is the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu
-the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg stop-gradient. All tensors are
-flat, with one element for each of the M tokens with loss mask 1 in a micro-batch. All tensors are on the learner's
-device and in the learner's precision.
+the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg stop-gradient. All tensors of an
+objective are flat, with one element for each of the M tokens with loss mask 1 in a micro-batch. All tensors are on the
+learner's device and in the learner's precision.
 
 - A loss is returned for each token, to be minimized. An objective does not aggregate losses: `aggregation` and
   `minibatches` later give each token's loss a weight.
 - Rows are independent of each other: the order and grouping of rows do not change their losses.
-- An objective gets whole rows, unless the objective is `by_token`. A `by_token` objective may get some tokens of a row
-  at a time, so that memory holds fewer logits. `by_token` is not inherited: a class that changes the loss must set
-  `by_token` again.
+- An objective gets whole rows, unless the objective is `by_token`. An objective with `by_token` set may get some tokens
+  of a row at a time, so that memory holds fewer logits. `by_token` is not inherited: a class that changes the loss must
+  set `by_token` again.
 - The same tokens give the same loss, bit for bit, so that any step can be replayed.
 - A row with advantage zero has no gradient and is skipped, unless the objective sets `every_row`.
 

@@ -1,8 +1,10 @@
-"""The `[train.objective]` section: the loss to minimize, as a choice of parts.
+"""The configuration section `[train.objective]`, which defines the loss as a combination of parts (ratio, surrogate,
+correction, advantage, penalties).
 
-A part is a section of a few keys; the part's formula and paper are documented with its code. `kind` names a preset
-(`presets.py`). A recipe gets from the preset all parts and keys that the recipe leaves out. The config that a run
-stores has every key of every part. This module imports pydantic only.
+A part of an objective is a subsection of a few keys. The part's formula and paper are documented beside the code that
+computes the formula. The key `kind` names a preset objective (see `presets.py`). Parts and keys of an objective that
+the recipe (the run's TOML file) leaves out are taken from the preset. The configuration that is recorded with a run
+contains every key of every part of the objective. This module imports only pydantic, and not torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Corrections for tokens that an older policy sampled: weights and masks from a ratio, without a gradient.
+"""Off-policy corrections: weights and masks for tokens that an older policy sampled, computed from a probability ratio
+without a gradient.
 
-If the surrogate's older policy is the proximal policy, the ratio of a correction is pi_p / mu (decoupled PPO);
-otherwise the ratio is pi / mu. A token that a mask removes still counts in the denominators of the mean losses. Shapes:
-M tokens in a micro-batch, B tokens in a whole batch.
+If the surrogate's older policy is the proximal policy pi_p, the correction uses the ratio pi_p / mu (decoupled PPO).
+Otherwise the correction uses the ratio pi / mu, where pi is the trained policy and mu the policy that sampled the
+tokens. A token whose loss is masked out still counts in the denominators of the mean losses. Shapes: M is the number of
+tokens in a micro-batch, and B the number of tokens in a whole batch.
 """
 
 from __future__ import annotations

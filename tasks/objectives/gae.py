@@ -1,8 +1,8 @@
-"""Advantages of tokens from a critic's values (Schulman et al. 2016, Generalized advantage estimation).
+"""Generalized advantage estimation: advantages of tokens from a critic's values (Schulman et al. 2016).
 
-Shapes: R trajectories; B tokens that the policy sampled, one trajectory after the other. Only tokens that the policy
-sampled are steps in time; tokens that an environment wrote are left out. The value after a trajectory's last token is
-zero.
+Shapes: R is the number of trajectories, and B the number of tokens that the policy sampled, one trajectory after the
+other. Only tokens that the policy sampled count as time steps. Tokens that an environment wrote are left out. The
+critic's value after a trajectory's last token is taken to be zero.
 """
 
 from __future__ import annotations

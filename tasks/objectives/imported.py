@@ -1,4 +1,5 @@
-"""A user-defined objective: a class that derives from `Objective`, created with its options."""
+"""A wrapper of a user-defined objective: imports a class that derives from `Objective` and creates it with its
+options."""
 
 from __future__ import annotations
 

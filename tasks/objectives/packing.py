@@ -1,8 +1,8 @@
-"""Padded micro-batches of rows of similar length, as tensors.
+"""Packs rows (trajectories) of similar length into padded micro-batches of tensors.
 
-Shapes: R rows (trajectories) in L lines of T padded tokens, M tokens with loss mask 1 in the micro-batch. Padding is on
-the right, so under causal attention no other token attends to padding. If several rows of a line share a prompt, a mask
-keeps these rows from attending to each other.
+Shapes: R rows (trajectories) are packed into L lines (sequences), padded to T tokens each. M is the number of tokens
+with loss mask 1 in the micro-batch. Padding is on the right, so under causal attention no real token attends to
+padding. If several rows of a line share a prompt, an attention mask keeps these rows from attending to each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An objective that is built from its parts as surrogate(ratio) x correction + penalties."""
+"""Builds an objective from its parts: surrogate(ratio) x correction + penalties."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Presets: named objectives with their parts, from papers and from other systems.
+"""Presets: named objectives from papers and from other training systems, each defined by its parts.
 
-If a preset does not name a part, the part has its default. docs/objectives.md has a table of the presets' formulas, and
-`tests/contracts/test_objectives.py` compares each preset with its formula.
+If a preset does not name a part of the objective, the part has its default. The presets' formulas are in
+docs/objectives.md, and `tests/contracts/test_objectives.py` compares each preset with its formula.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A batch as flat arrays for objectives and learners, read from the batch's Arrow columns.
+"""A batch as flat numpy arrays, which objectives and learners use, read from the batch's Arrow columns.
 
-Shapes: R rows (trajectories), B tokens with loss mask 1 in the batch.
+Shapes: R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lines are the sequences that a model runs. A line may contain several rows of a group behind one copy of their
-prompt.
+"""A line is a sequence of tokens that a model processes. A line may contain several responses of a group behind one
+copy of their prompt, so that the prompt is processed only once.
 
     rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and its positions follow p's
             p p p b b

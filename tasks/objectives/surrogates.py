@@ -1,4 +1,5 @@
-"""Surrogates: the loss of each token from its ratio r, its advantage A and its log-prob. Shapes: M tokens."""
+"""Surrogate losses: the loss of each token, computed from its probability ratio r, its advantage A and its log-prob.
+Shapes: M tokens."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A learner's state and weights as files."""
+"""Conversion between files and a learner's weights and state."""

@@ -1,6 +1,7 @@
-"""Files whose shards are gathered from several ranks only when a file is read, so that memory holds few files.
+"""Checkpoint files of a sharded learner. The shards of a file are gathered from the ranks only when the file is read,
+so that memory holds few files.
 
-`stage_files` lets several ranks gather and store files at the same time.
+`stage_files` lets several ranks gather and store checkpoint files at the same time.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Safetensors files as pieces (a header, and views of the tensors), so that publishing copies nothing.
+"""Safetensors files, written as a header and views of the tensors, so that publishing weights copies no tensor.
 
-A file holds at most `shard_bytes` of tensors (a larger tensor has a file of its own). File names are those of Hugging
-Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with the index
-`model.safetensors.index.json`. Equal tensors give equal bytes. The pieces of a tensor on the CPU are views of the
-tensor, valid until the tensor changes.
+A safetensors file holds at most `shard_bytes` bytes of tensors. A larger tensor gets a file of its own. File names are
+those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with the index
+`model.safetensors.index.json`. Equal tensors give byte-identical files. The contents of a file are views of the tensors
+on the CPU, so they are valid only until a tensor changes.
 
-Files are read one after the other, and a file is not kept in memory after it was read.
+Safetensors files are read one after the other, and no file stays in memory after it was read.
 """
 
 from __future__ import annotations

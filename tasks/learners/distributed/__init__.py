@@ -1,2 +1,2 @@
-"""The ranks of a learner: their sums, their protocol, and how a batch is divided among them. No module of this package
-depends on a model."""
+"""Ranks of a learner (data-parallel training processes): how they add up tensors, how they communicate, and how a batch
+is divided among them. No module of the package `learners.distributed` depends on a model."""

@@ -1,7 +1,8 @@
-"""Ranks that add up tensors with gloo, and gradients on GPUs with NCCL. torch's own wrapper, DistributedDataParallel
-(DDP), does not fit a learner, for three reasons. DDP averages over ranks, but a learner's losses are weighted over the
-whole minibatch. DDP hooks into the model's forward, but a learner runs decoder and head separately. DDP waits for a
-backward pass of each rank, but a learner's rank may have no rows.
+"""Ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. A learner does not
+use torch's DistributedDataParallel (DDP), for three reasons. DDP averages gradients over ranks, but a learner needs
+sums, because its losses are weighted over the whole minibatch. DDP hooks into the model's forward pass, but a learner
+runs the model's decoder and head separately. DDP waits for a backward pass of every rank, but in a learner a rank may
+have no rows of the batch to train on.
 """
 
 from __future__ import annotations

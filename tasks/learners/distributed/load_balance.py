@@ -1,4 +1,4 @@
-"""Divides work evenly among ranks, so that no rank waits long for the rank with the most work.
+"""Divides sequences evenly among ranks by number of tokens, so that no rank waits long for the slowest rank.
 
     pieces --> the longest piece first, each piece to the rank that has the fewest tokens so far (LPT: Graham 1969)
 

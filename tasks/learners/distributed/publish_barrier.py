@@ -1,4 +1,5 @@
-"""The publish barrier of ranks: in each step, every rank waits for the first rank before it changes a stored tensor.
+"""A barrier of all ranks in each train step: no rank changes a stored tensor until the first rank reports that the
+previous policy version is stored.
 
     first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
     other rank:                 reads each message, and then goes on or stops

@@ -1,7 +1,7 @@
-"""GPUs of a learner's ranks: each rank has one GPU, and the rank's process sees no other GPU.
+"""Assigns one GPU to each rank of a learner. A rank's process sees no other GPU.
 
-In each thread of a rank, "cuda" means the rank's own GPU. The first rank runs in the learner's actor. Ray gives the
-learner's actor as many GPUs as there are ranks, and the first rank uses the first of these GPUs.
+In each thread of a rank, the device "cuda" means the rank's own GPU. The first rank runs in the learner's Ray actor.
+Ray assigns as many GPUs to the learner's actor as there are ranks, and the first rank uses the first of these GPUs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The protocol between the first rank and the other ranks: how they meet, the first rank's orders, and how ranks
-end."""
+"""The protocol between a learner's first rank and its other ranks: how the ranks connect, which commands the first rank
+sends, and how ranks end."""
 
 from __future__ import annotations
 

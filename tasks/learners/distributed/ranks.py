@@ -1,9 +1,9 @@
-"""Ranks: processes that train one policy together, each on its share of every batch.
+"""A rank is one of the processes that train a policy together, each on its share of every batch.
 
-Each rank has the whole model and takes the same optimizer steps. Each rank runs its own lines of the batch (a line is a
-sequence of one or several rows), and the results of all ranks are added up. Gradients, losses and log-probs are those
-of the whole batch, however the lines are divided among ranks. All ranks have the same weights after an optimizer step,
-bit for bit.
+Each rank has a copy of the whole model and takes the same optimizer steps. Each rank runs its own lines of the batch (a
+line is a sequence of one or several packed rows), and the results of all ranks are added up. Gradients, losses and
+log-probs are those of the whole batch, no matter how the batch is divided among ranks. All ranks have bit-identical
+weights after an optimizer step.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW

@@ -1,4 +1,4 @@
-"""Storing of a version's files by all ranks of a sharded learner at the same time.
+"""Storing of the checkpoint files of a policy version by all ranks of a sharded learner at the same time.
 
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256

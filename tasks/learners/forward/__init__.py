@@ -1,2 +1,2 @@
-"""The models of a train step and what they compute for tokens: the policy's and the reference's log-probs, and a
-critic's values."""
+"""The models that a learner runs in a train step: the policy and the reference policy, which give log-probs, and the
+critic, which gives values."""

@@ -1,5 +1,5 @@
-"""Activation checkpointing: layers run again in the backward pass, so that activations need not be kept (Chen et al.
-2016)."""
+"""Activation checkpointing: each layer runs again in the backward pass, so that its activations need not be stored
+(Chen et al. 2016)."""
 
 from __future__ import annotations
 

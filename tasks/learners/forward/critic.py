@@ -1,9 +1,10 @@
-"""The critic estimates, before each token, the reward still to come (PPO: Schulman et al. 2017).
+"""The critic estimates, before each token, the reward that the rest of the response will get (PPO: Schulman et al.
+2017).
 
-At the first trained version the critic is a copy of the policy, with a new head that outputs zero. With `model =
-"head"` the critic is only a head on the policy's hidden states. The critic is trained on every row towards the returns
-that `objectives/gae.py` computes, after the policy's own update on the same rows. The critic's weights and moments are
-part of the learner's state.
+When a run trains its first policy version, the critic is a copy of the policy, with a new head that outputs zero. With
+the option `model = "head"`, the critic is only a head on the policy's hidden states. The critic is trained on every row
+of the batch, after the policy was updated on the same rows. Its targets are the returns that `objectives/gae.py`
+computes. The critic's weights and AdamW moments are part of the learner's state.
 
 Shapes: M tokens with loss mask 1 in a micro-batch, B tokens with loss mask 1 in a batch, hidden size H.
 """

@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens, and entropies, computed from logits in the logits' own memory.
+"""Computes log-probs of given tokens and entropies from logits, and overwrites the logits to save memory.
 
     logits --> log-softmax, in place --> log-probs of the targets, entropies
            <-- gradient, in place    <-- gradients of both

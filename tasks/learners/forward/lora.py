@@ -1,4 +1,4 @@
-"""LoRA: the policy's weights stay fixed, and a small adapter beside each linear layer is trained.
+"""LoRA: trains a small adapter beside each linear layer of the policy, whose own weights stay fixed.
 
     y = W x + (alpha / rank) B A x        W (out, in) is fixed; A (rank, in) and B (out, rank) are trained
 

@@ -1,4 +1,4 @@
-"""The models that take part in a learner's steps: the policy, and the critic and reference that an objective needs.
+"""The models of a learner: the policy, and the critic and the reference policy if the objective needs them.
 
 Shapes: B tokens with loss mask 1 in the batch, M tokens with loss mask 1 in a micro-batch.
 """

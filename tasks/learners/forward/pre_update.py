@@ -1,4 +1,5 @@
-"""Values that are computed before a version's first update: advantages, and the other models' log-probs and values.
+"""Values that are computed before a policy version's first update: advantages, log-probs of the reference policy, and
+values of the critic.
 
 Shapes: R rows, B tokens with loss mask 1 in the batch, one row after the other.
 """

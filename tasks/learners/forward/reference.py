@@ -1,8 +1,9 @@
-"""The reference: a frozen policy from which a penalty measures the divergence.
+"""The reference policy is a frozen copy of the policy, from which the KL penalty measures the divergence.
 
-The reference is the policy at the first version that is trained. If `every` is n, the reference is set to the policy's
-current weights at every n-th version. The reference's weights are part of the learner's state, so that any train step
-can be replayed even if older versions were pruned.
+The reference policy starts with the weights of the first policy version that the run trains. If the option
+`train.reference.every` is n, the reference policy is set to the policy's current weights at every n-th policy version.
+The reference policy's weights are part of the learner's state, so that any train step can be replayed even if older
+policy versions were deleted.
 """
 
 from __future__ import annotations

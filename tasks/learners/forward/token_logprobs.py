@@ -1,4 +1,4 @@
-"""Log-probs that a policy gives to tokens, computed by the model's own head.
+"""Computes the log-probs of given tokens under a policy, with the model's own output head.
 
     tokens --> decoder --> hidden states at the wanted positions --> head (see `policies/head`) --> log-probs
 

@@ -1,4 +1,4 @@
-"""A policy whose parameters are all trained and published."""
+"""A policy whose parameters are all trained and published, in contrast to a policy with a LoRA adapter."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A learner of several ranks: its first rank starts the other ranks, sends them orders and ends them."""
+"""A learner of several ranks. The first rank starts the other ranks, sends commands to them and ends them."""

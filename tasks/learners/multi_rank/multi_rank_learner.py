@@ -1,4 +1,5 @@
-"""A learner of several ranks: the first rank implements `Learner` and leads the other ranks.
+"""A learner of several ranks (processes). The first rank implements the interface `Learner` and sends commands to the
+other ranks.
 
     learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
                             +---- sums over all ranks (`ranks`) ----+

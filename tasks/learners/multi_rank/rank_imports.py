@@ -1,4 +1,4 @@
-"""The modules that the ranks need, imported only once, by the process from which ranks are forked."""
+"""Imports the modules that the ranks need, once, in the process from which all ranks are forked."""
 
 from __future__ import annotations
 

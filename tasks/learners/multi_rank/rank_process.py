@@ -1,4 +1,4 @@
-"""The process of a rank other than the first, which executes the first rank's orders.
+"""The process of every rank except the first. The process executes the commands that the first rank sends.
 
     orders --> load files or train on a batch, both sent by the first rank             --> next order
     requests for files --> send shards of a file or store the file, even during a step --> next request

@@ -1,1 +1,1 @@
-"""The trained tensors with AdamW and float32 master weights, and checks that all numbers are finite."""
+"""Trained tensors, AdamW, float32 master weights, and checks for NaN and infinity."""

@@ -1,8 +1,8 @@
-"""Master weights: float32 weights that the optimizer changes in place of a policy's weights of a shorter type.
+"""Master weights: float32 copies of a policy's weights of a shorter data type. The optimizer updates the copies.
 
-A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 changes of a weight are smaller than
-half the weight's rounding step and would be lost. The optimizer changes float32 master weights (Micikevicius et al.
-2018, Mixed precision training), and the policy's weights are the rounded master weights.
+A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 updates of a bfloat16 weight are smaller
+than half its rounding step, so rounding would lose them. The optimizer updates float32 master weights (Micikevicius et
+al. 2018, Mixed precision training). The policy's weights are the master weights rounded to bfloat16.
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 

@@ -1,4 +1,4 @@
-"""Checks that raise `NotFinite` before the optimizer uses a NaN or an infinity."""
+"""Checks that raise the error `NotFinite` before a NaN or an infinity reaches the optimizer."""
 
 from __future__ import annotations
 

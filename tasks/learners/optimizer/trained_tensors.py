@@ -1,4 +1,5 @@
-"""Parameters of the policy or the critic, with the AdamW that trains them, saved and loaded as tensors by name.
+"""The trained parameters of the policy or the critic, and the AdamW optimizer that trains them. Both are saved and
+loaded as named tensors.
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 

@@ -1,1 +1,2 @@
-"""Learners whose tensors are sharded across ranks: one contract (`backend`), implemented by FSDP2 and by DeepSpeed."""
+"""Learners whose weights, gradients and AdamW moments are sharded across ranks. The interface in `backend` is
+implemented by FSDP2 and by DeepSpeed."""

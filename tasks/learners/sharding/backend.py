@@ -1,4 +1,5 @@
-"""A sharding backend keeps parameters, gradients and moments sharded over all ranks, and gathers them on request.
+"""A sharding backend keeps parameters, gradients and AdamW moments sharded over all ranks, and gathers tensors on
+request.
 
     put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> gather_weight, gather_tensor
 

@@ -1,8 +1,8 @@
-"""DeepSpeed shards moments with ZeRO 1; moments and gradients with ZeRO 2; moments, gradients and weights with ZeRO 3.
+"""DeepSpeed's ZeRO 1 shards AdamW moments, ZeRO 2 also shards gradients, and ZeRO 3 also shards weights.
 
-DeepSpeed adds up and clips gradients and takes optimizer steps. No file in DeepSpeed's own format is stored. A rank's
-shard of a tensor is a contiguous piece of the flattened tensor; a rank may have no shard of a tensor. To gather a
-tensor, each shard is copied to its place in the tensor.
+DeepSpeed adds up gradients over ranks, clips gradients, and takes optimizer steps. Checkpoints are safetensors files, not files in DeepSpeed's own format. A rank's shard of a tensor is a contiguous piece of the
+flattened tensor. A rank may have no shard of a tensor. To gather a tensor, the shard of each rank is copied to its
+position in the whole tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A learner sharded over its ranks by DeepSpeed."""
+"""A learner whose models DeepSpeed shards over the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""torch's own sharding (FSDP2): each rank keeps some rows of each parameter, of its gradient and of its AdamW moments.
+"""Sharding by torch's FSDP2: each rank keeps some rows of each parameter matrix, of its gradient and of its AdamW
+moments.
 
     a layer: gather --> forward --> reshard
              gather --> backward --> reshard; the layer's gradient is reduced over ranks and sharded

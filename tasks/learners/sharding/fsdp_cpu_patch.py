@@ -1,6 +1,6 @@
-"""A patch of FSDP2 that gathers parameters on a CPU with little extra memory.
+"""A patch of FSDP2, which reduces the extra memory for gathering parameters on a CPU.
 
-FSDP2 gathers a group of parameters into one buffer, in which the shards of several parameters are side by side, and
+FSDP2 gathers a group of parameters into one buffer, in which the shards of all parameters are interleaved, and then
 copies each parameter out of the buffer. On a CPU, the patch saves memory in three ways.
 
 - In a group of one parameter, the buffer *is* the parameter, padded at its end as FSDP pads a parameter. The embeddings
@@ -9,7 +9,8 @@ copies each parameter out of the buffer. On a CPU, the patch saves memory in thr
 - FSDP keeps a layer's buffer until it has the next layer's buffer, because work on a GPU may still read the earlier
   buffer. On a CPU, the patch frees a layer's buffer before the next layer's buffer is allocated.
 
-On a GPU nothing is patched, because only FSDP knows when one stream may reuse memory that another stream has freed.
+On a GPU nothing is patched, because only FSDP knows when one CUDA stream may reuse memory that another CUDA stream has
+freed.
 """
 
 from __future__ import annotations

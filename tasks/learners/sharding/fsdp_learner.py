@@ -1,4 +1,4 @@
-"""The torch learner sharded over its ranks (`train.sharded`), by FSDP2."""
+"""The torch learner, sharded over its ranks by FSDP2 (option `train.sharded`)."""
 
 from __future__ import annotations
 

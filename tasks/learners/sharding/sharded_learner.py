@@ -1,4 +1,4 @@
-"""A learner that trains like `TorchLearner`, but shards weights, gradients and moments over its ranks.
+"""A learner that trains like `TorchLearner`, but shards weights, gradients and AdamW moments over its ranks.
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
