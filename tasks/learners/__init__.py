@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build_learner(config: TrainConfig, start: LearnerStart) -> Learner:
-    """Build the learner that `[train]` asks for."""
+    """Build the learner that the configuration section `[train]` describes."""
     with pause_collector():
         disable_optional_libraries()
         match config:

@@ -42,12 +42,13 @@ WaitForPublish = Callable[[], None]
 
 
 def no_wait() -> None:
-    """Return at once: the `WaitForPublish` of a step that need not wait until the previous version is stored."""
+    """Return at once. This function is the argument `settle` of a train step that need not wait until the previous
+    policy version is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerStart:
-    """The values that a learner starts with, in addition to the section `[train]`."""
+    """The values that a learner starts with, in addition to the configuration section `[train]`."""
 
     folder: Path  # the policy's folder, in the format of Hugging Face
     trained: bool  # True: start with the folder's weights; False: use the folder's architecture, untrained
@@ -63,19 +64,20 @@ class LearnerStart:
 
 
 class Learner(Protocol):
-    """A learner trains one policy. See the module's docstring for the guarantees."""
+    """The interface of all learners. A learner trains one policy. The module's docstring lists the guarantees."""
 
     @property
     def model(self) -> Any:
-        """The policy as a transformers model in this process; a cold start trains it before the first `step`."""
+        """The policy as a transformers model in this process. A cold start (supervised training) trains this model
+        before the first `step`."""
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
-        """Train `version` on a batch to obtain `version + 1`; return metrics.
+        """Train policy version `version` on a batch to obtain policy version `version + 1`; return metrics.
 
         Args:
-            settle: `step` calls this function, perhaps several times, before it changes a stored tensor. `settle`
-                returns as soon as the tensors may change. If `settle` raises, `step` ends and no stored tensor is
-                changed.
+            settle: `step` calls this function, perhaps several times, before it changes a stored tensor. The function
+                `settle` returns as soon as stored tensors may change, that is, when the previous policy version is
+                stored. If the function `settle` raises an error, `step` ends, and no stored tensor is changed.
 
         Raises:
             NotFinite: the batch, the loss or the gradient contains a NaN or an infinity; the message names the version,
@@ -86,23 +88,25 @@ class Learner(Protocol):
         """Return the log-probability (nats, temperature 1) of each token after the first, given all previous tokens."""
 
     def first_nonfinite(self) -> str | None:
-        """Return the name of a tensor in weights or state that contains a NaN or an infinity, or None."""
+        """Return the name of a tensor of the weights or the learner state that contains a NaN or an infinity, or
+        None."""
 
     def check_ranks(self) -> None:
-        """Raise `RankFailed` if a rank has ended. The learner's actor calls this method while it waits for a batch.
+        """Raise `RankFailed` if one of the learner's ranks (processes) has ended. The learner's Ray actor calls
+        `check_ranks` while it waits for a batch.
 
         Raises:
             RankFailed: a process of this learner has ended, so the next step would fail.
         """
 
     def weights(self) -> Mapping[str, Data]:
-        """Return the weights as a mapping of file names to safetensors files."""
+        """Return the policy's weights as a mapping of file names to safetensors files."""
 
     def state(self) -> Mapping[str, Data]:
         """Return the learner state as a mapping of file names to safetensors files."""
 
     def load(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Replace weights and state by files that `weights` and `state` returned.
+        """Replace the policy's weights and the learner state by files that the methods `weights` and `state` returned.
 
         Raises:
             Corrupt: the files do not belong to this kind of learner and this model.

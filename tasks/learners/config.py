@@ -14,7 +14,8 @@ STORED = "the learner's stored state depends on this key"
 
 
 class CriticConfig(Section):
-    """Options of the critic, which estimates future rewards; used if `objective.advantage.baseline` is "critic"."""
+    """Options of the critic, which estimates the reward to come. The critic is used only if
+    `objective.advantage.baseline` is "critic"."""
 
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
@@ -35,7 +36,8 @@ class CriticConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen policy from which a KL penalty measures the divergence; used only if a penalty needs a reference."""
+    """Options of the reference policy, a frozen policy from which a KL penalty measures the divergence. The reference
+    policy is used only if a penalty needs it."""
 
     every: int = Field(
         0,
@@ -58,7 +60,8 @@ class Lora(Section):
 
 
 class TrainBase(Section):
-    """Keys that all learners share. A learner of one process declares `ranks: Literal[1]`."""
+    """Options of training that all kinds of learners share. A learner that always runs in one process
+    declares `ranks: Literal[1]`."""
 
     fixed: ClassVar[Mapping[str, str]] = {"kind": STORED, "lora": STORED, "master_dtype": STORED}
 
@@ -157,7 +160,7 @@ class TrainBase(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """Fill in omitted kinds, and move keys of configs from before objectives had parts into the objective."""
+        """Fill in omitted `kind` keys, and move the keys of older configurations into the parts of the objective."""
         return with_kinds(cls, _as_parts(tree) if isinstance(tree, Mapping) else tree)
 
     @model_validator(mode="after")
@@ -261,7 +264,8 @@ class DeepSpeedTrain(TrainBase):
 
 
 def with_ranks(train: TrainConfig, ranks: int) -> TrainConfig:
-    """Return the config of the same training by `ranks` processes of one machine; for one rank, unsharded torch."""
+    """Return a configuration for the same training by `ranks` processes on one machine. For one rank the result is the
+    torch learner without sharding."""
     given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)
@@ -288,7 +292,7 @@ EARLIER = ("baseline", "normalize", "negative_weight", "aggregation")
 
 
 def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Convert the config tree of an older recipe or run: its advantage keys become part of the objective."""
+    """Convert the configuration of an older recipe or run: its advantage keys become part of the objective."""
     old = {name: tree[name] for name in EARLIER if name in tree}
     objective = tree.get("objective", {})
     if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):

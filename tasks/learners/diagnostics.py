@@ -40,9 +40,11 @@ COLUMNS = 6  # number of values that `add` keeps of each token
 
 
 class Diagnostics:
-    """Collects values of a version's tokens, from which the version's diagnostics are computed.
+    """Collects values of the tokens that a policy version is trained on, from which the diagnostics of the update are
+    computed.
 
-    The values stay on the device until the end of the version, because reading a value waits for the device.
+    Collected values stay on the device until the policy version is trained, because reading a value waits for the
+    device.
     """
 
     def __init__(self, version: int) -> None:
@@ -55,7 +57,7 @@ class Diagnostics:
         self._divergences: list[np.ndarray] = []
 
     def add(self, tokens: MaskedTokens, loss: TokenLoss, versions_M: Tensor) -> None:
-        """Add the tokens of a micro-batch; `versions_M` gives the version that sampled each token."""
+        """Add the tokens of a micro-batch; `versions_M` gives the policy version that sampled each token."""
         change_M = (tokens.logp_M.detach() - tokens.behaviour_M).double().clamp(-BOUND, BOUND)
         entropy_M = torch.zeros_like(change_M) if tokens.entropy_M is None else tokens.entropy_M.detach()
         age_M = (self.version - versions_M).clamp(0, OLDEST)
@@ -69,14 +71,14 @@ class Diagnostics:
         self._added.append((torch.stack([column.double() for column in columns]), divergence_M, not self.updates))
 
     def gather(self, ranks: Ranks) -> None:
-        """Add the values that the other ranks have collected."""
+        """Add the token values that the other ranks have collected."""
         self._read()
         self._found = [part.reshape(COLUMNS, -1) for part in ranks.gather_all(_flatten(self._found))]
         self._gaps = ranks.gather_all(_flatten(self._gaps))
         self._divergences = ranks.gather_all(_flatten(self._divergences))
 
     def metrics(self, *, entropy: bool) -> Mapping[str, float]:
-        """Return all metrics by name; an empty mapping if no token had a gradient."""
+        """Return all diagnostics by name; an empty mapping if no token contributed to the gradient."""
         self._read()
         if not self._found:
             return {}
@@ -90,7 +92,7 @@ class Diagnostics:
         return told
 
     def _read(self) -> None:
-        """Copy the added values from the device to the CPU."""
+        """Copy the values added so far from the device to the CPU."""
         for columns, divergence_M, is_first in self._added:
             found = columns.cpu().numpy()
             self._found.append(found)
@@ -107,7 +109,7 @@ def _flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _compute_metrics(found: np.ndarray, end: str, entropy: bool) -> dict[str, float]:
-    """Return the metrics of the given tokens; the name of each metric ends in `end`."""
+    """Return the metrics of the given tokens. The name of each metric ends in the suffix `end`."""
     _, change, up, down, corrected, entropies = found
     ratio = np.exp(change)
     told = {

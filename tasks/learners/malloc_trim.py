@@ -15,8 +15,8 @@ MANY = 2**28  # smallest size of weights, in bytes, for which returning freed me
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:
-    """Return freed memory to the operating system if `weights` are large. Afterwards the next step has some additional
-    page faults."""
+    """Return freed memory to the operating system if the model's weights are large. After this call, the next train
+    step has some additional page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 
@@ -29,14 +29,14 @@ def give_back_all() -> None:
 
 @cache
 def _trim() -> Any:
-    """Return glibc's function `malloc_trim`; None if another C library is used."""
+    """Return the function `malloc_trim` of glibc; None if another C library is used."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def given_back(shape: torch.Size, kind: torch.dtype) -> Tensor:
     """Return a new tensor whose memory goes back to the operating system as soon as the tensor is freed.
 
-    The C library would keep much of the memory that it allocates for a tensor.
+    The C library would keep much of the memory of an ordinary tensor after the tensor is freed.
     """
     if not shape.numel():
         return torch.empty(shape, dtype=kind)

@@ -20,7 +20,8 @@ RNG, DEVICE_RNG = "rng", "device_rng"  # keys in the learner state
 
 
 def begin_process(config: TrainBase, seed: int) -> None:
-    """Set the threads, the seed and the algorithms of this process, before the process uses a device."""
+    """Set the number of threads, the random seed and the torch algorithms of this process, before the process uses a
+    device."""
     torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(config.deterministic)
@@ -30,7 +31,8 @@ def begin_process(config: TrainBase, seed: int) -> None:
 
 
 def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of the CPU's random generator, and of the GPU's with `deterministic` on a GPU."""
+    """Return the state of the CPU's random generator. On a GPU with `deterministic` set, also return the state of the
+    GPU's generator."""
     found = {RNG: torch.get_rng_state()}
     if config.deterministic and device.type == "cuda":
         found[DEVICE_RNG] = torch.cuda.get_rng_state(device)
@@ -38,13 +40,13 @@ def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the names of the generator states that `saved` should contain, each with a tensor of the right shape."""
+    """Return the random generator states that `saved` should contain, each by name with a tensor of the right shape."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 
 
 def take_random(drawn: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the random generators to the states in `drawn`; on a machine without a GPU, skip the GPU's generator."""
+    """Set the random generators to the states in `drawn`. On a machine without a GPU, skip the GPU's generator."""
     torch.set_rng_state(drawn[RNG])
     if DEVICE_RNG in drawn and device.type == "cuda":
         torch.cuda.set_rng_state(drawn[DEVICE_RNG], device)

@@ -16,14 +16,14 @@ from rollflow.storage.records import StoredObject
 
 
 class GatheredFiles(Mapping[str, Data]):
-    """A mapping of names to files; a file is gathered each time it is read, and not kept. A gathered file is valid
-    until its tensors change."""
+    """A mapping of file names to files of a sharded learner. A file is gathered from the ranks each time it is read,
+    and is not kept in memory. A gathered file is valid until one of its tensors changes."""
 
     def __init__(
         self, names: Iterable[str], gather: Callable[[str], Data], put: Put | None = None, movers: int = 1
     ) -> None:
-        """Set the files' names. `put` makes a rank store a file; `movers` is the number of files that are stored at the
-        same time."""
+        """Set the files' names. The function `put` makes a rank store a file; `movers` is the number of files that are
+        stored at the same time."""
         self._names, self._gather, self._turn = tuple(names), gather, threading.Lock()
         self.put, self.movers = put, movers
 
@@ -43,7 +43,7 @@ class GatheredFiles(Mapping[str, Data]):
 def stage_files(
     policies: PolicyStore, writer: Writer, version: int, files: Mapping[str, Data]
 ) -> tuple[StoredObject, ...]:
-    """Store the files of a version that is not published yet."""
+    """Store the weight and state files of a policy version before the policy version is published."""
     if isinstance(files, GatheredFiles):
         return policies.stage(writer, version, files, files.movers, files.put)
     return policies.stage(writer, version, files)

@@ -41,13 +41,15 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
-    """Return safetensors files as a mapping of names to pieces; each name begins with `stem` ("weights/model")."""
+    """Return safetensors files as a mapping of file names to contents. Each file name begins with `stem`, such as
+    "weights/model"."""
     shards = plan_files(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 
 
 def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each file, by file name, without reading the tensors' values."""
+    """Plan how tensors are divided among files: return the tensors of each file, by file name, without reading their
+    values."""
     shards = _split(tensors, shard_bytes)
     count = len(shards)
     if count == 1:
@@ -56,7 +58,8 @@ def plan_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int) -> di
 
 
 def index_of(stem: str, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Data]:
-    """Return the index file, which names the file of each tensor; an empty mapping if there is a single file."""
+    """Return the index file of a checkpoint, which names the file of each tensor; an empty mapping if there is a single
+    file."""
     if len(shards) == 1:
         return {}
     where = {name: file.rpartition("/")[2] for file, shard in shards.items() for name in shard}
@@ -73,7 +76,7 @@ def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
 def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is not a safetensors file.
 
-    If a file consists of one writable buffer, its tensors are views of the buffer; otherwise they are copies.
+    If a file's content is one writable buffer, its tensors are views of the buffer. Other files' tensors are copies.
     """
     for file, data in files:
         if not file.endswith(INDEX):
@@ -82,7 +85,8 @@ def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
 
 
 def shapes_of(files: Files) -> dict[str, Tensor]:
-    """Return the tensors of safetensors files by name, without values (on the "meta" device).
+    """Return the tensors of safetensors files by name, with shapes and types but without values (on torch's "meta"
+    device).
 
     Raises:
         Corrupt: a file is not a safetensors file.
@@ -91,7 +95,8 @@ def shapes_of(files: Files) -> dict[str, Tensor]:
 
 
 def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Split tensors into files in a fixed order: types with large elements first, so that each tensor is aligned."""
+    """Split tensors into files in a fixed order. Data types with large elements come first, so that each tensor is
+    aligned in memory."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n)):
@@ -104,7 +109,8 @@ def _split(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Te
 
 
 def file_of(tensors: Mapping[str, Tensor]) -> Sequence[memoryview]:
-    """Return the pieces of one file: the header's length, the header, and each tensor."""
+    """Return the content of one safetensors file as a list of buffers: the header's length, the header, and each
+    tensor."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

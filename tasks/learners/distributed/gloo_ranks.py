@@ -29,7 +29,7 @@ START_SECONDS = 120.0  # longest wait in seconds of started ranks for each other
 
 
 class GlooRanks(Ranks):
-    """One of several ranks that communicate by gloo; an implementation of `ranks.Ranks`."""
+    """One of several ranks (processes) that communicate by gloo. Implements the interface `ranks.Ranks`."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class GlooRanks(Ranks):
         name: str = "group",
         host: str = HOST,
     ) -> None:
-        """Join a group of ranks; all ranks of the group must join at about the same time.
+        """Join a process group of ranks; all ranks of the group must join at about the same time.
 
-        `seconds` is the time limit of each later collective call. `name` distinguishes the group from other groups of
-        the same ranks. `host` is the address at which the other ranks reach this rank.
+        `seconds` is the time limit of each later collective call. `name` distinguishes this process group from other
+        process groups of the same ranks. `host` is the address at which the other ranks reach this rank.
         """
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
@@ -112,12 +112,13 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
-        """Return the ranks that have begun fewer collective calls than this rank, to find the cause of a failure."""
+        """Return the ranks that have begun fewer collective calls than this rank. These ranks may be the cause of a
+        failure."""
         found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
         return found or (self.beside.find_late() if self.beside else [])
 
     def open_beside(self) -> None:
-        """Create the second group, `beside`; all ranks must call this method at the same time."""
+        """Create the second process group, `beside`; all ranks must call this method at the same time."""
         self.beside = GlooRanks(self.store, self.rank, self.count, self.seconds, self._check, "beside", self.host)
 
     def _count_calls(self, rank: int) -> int:
@@ -125,7 +126,7 @@ class GlooRanks(Ranks):
         return int(self.store.get(self._calls_key(rank))) if self.store.check([self._calls_key(rank)]) else 0
 
     def _calls_key(self, rank: int) -> str:
-        """Return the store key that holds a rank's number of collective calls."""
+        """Return the key of the TCP store under which a rank counts its collective calls."""
         return f"{self._name}/at/{rank}"
 
     def _send_own(self, own: Tensor, rank: int) -> None:
@@ -138,7 +139,8 @@ class GlooRanks(Ranks):
                 self._group.recv([part], rank, 0).wait(self._bound)
 
     def _add_bucket(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add up the gradients of all ranks in float32, whatever their type; a rank without a gradient adds zeros."""
+        """Replace the gradients of a bucket by their sums over all ranks, added up in float32. A rank without a
+        gradient adds zeros."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([grad.reshape(-1).float() for grad in found])
         if flat.is_cuda:
@@ -168,7 +170,7 @@ class GlooRanks(Ranks):
 
 
 def serve_store(host: str = HOST) -> TCPStore:
-    """Open the TCP store of a group of ranks, which counts their collective calls; it listens on `host` only."""
+    """Open the TCP store through which a group of ranks exchanges keys; the store listens on `host` only."""
     listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
     fd = listening.detach()  # from this line on, the store owns the socket
@@ -176,12 +178,12 @@ def serve_store(host: str = HOST) -> TCPStore:
 
 
 def connect_store(host: str, port: int) -> Store:
-    """Connect to the first rank's TCP store."""
+    """Connect to the TCP store that the first rank opened."""
     return TCPStore(host, port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
 
 
 def _group_options(host: str) -> Any:
-    """Return the options of a process group whose members listen on `host` only."""
+    """Return the options of a gloo process group whose members listen on `host` only."""
     found = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     found._devices = [ProcessGroupGloo.create_device(hostname=host)]
     found._timeout = timedelta(seconds=START_SECONDS)
@@ -189,7 +191,8 @@ def _group_options(host: str) -> Any:
 
 
 def _split_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split parameters, in their order, into buckets of at most `BUCKET` elements."""
+    """Split parameters, in their order, into buckets of at most `BUCKET` elements; one all-reduce adds up one
+    bucket."""
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:

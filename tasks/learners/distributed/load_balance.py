@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 
 def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return for each rank the indices of its pieces, in ascending order; `lengths` gives the tokens of each piece."""
+    """Divide pieces of work among ranks: return for each rank the indices of its pieces, in ascending order. `lengths`
+    gives the number of tokens of each piece."""
     found: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]  # a heap: the rank with the smallest load is first
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
@@ -24,6 +25,7 @@ def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def measure_imbalance(loads: Sequence[float]) -> float:
-    """Return the largest load of a rank minus the mean load, as a share of the mean load; 0 if all loads are equal."""
+    """Return the largest load of a rank minus the mean load of all ranks, as a share of the mean load; 0 if all loads
+    are equal."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean - 1 if mean else 0.0

@@ -22,7 +22,7 @@ TIMES = 4  # number of WAIT messages that the first rank sends within `train.ran
 
 
 class BarrierMessage(IntEnum):
-    """A message of the first rank to the other ranks."""
+    """The messages that the first rank sends to the other ranks while they wait at the publish barrier."""
 
     WAIT = 0
     GO_ON = 1
@@ -30,8 +30,8 @@ class BarrierMessage(IntEnum):
 
 
 class StepStopped(Exception):
-    """Raised if a step ends before it changed a stored tensor; `error` is the cause, which only the first rank
-    knows."""
+    """Raised if a train step ends before it changed a stored tensor. The attribute `error` is the cause, which only the
+    first rank knows."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(str(error))
@@ -39,7 +39,8 @@ class StepStopped(Exception):
 
 
 def wait_published(ranks: GlooRanks, settle: WaitForPublish) -> None:
-    """Call `settle` on the first rank, and report the result to the other ranks."""
+    """Call `settle` on the first rank, which waits until the previous policy version is stored, and tell the other
+    ranks the result."""
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
         while wait([job], ranks.seconds / TIMES).not_done:
@@ -51,7 +52,7 @@ def wait_published(ranks: GlooRanks, settle: WaitForPublish) -> None:
 
 
 def follow_first_rank(ranks: GlooRanks) -> None:
-    """Wait on another rank until the first rank allows the step to go on."""
+    """Wait, on a rank other than the first, until the first rank allows the train step to continue."""
     while (word := _broadcast_word(ranks)) == BarrierMessage.WAIT:
         pass
     if word == BarrierMessage.STOP:
@@ -59,7 +60,7 @@ def follow_first_rank(ranks: GlooRanks) -> None:
 
 
 def _broadcast_word(ranks: GlooRanks, word: BarrierMessage = BarrierMessage.WAIT) -> BarrierMessage:
-    """Broadcast the first rank's message, and return it."""
+    """Broadcast a message from the first rank to all ranks, and return the message."""
     found = torch.tensor([word])
     ranks.broadcast(found)
     return BarrierMessage(int(found))

@@ -18,10 +18,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over 
 
 
 def check_gpus(ranks: int) -> None:
-    """Check on the first rank, before the other ranks start, that there are enough GPUs.
+    """Check on the first rank, before the other ranks start, that this machine has a GPU for each rank.
 
     Raises:
-        ConfigError: this machine has GPUs, but fewer GPUs than ranks.
+        ConfigError: this machine has GPUs, but fewer GPUs than there are ranks.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not start CUDA: ranks are forked
     found = torch.cuda.device_count()
@@ -33,7 +33,7 @@ def check_gpus(ranks: int) -> None:
 
 
 def take_gpu(rank: int) -> None:
-    """Make the rank's GPU the only GPU that this process sees; do nothing on a machine without GPUs."""
+    """Make the GPU of rank `rank` the only GPU that this process sees; do nothing on a machine without GPUs."""
     if torch.cuda.device_count():
         given = os.environ.get(VISIBLE)
         os.environ[VISIBLE] = given.split(",")[rank] if given else str(rank)
@@ -42,8 +42,9 @@ def take_gpu(rank: int) -> None:
 def begin_backend(device: torch.device, host: str, *, blocking: bool) -> str:
     """Return the backend of a process group for tensors on `device`, and set the backend's environment variables.
 
-    Call this function just before the group is created. The group's members listen on the interface of `host` only.
-    If NCCL waits for too long, it raises an error with `blocking`, and ends the process without `blocking`.
+    Call this function just before the process group is created. The members of the process group listen only on the
+    network interface that has the address `host`. If an NCCL operation exceeds its time limit, NCCL raises an error if
+    `blocking` is set, and ends the process if not.
     """
     name = interface_of(host)
     os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

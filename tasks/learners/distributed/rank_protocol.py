@@ -13,7 +13,7 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The address of the TCP store in which the ranks meet; the first rank owns the store."""
+    """The address of the TCP store through which a learner's ranks find each other. The first rank runs the store."""
 
     host: str
     port: int
@@ -24,8 +24,8 @@ class LoadState:
     """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
     contents of the files follow the message.
 
-    `width` is the width of the model's layers, or None if rows of this model do not share prompts. All ranks use the
-    first rank's `width`, because all ranks must pack a batch into equal lines.
+    `width` is the width (hidden size) of the model's layers, or None if this model's responses do not share a prompt.
+    All ranks use the first rank's `width`, because all ranks must pack a batch into the same lines (packed sequences).
     """
 
     weights: Mapping[str, int]
@@ -35,7 +35,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """Train `version` on a batch of `size` bytes; the batch follows this message."""
+    """A command to train policy version `version` on a batch of `size` bytes. The batch follows this message."""
 
     version: int
     size: int
@@ -43,24 +43,24 @@ class TrainStep:
 
 @dataclass(frozen=True, slots=True)
 class ComputeLogprobs:
-    """Compute the log-probabilities of `tokens` together with the first rank."""
+    """A command to compute the log-probabilities of `tokens` together with the first rank."""
 
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FindNonfinite:
-    """Search the rank's shards for a weight that is not finite."""
+    """A command to search the rank's shards for a NaN or an infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardModel:
-    """Replace the model's tensors by the rank's shards."""
+    """A command to replace the model's tensors by the rank's shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class TryModel:
-    """Take part in the first forward pass of a loaded model."""
+    """A command to take part in the first forward pass of a loaded model."""
 
 
 Order: TypeAlias = ComputeLogprobs | FindNonfinite | LoadState | ShardModel | TrainStep | TryModel
@@ -68,7 +68,7 @@ Order: TypeAlias = ComputeLogprobs | FindNonfinite | LoadState | ShardModel | Tr
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The object store and path at which a rank stores a file; `number` identifies the rank's report."""
+    """The object store and path at which a rank stores a file; `number` identifies the rank's report about the file."""
 
     store: ObjectStore
     path: str
@@ -77,9 +77,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendFile:
-    """Send this rank's shards of a file to rank `to`, as soon as this rank has executed `after` orders.
+    """A request to send this rank's shards of a file to rank `to`, as soon as this rank has executed `after` commands.
 
-    If `to` is not the first rank, rank `to` stores the file at `place`.
+    If rank `to` is not the first rank, rank `to` stores the gathered file at `place`.
     """
 
     file: str
@@ -90,7 +90,8 @@ class SendFile:
 
 @dataclass(frozen=True, slots=True)
 class Pipes:
-    """The two pipes to a rank: `orders` carries the orders, and `asked` the requests for files."""
+    """The two pipes from the first rank to another rank: `orders` carries commands, and `asked` carries requests for
+    files."""
 
     orders: Connection
     asked: Connection
@@ -106,13 +107,13 @@ class StartedRank(Protocol):
 
     @property
     def pipes(self) -> Pipes:
-        """The pipes to the rank; available as soon as the rank has started."""
+        """The pipes to the rank, which are available as soon as the rank has started."""
 
     def read_exit(self) -> int | str | None:
-        """Return the rank's exit code, or a text that says how the rank ended; None while the rank runs."""
+        """Return the rank's exit code, or a text that says how the rank ended; None while the rank is running."""
 
     def end(self) -> None:
-        """Kill the rank without waiting for its end."""
+        """Kill the rank's process without waiting for its end."""
 
 
 StartRank = Callable[[int, Meeting], StartedRank]
@@ -120,7 +121,8 @@ StartRank = Callable[[int, Meeting], StartedRank]
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """Where a learner's ranks run: the address of the first rank, and a function that starts another rank.
+    """The places where a learner's ranks run: `host` is the address of the first rank, and the function `start` starts
+    another rank.
 
     If `start` is None, all ranks are processes on one machine.
     """

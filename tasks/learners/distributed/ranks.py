@@ -30,7 +30,8 @@ GROUP_SIGNS = "gloo", "connection", "timed out"  # words that identify torch's e
 
 
 class RankLost(Exception):
-    """Raised when a collective call fails because another rank ended or was late; `rank` is that rank, if known."""
+    """Raised when a collective call fails because another rank ended or was late. The attribute `rank` is the number of
+    that rank, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -38,28 +39,29 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """The only rank of a learner, which has no other rank to exchange sums with. Subclasses of `Ranks` connect several
-    ranks."""
+    """The interface of a learner's ranks, implemented here for a learner with a single rank, which adds nothing up.
+    Subclasses of `Ranks` implement the methods for several ranks."""
 
     rank, count = 0, 1
 
     def select_own(self, pieces: list[Piece], length: Callable[[Piece], int]) -> list[Piece]:
-        """Return the pieces that this rank runs; `length` maps a piece to its number of tokens."""
+        """Return the pieces of work that this rank runs; `length` maps a piece to its number of tokens."""
         return pieces
 
     def add(self, found: Tensor) -> None:
         """Replace a tensor on the CPU by its sum over all ranks."""
 
     def add_gradients(self, parameters: Iterable[nn.Parameter], loss: float) -> float:
-        """Replace the parameters' gradients by their sums over all ranks; return the sum of `loss`."""
+        """Replace the gradients of the parameters by their sums over all ranks; return the sum of `loss` over all
+        ranks."""
         return loss
 
     def gather_all(self, found: np.ndarray) -> list[np.ndarray]:
-        """Return the flat arrays of all ranks, except empty arrays."""
+        """Return the flat arrays that all ranks passed, except empty arrays."""
         return [found] if len(found) else []
 
     def check(self) -> None:
-        """Raise `RankLost` if another rank is known to have ended. The learner calls this method before each
+        """Raise `RankLost` if another rank is known to have ended. The learner calls `check` before each
         micro-batch."""
 
     def take_metrics(self) -> dict[str, float]:
@@ -69,7 +71,7 @@ class Ranks:
 
 @contextmanager
 def raise_lost() -> Iterator[None]:
-    """Replace torch's errors about a failed process group by `RankLost`."""
+    """Replace torch's errors about a failed process group by the error `RankLost`."""
     try:
         yield
     except RuntimeError as error:

@@ -38,15 +38,16 @@ POLL_SECONDS = 0.02
 
 
 class Staging:
-    """The first rank's side of storing a version's files; several threads may call `put` at the same time."""
+    """The first rank's side of storing the files of a policy version. Several threads may call `put` at the same
+    time."""
 
     def __init__(
         self, ranks: GlooRanks, sizes: Mapping[str, tuple[int, bool]], most: int, gather: Callable[[SendFile], Data]
     ) -> None:
         """Assign each file to a rank.
 
-        `sizes` is the result of `ShardedLearner.sizes`. While a rank has a file larger than `most` bytes in memory, the
-        rank has no other file in memory.
+        `sizes` maps each file to its size, and to whether any rank can store it (see `ShardedLearner.sizes`). While a
+        rank has a file larger than `most` bytes in memory, that rank has no other file in memory.
         """
         self._ranks, self._sizes, self._most, self._gather = ranks, sizes, most, gather
         self._places = {file: n % ranks.count if sizes[file][1] else 0 for n, file in enumerate(sizes)}
@@ -58,7 +59,7 @@ class Staging:
         return HELD * self._ranks.count
 
     def put(self, file: str, store: ObjectStore, path: str) -> StoredObject:
-        """Make the file's rank store the file, and wait until the file is stored.
+        """Make the rank to which the file is assigned store the file, and wait until the file is stored.
 
         Raises:
             RollflowError: the object store raised this error on the file's rank. RankLost: the file's rank ended, or
@@ -80,7 +81,7 @@ class Staging:
         return stored
 
     def _wait_answer(self, to: int, place: Place) -> StoredObject:
-        """Wait for the report of rank `to`."""
+        """Wait until rank `to` reports that it stored the file at `place`."""
         store, answer, waits = self._ranks.store, _answer_key(place), _waiting_key(place)
         said, since = b"", time.monotonic()
         while not store.check([answer]):
@@ -102,7 +103,8 @@ class Staging:
 
 
 def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
-    """Store a file from a rank other than the first; report the file's size and sha256, or the store's error."""
+    """Store a file from a rank other than the first. Report the file's size and sha256, or the object store's error, to
+    the first rank."""
     store: Store = ranks.store
     with ThreadPoolExecutor(1, "staging") as thread:
         job = thread.submit(put_object, place.store, place.path, data)
@@ -119,14 +121,15 @@ def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
 
 
 class _FileSlots:
-    """Memory slots of a rank, for `HELD` files or for one large file."""
+    """Limits how many gathered files a rank has in memory: `HELD` files of ordinary size, or one large file."""
 
     def __init__(self) -> None:
         self._free, self._door = BoundedSemaphore(HELD), Lock()
 
     @contextmanager
     def reserve(self, *, alone: bool) -> Iterator[None]:
-        """Reserve memory for one file during the block; with `alone`, the rank has no other file in memory."""
+        """Reserve memory for one file during the block. If `alone` is set, the rank has no other file in memory during
+        the block."""
         places = HELD if alone else 1
         with self._door:  # a caller acquires all its slots before another caller starts
             for _ in range(places):
@@ -141,16 +144,16 @@ _numbers = count()
 
 
 def _answer_key(place: Place) -> str:
-    """Return the store key under which a rank reports what it stored."""
+    """Return the key of the TCP store under which a rank reports what it stored."""
     return f"stored/{place.number}"
 
 
 def _waiting_key(place: Place) -> str:
-    """Return the store key under which a rank reports that it waits for the object store."""
+    """Return the key of the TCP store under which a rank reports that it is still waiting for the object store."""
     return f"storing/{place.number}"
 
 
 def _error_types() -> Mapping[str, type[RollflowError]]:
-    """Return the classes of the errors that a rank can report, by class name."""
+    """Return the error classes that a rank can report to the first rank, by class name."""
     found = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     return {name: kind for name, kind in found.items() if issubclass(kind, RollflowError)}

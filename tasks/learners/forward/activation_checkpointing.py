@@ -15,9 +15,8 @@ from rollflow.storage.errors import ConfigError
 def recompute_layers(decoder: Any) -> None:
     """Make each layer of the decoder run again in the backward pass.
 
-    A layer that runs again gives the same bits, because dropout is off and a layer draws no random numbers. The
-    transformers option for activation checkpointing is not used, because it needs training mode, which would turn
-    dropout on.
+    A layer that is recomputed gives the same bits, because dropout is off and the layer draws no random numbers. The
+    activation checkpointing of transformers is not used, because it needs training mode, which would turn dropout on.
 
     Raises:
         ConfigError: the decoder has no list of layers.
@@ -27,10 +26,11 @@ def recompute_layers(decoder: Any) -> None:
 
 
 def find_layers(decoder: nn.Module, key: str) -> nn.ModuleList:
-    """Return the decoder's longest list of modules that is not inside another list.
+    """Return the decoder's layers: its longest list of modules that is not inside another list.
 
     Raises:
-        ConfigError: the decoder has no list of modules. The message names `key`, the option that needs such a list.
+        ConfigError: the decoder has no list of modules. The error message names `key`, the option that needs the list
+            of layers.
     """
     lists = {name: found for name, found in decoder.named_modules() if isinstance(found, nn.ModuleList)}
     outer = [found for name, found in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]

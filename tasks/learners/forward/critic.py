@@ -28,7 +28,8 @@ WEIGHT = "weight/"  # prefix of the weights' names in the critic's state
 
 
 class ValueHead(nn.Module):
-    """Maps each hidden state to one number; `decoder` is None if the policy computes the hidden states."""
+    """Maps each hidden state to one number, the critic's value. The attribute `decoder` is None if the policy computes
+    the hidden states."""
 
     def __init__(self, decoder: nn.Module | None, hidden: int) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class ValueHead(nn.Module):
 
 
 class Critic:
-    """A model that estimates the reward still to come. See the module's docstring."""
+    """The critic: a model that estimates, before each token, the reward still to come. See the module's docstring."""
 
     def __init__(self, policy: Any, config: TrainBase) -> None:
         self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
@@ -48,7 +49,7 @@ class Critic:
         self.begun = False
 
     def begin(self) -> None:
-        """Copy the policy's decoder and set the head to zero, before a run's first update."""
+        """Set up the critic before a run's first update: copy the policy's decoder, and set the head to zero."""
         if not self.begun:
             if self.model.decoder is not None:
                 self.model.decoder.load_state_dict(self._policy.get_decoder().state_dict())
@@ -66,9 +67,9 @@ class Critic:
         return found
 
     def update(self, micros: Iterable[MicroBatch], values_B: Tensor, returns_B: Tensor, tokens: int) -> float:
-        """Run the loss (the sum over all tokens, divided by `tokens`) forward and backward; return the loss.
+        """Update the critic on micro-batches; return the loss, which is the sum over all tokens divided by `tokens`.
 
-        `values_B` are the values that the critic estimated before the version's first update.
+        `values_B` are the values that the critic estimated before the policy version's first update.
         """
         self.optimized.clear()
         total = 0.0
@@ -82,7 +83,8 @@ class Critic:
         return total
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the critic's whole state, which is an empty mapping before the first trained version."""
+        """Return the critic's whole state as tensors by name; an empty mapping before the first trained policy
+        version."""
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
@@ -96,12 +98,12 @@ class Critic:
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Replace the critic's state by the tensors `saved`, which `tensors` returned."""
+        """Replace the critic's state by the tensors `saved`, which the method `tensors` returned."""
         self.begun = False
         self.optimized.load(self._take_weights(saved))
 
     def _take_weights(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Load the critic's weights from `saved`; yield the other tensors."""
+        """Load the critic's weights from `saved`; yield all other tensors of `saved`."""
         for name, tensor in saved:
             self.begun = True
             if name.startswith(WEIGHT):
@@ -117,7 +119,8 @@ class Critic:
         return {f"{WEIGHT}{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the decoder's hidden states, (L, T, H); they have no gradient if the policy computes them."""
+        """Return the hidden states of the decoder, of shape (L, T, H). The hidden states have no gradient if the policy
+        computes them."""
         own = self.model.decoder
         decoder = self._policy.get_decoder() if own is None else own
         with torch.set_grad_enabled(own is not None and torch.is_grad_enabled()):
@@ -126,10 +129,11 @@ class Critic:
 
 
 def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
-    """Return for each token half the larger squared error of two values: the value, and the clipped value.
+    """Return for each token half of the larger squared error of two estimates: the critic's value and the clipped
+    value.
 
-    The clipped value differs from the old value by at most `clip`. The first PPO code (Schulman et al. 2017), verl and
-    TRL clip values in this way.
+    The clipped value differs by at most `clip` from the value that the critic estimated before the update. The first
+    PPO code (Schulman et al. 2017), verl and TRL clip values in this way.
     """
     held_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return torch.maximum((value_M - return_M).square(), (held_M - return_M).square()) / 2
@@ -147,5 +151,5 @@ def explained_variance(values_B: Tensor, returns_B: Tensor) -> float:
 
 
 def drop_weights(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the critic's saved tensors except its weights."""
+    """Return the critic's saved tensors except its weights, that is, its optimizer state."""
     return {name: value for name, value in saved.items() if not name.startswith(WEIGHT)}

@@ -27,7 +27,8 @@ def chosen_tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probs of `targets_M` in nats at `temperature`; with `entropy`, also return the entropies.
 
-    The logits are overwritten. The backward pass can run only once, because it overwrites the log-softmax.
+    The logits are overwritten. The backward pass can run only once, because it overwrites the log-softmax that the
+    forward pass stored.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
     if hasattr(made.grad_fn, "_saved_result"):  # the logits come from e.g. tanh, whose backward pass needs them
@@ -40,8 +41,8 @@ class _ChosenTokens(torch.autograd.Function):
     """An autograd function that computes log-probs and entropies in the memory of the logits. See the module's
     docstring.
 
-    The operation that made the logits must not need the logits in its backward pass. If the operation that made the
-    logits needs them, autograd notices that the logits have changed and raises an error.
+    The operation that computed the logits must not need the logits in its backward pass. If the operation that computed
+    the logits needs the logits in its backward pass, autograd notices that they were overwritten and raises an error.
     """
 
     @staticmethod
@@ -86,7 +87,8 @@ def _add_of_entropy(found_PV: Tensor, logp_PV: Tensor, given_P1: Tensor) -> None
 
 
 def _pieces(logp_MV: Tensor) -> Iterator[slice]:
-    """Return slices that together cover all rows; a slice has at most `PIECE_BYTES` bytes, or a single row."""
+    """Return slices that together cover all rows of a matrix. A slice has at most `PIECE_BYTES` bytes, or a single
+    row."""
     most = PIECE_BYTES * (ON_GPU if logp_MV.device.type == "cuda" else 1)
     count, rows = len(logp_MV), max(1, most // max(1, logp_MV[:1].nbytes))
     return (slice(begin, begin + rows) for begin in range(0, max(1, count), rows))

@@ -40,8 +40,8 @@ ADAPTER = "adapter/"  # prefix of the adapter's tensors in the learner state
 
 
 class LoraPolicy(TrainedPolicy):
-    """A policy of which only an adapter is trained. The function `first` returns the weights with which the run began,
-    by Hugging Face name."""
+    """A policy of which only a LoRA adapter is trained. The function `first` returns the weights with which the run
+    began, by Hugging Face name."""
 
     def __init__(self, model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
@@ -55,7 +55,7 @@ class LoraPolicy(TrainedPolicy):
         self.begun = False
 
     def begin(self, rate: float) -> None:
-        """Freeze the policy's own weights, switch the adapter on, and prepare the version's first update."""
+        """Prepare the update of a policy version: freeze the policy's own weights and enable the LoRA adapter."""
         self._begin()
         super().begin(rate)
 
@@ -80,7 +80,7 @@ class LoraPolicy(TrainedPolicy):
             self._switch(True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors, and AdamW's state of these tensors."""
+        """Return the tensors of the LoRA adapter, and AdamW's state of these tensors."""
         return {**self._adapter(), **super().tensors()}
 
     def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ class LoraPolicy(TrainedPolicy):
         self._find_base()
 
     def _without_adapter(self, saved: Named) -> Iterator[tuple[str, Tensor]]:
-        """Load the adapter's tensors from `saved`; yield the other tensors."""
+        """Load the LoRA adapter's tensors from `saved`; yield all other tensors of `saved`."""
         own = self._adapter()
         for name, tensor in saved:
             if name in own:
@@ -131,16 +131,18 @@ class LoraPolicy(TrainedPolicy):
 
     @torch.no_grad()
     def _sum(self, base: Tensor, layer: Any) -> Tensor:
-        """Return a layer's published weight: `base` plus the adapter's part.
+        """Return the weight of a layer as it is published: the weight `base` plus the product of the LoRA adapter's
+        matrices.
 
-        Where the adapter's part is zero, the result is `base` bit for bit, because adding zero would turn -0 into +0.
+        Where the LoRA adapter adds zero, the published weight is `base` bit for bit, because adding zero would turn -0
+        into +0.
         """
         part = self._part(layer)
         return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Log once by how much rounding changes the published weights, as a share of the adapter's part."""
+        """Log once by how much rounding changes the published weights, as a share of what the LoRA adapter adds."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0
@@ -159,21 +161,21 @@ class LoraPolicy(TrainedPolicy):
             )
 
     def _part(self, layer: Any) -> Tensor:
-        """Return what the adapter adds to a layer's weight: (out, in), float32."""
+        """Return what the LoRA adapter adds to a layer's weight, in float32 with shape (out, in)."""
         found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
         return found
 
     def _model_tensors(self) -> dict[str, Tensor]:
-        """Return the model's tensors by the names that they had before the adapter was added."""
+        """Return the model's tensors by the names that they had before the LoRA adapter was added."""
         named = named_tensors(self.model)
         return {name.replace(".base_layer.", "."): t for name, t in named.items() if ".lora_" not in name}
 
 
 class AdapterReference(Reference):
-    """A reference policy that consists of an adapter and has no model of its own.
+    """A reference policy that consists of a LoRA adapter and uses the model of the trained policy.
 
-    While the reference computes log-probs, its adapter replaces the policy's adapter. The first reference is the policy
-    without an adapter, so the adapter of the reference starts at zero.
+    While the reference policy computes log-probs, its adapter replaces the trained policy's adapter. At first the
+    reference policy is the policy without an adapter, so the reference policy's adapter starts at zero.
     """
 
     def __init__(self, policy: LoraPolicy, every: int, token_logprobs: TokenLogprobs) -> None:
@@ -195,7 +197,7 @@ class AdapterReference(Reference):
 
 @contextmanager
 def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Give each parameter the values of its paired tensor while the block runs."""
+    """While the block runs, give each parameter the values of the tensor that is paired with it."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
         for parameter, _, other in own:
@@ -207,7 +209,7 @@ def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
 
 
 def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]:
-    """Put adapters into the model's decoder; return the adapted layers by their names in the model.
+    """Add LoRA adapters to the model's decoder; return the adapted layers by their names in the model.
 
     Raises:
         ConfigError: a name in `train.lora.targets` matches no linear layer.
@@ -225,7 +227,7 @@ def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]
 
 
 def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
-    """Return the names of the decoder's linear layers that get an adapter."""
+    """Return the names of the decoder's linear layers that get a LoRA adapter."""
     targets = config.targets or linear
     chosen = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
     if lost := [target for target in targets if not chosen[target]] or ([] if linear else ["all"]):
@@ -238,7 +240,8 @@ def _choose_layers(linear: Sequence[str], config: Lora) -> list[str]:
 
 
 def _list_parameters(layers: Mapping[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the adapters' parameters by the names that peft uses in files, without the prefix "base_model.model."."""
+    """Yield the adapters' parameters by the names that the peft library uses in files, without the prefix
+    "base_model.model."."""
     for name, layer in layers.items():
         yield f"{name}.lora_A.weight", layer.lora_A[NAME].weight
         yield f"{name}.lora_B.weight", layer.lora_B[NAME].weight

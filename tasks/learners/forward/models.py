@@ -32,8 +32,8 @@ from rollflow.tasks.policies.device import find_device, send
 
 
 def _trained_policy(model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> TrainedPolicy:
-    """Build the trained policy: a policy whose parameters are all trained, or a policy with an adapter. The package
-    peft is imported only for an adapter."""
+    """Build the trained policy: either all of its parameters are trained, or only a LoRA adapter. The package peft is
+    imported only if the policy has a LoRA adapter."""
     if config.lora is None:
         return TrainedPolicy(model, config)
     from rollflow.tasks.learners.forward.lora import LoraPolicy
@@ -42,7 +42,7 @@ def _trained_policy(model: Any, config: TrainBase, first: Callable[[], Mapping[s
 
 
 class TrainedModels:
-    """The models that take part in a learner's steps; `pre_update` and `updates` run these models. See the module's
+    """The models that a learner runs in its train steps: policy, critic and reference policy. See the module's
     docstring."""
 
     def __init__(
@@ -58,8 +58,8 @@ class TrainedModels:
         first: Callable[[], Mapping[str, Tensor]] = dict,
         blank: bool = False,
     ) -> None:
-        """Set up the models. `LearnerStart` documents most arguments; `first` returns the weights with which the run
-        began."""
+        """Set up the models. Most arguments are documented in `LearnerStart`. The function `first` returns the weights
+        with which the run began."""
         torch.manual_seed(seed)
         self.device = find_device()
         self.model = model.to(self.device).eval()  # a model in eval mode has gradients, but no dropout
@@ -80,8 +80,9 @@ class TrainedModels:
         self._add_roles()
 
     def try_model(self) -> None:
-        """Test whether the model can be trained; call this function after a `blank` learner has loaded its weights. The
-        model of any other learner is tested when the learner starts.
+        """Test whether the model can be trained. Call this function after a learner that was created without weights
+        (`blank`) has loaded its weights. The model of a learner that is created with weights is tested when the learner
+        starts.
 
         Raises:
             ConfigError: the model cannot be trained.
@@ -93,7 +94,7 @@ class TrainedModels:
         return shared_width(self.model, self.token_logprobs) if self.config.share_prompts else None
 
     def _add_roles(self) -> None:
-        """Add the reference and the critic, if the objective needs them."""
+        """Add the reference policy and the critic, if the objective needs them."""
         objective = self.config.objective
         self.penalties = objective.penalties if isinstance(objective, PartsObjective) else Penalties()
         self.kl_weight = self.penalties.kl_weight
@@ -109,20 +110,20 @@ class TrainedModels:
     # --- a version ----------------------------------------------------------------------------------------------
 
     def learning_rate(self, version: int, base: float | None = None) -> float:
-        """Return the learning rate of a version; `base` defaults to `train.learning_rate`.
+        """Return the learning rate of a policy version; `base` defaults to `train.learning_rate`.
 
-        The learning rate rises linearly to `base` during the warm-up. After the warm-up, the learning rate stays
-        constant, or falls in proportion to the number of remaining versions, but not below a tenth of `base`.
+        During the warm-up, the learning rate rises linearly to `base`. After the warm-up, the learning rate stays
+        constant, or falls in proportion to the number of remaining policy versions, but not below a tenth of `base`.
         """
         warm = min(1.0, (version + 1) / max(self.config.warmup_versions, 1))
         left = 1.0 - version / self.versions if self.config.schedule == "linear" else 1.0
         return (self.config.learning_rate if base is None else base) * warm * max(left, 0.1)
 
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
-        """Prepare a version's first update.
+        """Prepare the first update of a policy version.
 
-        Of all stored tensors, this method changes only the reference's tensors, after it has called `settle`. This
-        method may also create the critic, which is not a stored tensor yet.
+        This method changes no stored tensors except those of the reference policy, which it changes after it has called
+        `settle`. This method may also create the critic, whose tensors are not stored yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -132,7 +133,7 @@ class TrainedModels:
             self.critic.optimized.begin(self.learning_rate(version, self.config.critic.learning_rate))
 
     def adapt_kl_weight(self, found: Mapping[str, float]) -> Mapping[str, float]:
-        """Adapt the KL penalty's weight for the next version; return this version's weight as a metric."""
+        """Adapt the KL penalty's weight for the next policy version; return the current weight as a metric."""
         divergence = found.get(f"kl_{self.penalties.kl_to}")
         if self.penalties.kl_target is None or divergence is None:
             return {}
@@ -143,12 +144,12 @@ class TrainedModels:
     # --- passes of models ---------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Sequence[int], signal_R: np.ndarray) -> list[int]:
-        """Return the rows that have a gradient. A row whose advantage is zero has a gradient only if the objective sets
-        `every_row`."""
+        """Return the rows of the batch that contribute to the gradient. A row whose advantage is zero contributes to
+        the gradient only if the objective sets `every_row`."""
         return [r for r in rows if self.objective.every_row or signal_R[r]]
 
     def micros(self, data: BatchRows, rows: Sequence[int]) -> Iterator[MicroBatch]:
-        """Yield this rank's share of `rows` as micro-batches."""
+        """Yield this rank's share of the rows `rows` as micro-batches."""
         own = partial(self.ranks.select_own, length=attrgetter("length"))
         for micro in micro_batches(data, rows, self.config.micro_tokens, self.width, own):
             self.ranks.check()
@@ -156,7 +157,8 @@ class TrainedModels:
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Run `of` on the tokens of `rows` with loss mask 1; return values for all B tokens, zero in other rows."""
+        """Run the function `of` on the tokens of `rows` with loss mask 1; return values for all B tokens, zero for
+        tokens of other rows."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
@@ -173,8 +175,8 @@ class TrainedModels:
         return self._token_logprobs(micro, self.reference.token_logprobs)
 
     def _token_logprobs(self, micro: MicroBatch, of: Pass) -> Tensor:
-        """Return a model's log-probs at the sampling temperature. The model's head runs only at the positions that
-        predict a token with loss mask 1."""
+        """Return a model's log-probs at the sampling temperature. The model's output head runs only at the positions
+        that predict a token with loss mask 1."""
         row, place = (send(index, self.device) for index in micro.where)
         inputs, targets_M = micro.inputs(self.device, self.dtype), send(micro.targets, self.device)
         return of(inputs, (row, place), targets_M, temperature=self.temperature)[0]

@@ -24,7 +24,7 @@ from rollflow.tasks.objectives.rows import BatchRows
 
 @dataclass(frozen=True, slots=True)
 class BatchTargets:
-    """Advantages of a batch, and the critic's targets, computed from the rewards."""
+    """Advantages of a batch, and the critic's targets, both computed from the rewards."""
 
     advantage_B: Tensor  # advantage of each token, in the data type of the rewards
     signal_R: np.ndarray  # bool: True if a token of the row has an advantage other than zero
@@ -33,8 +33,8 @@ class BatchTargets:
 
 @dataclass(frozen=True, slots=True)
 class PreUpdate:
-    """Values that are computed before a version's first update; a value that is not needed is None. Log-probs are in
-    nats."""
+    """Values that are computed before a policy version's first update. A value that is not needed is None. Log-probs
+    are in nats."""
 
     judged: BatchTargets
     behaviour_B: Tensor  # log-probs of the behaviour policy, which sampled the tokens
@@ -45,11 +45,11 @@ class PreUpdate:
 
     @property
     def signal_R(self) -> np.ndarray:
-        """Whether a token of each row has an advantage other than zero."""
+        """True for each row in which at least one token has an advantage other than zero."""
         return self.judged.signal_R
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the critic's explained variance and mean value as metrics; an empty mapping without a critic."""
+        """Return the critic's explained variance and mean value as metrics; an empty mapping if there is no critic."""
         if self.values_B is None or self.judged.returns_B is None or not len(self.values_B):
             return {}
         explained = explained_variance(self.values_B, self.judged.returns_B)
@@ -57,7 +57,8 @@ class PreUpdate:
 
 
 def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
-    """Compute what must be known before the first update, with one forward pass of each other model that is needed."""
+    """Compute the values that are needed before the first update, with one forward pass of each other model that is
+    needed."""
     every = range(len(data.rewards))
     reference_B = roles.compute_tokens(data, every, roles.reference_logprobs) if roles.reference else None
     values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
@@ -73,17 +74,19 @@ def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
 
 
 def _kl_price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | None) -> Tensor | None:
-    """Return the KL penalty of each token, to be subtracted from the rewards; None if rewards have no KL penalty."""
+    """Return the KL penalty of each token, to be subtracted from the rewards; None if the KL penalty is not part of the
+    rewards."""
     if reference_B is None or roles.penalties.kl_in != "reward":
         return None
     return roles.kl_weight * kl_estimate(roles.penalties, behaviour_B, reference_B)
 
 
 def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Tensor | None:
-    """Return the learner's log-probs in the rows that will be trained on, or None if no forward pass is needed.
+    """Return the log-probs of the proximal policy (the policy before the update) for the rows to train on, or None if
+    no forward pass is needed.
 
-    If a version takes one update, the proximal policy is the policy of that update. In this case the update itself
-    computes the policy's log-probs.
+    If a policy version takes only one update, the proximal policy is the policy that the update starts from. With a
+    single update, the update itself computes the proximal policy's log-probs, so no separate forward pass is needed.
     """
     if roles.objective.uses_batch:
         return roles.compute_tokens(data, range(len(data.rewards)), roles.own_logprobs)
@@ -102,9 +105,10 @@ def compute_targets(
     values_B: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> BatchTargets:
-    """Compute a batch's advantages in `dtype`.
+    """Compute the advantages of a batch in the data type `dtype`.
 
-    `price_B` is subtracted from the rewards; `values_B` are the critic's values, if there is a critic.
+    The penalties `price_B` are subtracted from the rewards; `values_B` are the critic's values, or None without a
+    critic.
     """
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
@@ -124,9 +128,9 @@ def compute_targets(
 
 
 def _may_overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:
-    """Return True if a sum of squared rewards may overflow float32.
+    """Return True if a sum of squared rewards may exceed the range of float32.
 
-    After such an overflow, a standard deviation would be infinite, and advantages would be zero.
+    If a sum of squared rewards overflowed, the standard deviation would be infinite and all advantages would be zero.
     """
     squares_R = rewards_R.double().square() * tokens_R.clamp(min=1)
     return float(squares_R.sum()) > torch.finfo(rewards_R.dtype).max

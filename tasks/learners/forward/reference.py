@@ -35,9 +35,10 @@ class Reference:
         self.version = -1  # version whose weights the reference has; -1: no weights yet
 
     def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
-        """Copy the policy's weights into the reference if the reference is to be updated at `version`.
+        """Copy the policy's weights into the reference policy if an update of the reference policy is due at policy
+        version `version`.
 
-        The caller must call `follow` before `version` is trained.
+        The caller must call `follow` before policy version `version` is trained.
         """
         if self.version < 0 or (self._every and version % self._every == 0):
             settle()
@@ -45,17 +46,19 @@ class Reference:
             self.version = version
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the reference's whole state, which is an empty mapping before the first trained version."""
+        """Return the reference policy's whole state as tensors by name; an empty mapping before the first trained
+        policy version."""
         return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `saved` is empty or has the same tensors as this reference by name, shape and type."""
+        """Raise `Corrupt` unless `saved` is empty or has the same tensors as this reference policy by name, shape and
+        type."""
         if saved:
             check_fit("the reference", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 
     @torch.no_grad()
     def load(self, saved: Named) -> None:
-        """Replace the reference's state by the tensors `saved`, which `tensors` returned."""
+        """Replace the reference policy's state by the tensors `saved`, which the method `tensors` returned."""
         self.version, own = -1, self._tensors_to_save()
         for name, tensor in saved:
             if name == VERSION:
@@ -70,7 +73,7 @@ class Reference:
             tensor.copy_(weights[name])
 
     def _tensors_to_save(self) -> dict[str, Tensor]:
-        """Return the reference's own tensors."""
+        """Return the tensors that the reference policy saves."""
         return named_tensors(self._model)
 
 

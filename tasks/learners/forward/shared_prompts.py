@@ -25,7 +25,8 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 
 
 def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
-    """Return the width of the model's layers, or None if rows of this model cannot share prompts."""
+    """Return the width (hidden size) of the model's layers, or None if responses of this model cannot share a
+    prompt."""
     config = model.config.get_text_config()
     if not _has_full_attention(config):
         return None
@@ -39,7 +40,8 @@ def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
 
 
 def _has_full_attention(config: Any) -> bool:
-    """Return True unless a layer declares that it attends to fewer than all previous tokens."""
+    """Return True unless the model's configuration declares a layer that attends to only some of the previous
+    tokens."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     return kinds == {"full_attention"} and window is None
@@ -47,7 +49,8 @@ def _has_full_attention(config: Any) -> bool:
 
 @torch.no_grad()
 def _distance(model: Any, logprobs: TokenLogprobs) -> float:
-    """Return the largest difference in nats that sharing the prompt makes to a log-prob of two test responses."""
+    """Return the largest difference, in nats, between the log-probs of two test responses with a shared prompt and
+    without one."""
     rows = _build_test_rows()
     found = [
         torch.cat([_compute_logprobs(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
@@ -63,7 +66,7 @@ def _compute_logprobs(model: Any, logprobs: TokenLogprobs, micro: MicroBatch) ->
 
 
 def _build_test_rows() -> BatchRows:
-    """Return a test batch of two rows that form a group."""
+    """Return a test batch of two responses to the same prompt."""
     lengths = [len(PROMPT) + len(response) for response in RESPONSES]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     texts = [token for response in RESPONSES for token in (*PROMPT, *response)]

@@ -36,7 +36,7 @@ class TokenLogprobs:
     """Computes log-probs of tokens under `model`, without copying the model's parameters."""
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Find the decoder, head and embedding of `model`. See `LMHead` for `judged`."""
+        """Find the decoder, the output head and the embedding of `model`. See `LMHead` for `judged`."""
         self._head = LMHead(model, judged=judged)
         self._decoder = model.get_decoder()
         self._embedding = AddingEmbedding(model)
@@ -54,7 +54,7 @@ class TokenLogprobs:
         """Return the log-probs of `targets_M` in nats at `temperature`; with `entropy`, also return the entropies.
 
         `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. `where` gives the (row, position) of the
-        token before each of the M targets.
+        token before each of the M target tokens.
         """
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
 
@@ -65,9 +65,10 @@ class TokenLogprobs:
     def of(
         self, hidden_MH: Tensor, targets_M: Tensor, *, temperature: float = 1.0, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs computed from hidden states; with `entropy`, also return the entropies.
+        """Return log-probs computed from hidden states; if `entropy` is set, also return the entropies.
 
-        If the tokens do not fit one chunk, the backward pass recomputes the logits of each chunk.
+        If the logits of all tokens exceed the size of one chunk, the backward pass recomputes the logits chunk by
+        chunk.
         """
         parts = max(1, math.ceil(len(targets_M) / self._chunk))
         if parts == 1:
@@ -78,15 +79,16 @@ class TokenLogprobs:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Let backward passes in the block add up gradients in place; see `LMHead` and `AddingEmbedding`."""
+        """Let backward passes in the block add up gradients in place, to save memory; see `LMHead` and
+        `AddingEmbedding`."""
         with self._head.add_in_place(), self._embedding.add_in_place():
             yield
 
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
-        """Split the M tokens into parts. `row_M` gives the number of each token's row.
+        """Split the M tokens of a micro-batch into slices. `row_M` gives the number of each token's row (trajectory).
 
-        If `by_token` is set, no part has more tokens than a chunk. If `by_token` is not set, a part has whole rows, and
-        a row larger than a chunk is a part of its own.
+        If `by_token` is set, no slice has more tokens than a chunk. If `by_token` is not set, a slice has whole rows,
+        and a row with more tokens than a chunk is a slice of its own.
         """
         return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 
@@ -105,7 +107,7 @@ class TokenLogprobs:
 
     @property
     def _chunk(self) -> int:
-        """Number of tokens whose logits are computed at a time."""
+        """Number of tokens in one chunk, whose logits are computed at the same time."""
         return max(1, self._times * LOGITS_BYTES // (4 * self._head.vocabulary))
 
     def _compute_chosen(

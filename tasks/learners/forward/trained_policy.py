@@ -20,34 +20,38 @@ class TrainedPolicy(TrainedTensors):
     """A policy whose parameters are all trained."""
 
     def __init__(self, model: Any, config: TrainBase, given: Mapping[str, nn.Parameter] | None = None) -> None:
-        """Set up the trained parameters: those in `given`, or by default all parameters of the model."""
+        """Set up the trained parameters, which are the parameters `given`, or by default all parameters of the
+        model."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
 
     def reference(self, every: int, token_logprobs: TokenLogprobs) -> Reference:
-        """Return a frozen copy of the policy, which is updated at each version divisible by `every`.
+        """Return a frozen copy of the policy as the reference policy, which is updated at each policy version divisible
+        by `every`.
 
-        `token_logprobs` computes log-probs under the policy.
+        `token_logprobs` computes log-probs under the trained policy.
         """
         return Reference(self.model, every)
 
     @contextmanager
     def use_published(self) -> Iterator[None]:
-        """Make the model run with the published weights in the block. The block must not compute gradients."""
+        """While the block runs, make the model compute with the published weights. The block must not compute
+        gradients."""
         yield
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the published tensors by Hugging Face name."""
+        """Return the published weights by their Hugging Face names."""
         with self.use_published():
             return self._model_tensors()
 
     def weights_like(self) -> dict[str, Tensor]:
-        """Return tensors with the names, shapes and types of the published weights; their values are not defined."""
+        """Return tensors with the names, shapes and types of the published weights; the values of these tensors are
+        undefined."""
         return self.weights()
 
     @torch.no_grad()
     def take(self, weights: Named) -> None:
-        """Set the policy's weights to tensors that `weights` returned; the caller must call `load` next.
+        """Set the policy's weights to tensors that the method `weights` returned; the caller must call `load` next.
 
         Raises:
             Corrupt: one of the policy's weights is missing.

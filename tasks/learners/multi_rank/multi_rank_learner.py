@@ -76,14 +76,15 @@ POLL_SECONDS = 0.05
 
 
 class MultiRankLearner:
-    """The first rank of a learner with several ranks, which leads the other ranks. See the module's docstring."""
+    """A learner with several ranks (processes). This process is the first rank and sends commands to the other ranks.
+    See the module's docstring."""
 
     def __init__(self, config: TrainBase, start: LearnerStart) -> None:
-        """Start the other ranks and create the first rank.
+        """Start the other ranks, and create the learner of the first rank.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks, or a learner with one rank would reject the config or the
-                model.
+            ConfigError: there are fewer GPUs than ranks, or the configuration or the model is not allowed for a learner
+                with one rank.
         """
         if start.ranks == NEAR:
             check_gpus(config.ranks)
@@ -155,7 +156,8 @@ class MultiRankLearner:
         return self._own.sharded
 
     def _gather_files(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
-        """Return the first rank's files. A file of a sharded learner is gathered from all ranks when it is read."""
+        """Return the first rank's files. In the files of a sharded learner, each file is gathered from all ranks when it
+        is read."""
         own = self._own
         if not isinstance(own, ShardedLearner) or not own.sharded:
             return files
@@ -175,7 +177,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _order_sharded(self, order: Order, what: str) -> Iterator[None]:
-        """Run the block on the first rank; if the learner is sharded, send `order` to the other ranks first."""
+        """Run the block on the first rank. If the learner is sharded, send the command `order` to the other ranks
+        first."""
         if not self._sharded:
             yield
             return
@@ -185,8 +188,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _guard_ranks(self, what: str) -> Iterator[None]:
-        """Run the block, in which all ranks work together. An error that a rank's failure may have caused ends all
-        ranks."""
+        """Run a block in which all ranks work together. If the block raises an error that a rank's failure may have
+        caused, all ranks are ended."""
         try:
             with raise_lost():
                 yield
@@ -203,7 +206,7 @@ class MultiRankLearner:
             raise
 
     def _share_state(self) -> None:
-        """Send the first rank's weights and state to the other ranks."""
+        """Send the first rank's weights and learner state to the other ranks."""
         weights, state = self._own.weights(), self._own.state()
         if self._own.can_shard:
             self._load_all(weights, state)
@@ -212,7 +215,8 @@ class MultiRankLearner:
         self._alike = True
 
     def _load_all(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Load the files of a version on all ranks, one file after the other; each rank keeps only its shards."""
+        """Load the files of a policy version on all ranks, one file after the other. Each rank of a sharded learner
+        keeps only its shards."""
         if not self._sharded:
             self._others.order(ShardModel())
             self._own.shard()
@@ -224,7 +228,7 @@ class MultiRankLearner:
         self._alike = True
 
     def _send(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Make the other ranks load the files of `weights` and `state`."""
+        """Make the other ranks load the weight files `weights` and the state files `state`."""
         sizes, rest = ({name: _count_bytes(data) for name, data in part.items()} for part in (weights, state))
         self._others.order(LoadState(sizes, rest, self._own.width))
         for data in chain(weights.values(), state.values()):
@@ -255,7 +259,7 @@ class ForkedRank:
 
 
 class OtherRanks:
-    """The processes of all ranks but the first, which are started, ordered and ended together."""
+    """The processes of all ranks except the first: starts them, sends commands to them and ends them."""
 
     def __init__(self, config: TrainBase, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
@@ -268,7 +272,7 @@ class OtherRanks:
         self._started = {rank: begin(rank, meeting) for rank in range(1, config.ranks)}
 
     def meet(self) -> GlooRanks:
-        """Wait until all ranks have started; return the first rank's `GlooRanks`."""
+        """Wait until all ranks have started; return the first rank's connection to the group of ranks."""
         deadline = time.monotonic() + READY_SECONDS
         try:
             while late := [rank for rank in self._started if not self._store.check([ready_key(rank)])]:
@@ -284,16 +288,16 @@ class OtherRanks:
             raise self.fail(when="the ranks started", error=error) from error
 
     def order(self, order: Order) -> None:
-        """Send an order to all other ranks."""
+        """Send a command to all other ranks."""
         self.ordered += 1
         _send([one.pipes.orders for one in self._started.values()], order)
 
     def ask(self, ask: SendFile) -> None:
-        """Make all other ranks send their shards of a file, even while they execute an order."""
+        """Make all other ranks send their shards of a file, even while they execute a command."""
         _send([one.pipes.asked for one in self._started.values()], ask)
 
     def fail(self, when: str, error: Exception) -> RankFailed:
-        """End all ranks and return the error that names the failed rank; later calls return the same error."""
+        """End all ranks, and return an error that names the failed rank. Later calls return the same error."""
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
@@ -303,8 +307,8 @@ class OtherRanks:
             return self._failed
 
     def _find_fault(self, error: Exception) -> str:
-        """Describe which rank failed and how. First wait at most `GRACE_SECONDS`, so that ranks that only lost another
-        rank can end by themselves."""
+        """Return a sentence that says which rank failed and how. The method first waits for at most `GRACE_SECONDS`, so
+        that ranks that only lost contact with another rank can end by themselves."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)
@@ -343,7 +347,7 @@ class OtherRanks:
 
 
 def _send(to: Sequence[Connection], what: object) -> None:
-    """Send an object through each pipe; raise `RankLost` if the process at a pipe's other end has ended."""
+    """Send an object through each pipe to another rank; raise `RankLost` if the process at the other end has ended."""
     try:
         for pipe in to:
             pipe.send(what)

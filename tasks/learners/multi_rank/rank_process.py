@@ -66,11 +66,11 @@ CHUNK = 2**25  # largest number of bytes in one broadcast
 
 
 class OwnerGone(Exception):
-    """Raised when the first rank's process has closed its end of a pipe, so that no order will follow."""
+    """Raised on a rank when the first rank has closed its end of the pipe, so that no command will follow."""
 
 
 class OrderCount:
-    """The number of orders that a rank has executed."""
+    """The number of commands that a rank has executed."""
 
     def __init__(self) -> None:
         self._count, self._changed = 0, Condition()
@@ -82,7 +82,7 @@ class OrderCount:
             self._changed.notify_all()
 
     def wait_for(self, count: int, seconds: float) -> None:
-        """Wait until the rank has executed `count` orders; raise `RankLost` if this takes longer than `seconds`."""
+        """Wait until the rank has executed `count` commands; raise `RankLost` if this takes longer than `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._count >= count, seconds):
                 raise RankLost(f"the rank did not execute {count} orders within {seconds:g} s")
@@ -107,7 +107,7 @@ def learner_of(config: TrainBase) -> type[TorchLearner]:
 def run_rank(
     rank: int, meeting: Meeting, pipes: Pipes, config: TrainBase, start: LearnerStart, ear: socket.socket
 ) -> None:
-    """Run `serve_rank` in a process that was forked for this rank; send the process's warnings to the socket `ear`."""
+    """Run a rank in a forked process; send the process's warnings to the socket `ear`."""
     _end_with_owner()
     _name_process(name := f"rank {rank} of {config.ranks}")
     send_to(ear, name, rank)
@@ -116,8 +116,8 @@ def run_rank(
 
 
 def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: TrainBase, start: LearnerStart) -> None:
-    """Execute the first rank's orders until the first rank's process ends. `host` is the address at which other ranks
-    reach this machine."""
+    """Execute the commands of the first rank until the first rank's process ends. `host` is the address at which the
+    other ranks reach this machine."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
         # The learner starts without weights, because the first rank sends weights and state.
@@ -135,9 +135,9 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
 
 
 def _read_pipe(pipe: Connection) -> Any:
-    """Return the next order or request; raise `OwnerGone` if the pipe is closed.
+    """Return the next command or request of the first rank; raise `OwnerGone` if the pipe is closed.
 
-    An error of the rank's own work has another type, so it is not mistaken for a closed pipe.
+    Errors of the rank's own work have other types than `OwnerGone`, so that they are not mistaken for a closed pipe.
     """
     try:
         return pipe.recv()
@@ -146,7 +146,7 @@ def _read_pipe(pipe: Connection) -> Any:
 
 
 def _serve_files(store: Store, learner: TorchLearner, asked: Connection, obeyed: OrderCount) -> None:
-    """Send shards of files on request until the first rank's process ends."""
+    """Send this rank's shards of files on request until the first rank's process ends."""
     ranks = learner.ranks
     assert isinstance(ranks, GlooRanks)
     with _exit_on_error(store, ranks.rank):
@@ -161,7 +161,7 @@ def _serve_files(store: Store, learner: TorchLearner, asked: Connection, obeyed:
 
 
 def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
-    """Store a file that was gathered on this rank."""
+    """Store a file that was gathered on this rank in the object store."""
     assert ask.place is not None
     with _exit_on_error(store, ranks.rank):
         stage(ranks, ask.place, data)
@@ -169,7 +169,7 @@ def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
 
 @contextlib.contextmanager
 def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
-    """Run the block; if the block raises an error, end the process with the exit code for this error."""
+    """Run the block. If the block raises an error, end the process with the exit code for that error."""
     try:
         yield
     except OwnerGone:
@@ -207,13 +207,14 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
 
 
 def broadcast_data(ranks: GlooRanks, data: Data) -> None:
-    """Broadcast bytes from the first rank in chunks, so that only one chunk is copied at a time."""
+    """Broadcast bytes from the first rank to the other ranks in chunks, so that memory holds a copy of only one
+    chunk."""
     for chunk in _chunks(data):
         ranks.broadcast(torch.frombuffer(chunk, dtype=torch.uint8))
 
 
 def receive_data(ranks: GlooRanks, size: int) -> memoryview:
-    """Receive bytes that the first rank broadcasts."""
+    """Receive `size` bytes that the first rank broadcasts."""
     data = bytearray(size)
     for begin in range(0, size, CHUNK):
         ranks.broadcast(torch.frombuffer(data, dtype=torch.uint8, count=min(CHUNK, size - begin), offset=begin))
@@ -234,22 +235,23 @@ def _chunks(data: Data) -> Iterator[bytearray]:
 
 
 def ready_key(rank: int) -> str:
-    """Return the store key that a rank sets to report that it has started and can meet the other ranks."""
+    """Return the key of the TCP store that a rank sets to report that it has started."""
     return f"ready/{rank}"
 
 
 def gone_key(rank: int) -> str:
-    """Return the store key that a rank sets when it ends because it lost another rank."""
+    """Return the key of the TCP store that a rank sets when it ends because it lost contact with another rank."""
     return f"gone/{rank}"
 
 
 def failed_key(rank: int) -> str:
-    """Return the store key under which a rank writes the reason for its failure."""
+    """Return the key of the TCP store under which a rank writes the reason for its failure."""
     return f"failed/{rank}"
 
 
 def _end_with_owner() -> None:
-    """Make this process end with its owner (see the module's docstring) and ignore SIGINT, which the owner handles."""
+    """Make this process end when the first rank's process ends, and ignore SIGINT, which the first rank's process
+    handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -258,7 +260,7 @@ def _end_with_owner() -> None:
 
 
 def _name_process(name: str) -> None:
-    """Set the process name that `top` shows; the kernel keeps its first 15 bytes."""
+    """Set the process name that the program `top` shows. The kernel keeps only the first 15 bytes of the name."""
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_NAME, name.encode())
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 
 class MasterWeights:
-    """The parameters that the optimizer changes: float32 master weights, or the policy's own parameters."""
+    """The parameters that the optimizer updates: float32 master weights, or the policy's own parameters."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], *, wide: bool) -> None:
-        """Set up the parameters. If `wide` is set, use float32 master weights unless all parameters are float32."""
+        """Set up the parameters. If `wide` is set, the optimizer updates float32 master weights, unless all parameters
+        are already float32."""
         self._policy = dict(given)
         self.wide = wide and any(parameter.dtype != torch.float32 for parameter in self._policy.values())
         self.parameters = {
@@ -33,18 +34,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def begin(self, but: Collection[str] = ()) -> None:
-        """Set the master weights to the policy's weights, except the master weights named in `but`."""
+        """Set the master weights to the policy's weights, except the master weights whose names are in `but`."""
         for name in self._policy.keys() - set(but) if self.wide else ():
             self.parameters[name].copy_(self._policy[name])
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Set each master weight that does not round to the policy's weight to the policy's weight."""
+        """Set a master weight to the policy's weight wherever rounding the master weight does not give the policy's
+        weight."""
         for parameter, master in self._pairs():
             torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 
     def clear(self) -> None:
-        """Delete all gradients, including those that a cold start has left on the policy."""
+        """Delete all gradients, including gradients that a cold start (supervised training) left on the policy."""
         for parameter in (*self._policy.values(), *self.parameters.values()):
             parameter.grad = None
 
@@ -70,5 +72,5 @@ class MasterWeights:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Return pairs of each policy parameter and its master weight; an empty list if there are no master weights."""
+        """Return pairs of a policy parameter and its master weight; an empty list if there are no master weights."""
         return [(own, self.parameters[name]) for name, own in self._policy.items()] if self.wide else []

@@ -24,7 +24,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state of a parame
 
 
 class TrainedTensors:
-    """The trained parameters `given`, by name, and the AdamW that trains them. See the module's docstring."""
+    """The trained parameters `given`, by name, and the AdamW optimizer that trains them. See the module's docstring."""
 
     def __init__(self, given: Mapping[str, nn.Parameter], config: TrainBase, learning_rate: float) -> None:
         self.max_grad_norm, self.fused = config.max_grad_norm, config.fused_adamw
@@ -38,7 +38,8 @@ class TrainedTensors:
         )
 
     def begin(self, rate: float) -> None:
-        """Prepare a version's first update: set the learning rate, and accept weights that other code has changed."""
+        """Prepare a policy version's first update: set the learning rate, and accept weights that other code has
+        changed."""
         self.trained.follow()
         for group in self.adamw.param_groups:
             group["lr"] = rate
@@ -52,13 +53,14 @@ class TrainedTensors:
         return float(torch.nn.utils.clip_grad_norm_(self.trained.parameters.values(), self.max_grad_norm))
 
     def apply(self) -> None:
-        """Take the optimizer step and delete the gradient, which would use memory until the next step."""
+        """Take the optimizer step, and delete the gradient to free its memory."""
         self.adamw.step()
         self.trained.publish()
         self.clear()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save for the parameters that AdamW has changed, such as "exp_avg/<parameter>"."""
+        """Return the tensors to save for the parameters that AdamW has updated, by names such as
+        "exp_avg/<parameter>"."""
         return {
             f"{key}/{name}": torch.as_tensor(value).detach()
             for name, parameter in self.trained.parameters.items()
@@ -67,9 +69,9 @@ class TrainedTensors:
         }
 
     def expected_tensors(self, saved: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors that should be saved for the parameters that `saved` mentions.
+        """Return placeholders of the tensors that should be saved for the parameters that `saved` mentions.
 
-        The returned tensors have the right names, shapes and types; their values mean nothing.
+        The placeholders have the right names, shapes and types, but arbitrary values.
         """
         named = {name.partition("/")[2] for name in saved}
         one = torch.zeros(())
@@ -81,9 +83,9 @@ class TrainedTensors:
         }
 
     def load(self, given: Named) -> None:
-        """Replace the state by tensors that `tensors` returned.
+        """Replace the optimizer's state by tensors that the method `tensors` returned.
 
-        The model must already have the weights that it had when `tensors` was called.
+        The caller must have set the model's weights to those at the time `tensors` was called.
         """
         self.adamw.state.clear()
         mastered = []
@@ -101,17 +103,18 @@ class TrainedTensors:
 
 
 def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raise `Corrupt` unless `given` and `own` have the same tensors by name, shape and type."""
+    """Raise `Corrupt` unless the tensors `given` and `own` agree in name, shape and type."""
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
         raise Corrupt(f"the tensors of {what} do not fit the model: {', '.join(differing[:4])}")
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
-    """Raise `Corrupt` if a file's name begins with none of `stems`, or if a stem without files should have one.
+    """Raise `Corrupt` if a file name begins with none of the prefixes `stems`, or if a prefix that should have a file
+    has none.
 
-    `saved` names the policy's saved tensors, which exist only after the first update. Before the first update, the
-    critic and the reference store nothing.
+    `saved` names the saved tensors of the policy, which exist only after the first update. Before the first update, the
+    critic and the reference policy store nothing.
     """
     strange = sorted(name for name in files if not name.startswith(tuple(stems)))
     begun = any(name.startswith(MOMENTS) for name in saved)
