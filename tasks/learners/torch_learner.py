@@ -75,7 +75,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
 
 
 def _first_weights(start: LearnerStart) -> Mapping[str, Tensor]:
-    """Load the weights with which the run began, by Hugging Face name, or none if `start.first` is None."""
+    """Load the weights with which the run began, by Hugging Face name; return no weights if `start.first` is None."""
     return named_tensors(load_model(start.first(), start.dtype, trained=True)) if start.first else {}
 
 
@@ -86,11 +86,12 @@ class TorchLearner(TrainedModels):
     can_shard = sharded = False
 
     def shard(self) -> None:
-        """Shard weights and state over the ranks; do nothing if this kind of learner cannot be sharded."""
+        """Shard the learner's weights and state over the ranks; do nothing if this kind of learner cannot be
+        sharded."""
 
     @classmethod
     def create(cls, config: TrainBase, start: LearnerStart) -> Self:
-        """Create the learner: prepare this process, and load the model."""
+        """Create a learner: prepare this process, and load the model."""
         begin_process(config, start.seed)
         return cls(
             load_model(start.folder, start.dtype, trained=start.trained, blank=start.blank, attention=config.attention),
@@ -122,7 +123,8 @@ class TorchLearner(TrainedModels):
         return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
-        """Return the rows of each minibatch; whole groups are dealt to the minibatches in turn."""
+        """Divide the batch into minibatches: return the rows of each minibatch. Whole groups of responses are dealt to
+        the minibatches in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
@@ -168,7 +170,7 @@ class TorchLearner(TrainedModels):
             self.try_model()
 
     def check(self, weights: Mapping[str, Data], state: Mapping[str, Data]) -> None:
-        """Raise `Corrupt` unless this learner can load the files `weights` and `state`."""
+        """Raise `Corrupt` unless this learner can load the weight files `weights` and the state files `state`."""
         saved = shapes_of(_of_stem(STATE, state))
         own = {**random_like(saved), **self._weight_of_kl()}
         check_fit("the weights", shapes_of(weights.items()), self.policy.weights_like())
@@ -178,9 +180,9 @@ class TorchLearner(TrainedModels):
             role.check(shapes_of(_of_stem(stem, state)))
 
     def take(self, weights: Files, state: Files) -> None:
-        """Load files that `check` has accepted; keep no file in memory.
+        """Load files that the method `check` has accepted; keep no file in memory.
 
-        Files whose names begin with the same stem must follow each other.
+        Files whose names begin with the same prefix must follow each other.
         """
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
@@ -194,9 +196,10 @@ class TorchLearner(TrainedModels):
         take_random(drawn, self.device)  # after all else, because reading a model may draw random numbers
 
     def _take_own_state(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Take the KL penalty's weight from the state `saved`, and put the states of random generators into `drawn`.
+        """Restore the weight of the KL penalty from the tensors `saved`, and put the states of random generators into
+        `drawn`.
 
-        Yield the other tensors, which are the policy's.
+        Yield all other tensors of `saved`, which belong to the policy.
         """
         for name, tensor in saved:
             if name in (RNG, DEVICE_RNG):
@@ -208,12 +211,14 @@ class TorchLearner(TrainedModels):
             del tensor  # free the tensor's file before the next file is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
-        """Return the models that have a state of their own (critic and reference), each with the stem of its files."""
+        """Return the models other than the policy that have a state (critic and reference policy), each with the prefix
+        of its file names."""
         found = (CRITIC, self.critic), (REFERENCE, self.reference)
         return [(stem, role) for stem, role in found if role is not None]
 
     def _weight_of_kl(self) -> dict[str, Tensor]:
-        """Return the KL penalty's weight as a stored tensor; an empty mapping if the weight is not adapted."""
+        """Return the current weight of the KL penalty as a tensor to store; an empty mapping if the weight is not
+        adapted."""
         adapts = self.penalties.kl_target is not None
         return {KL_WEIGHT: torch.tensor(self.kl_weight, dtype=torch.float64)} if adapts else {}
 

@@ -27,7 +27,7 @@ from rollflow.tasks.policies.device import send
 
 
 class Updates:
-    """The updates of one version; the attribute `seen` collects the diagnostics of all updates."""
+    """The updates that train one policy version. The attribute `seen` collects diagnostics over all updates."""
 
     def __init__(
         self, roles: TrainedModels, data: BatchRows, before: PreUpdate, version: int, settle: WaitForPublish
@@ -37,7 +37,8 @@ class Updates:
         self.settle = settle
 
     def take_step(self, part: list[int]) -> dict[str, float]:
-        """Take one optimizer step of the policy, and one of the critic, on the rows of one minibatch."""
+        """Take one optimizer step of the policy, and one of the critic if there is a critic, on the rows of one
+        minibatch."""
         return self._update(part) | self._update_critic(part)
 
     def _update(self, part: list[int]) -> dict[str, float]:
@@ -59,7 +60,8 @@ class Updates:
         return found
 
     def weights_of(self, part: list[int]) -> Tensor:
-        """Return for each row the weight of its tokens in a minibatch's loss; zero for rows of other minibatches."""
+        """Return for each row of the batch the weight of its tokens in the minibatch's loss; zero for rows of other
+        minibatches."""
         weight_R = torch.zeros(len(self.data.rewards))
         tokens_R = torch.from_numpy(self.data.masked_tokens[part])
         weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
@@ -74,11 +76,11 @@ class Updates:
         return (result.loss_M * send(weight_R[micro.row_M[some]], self.device)).sum()
 
     def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> Tensor:
-        """Add up the gradient of a micro-batch's loss, and return the loss in float64.
+        """Add the gradient of a micro-batch's loss to the policy's gradients, and return the loss in float64.
 
-        With a large vocabulary, head and loss run forward and backward for some tokens at a time, so that memory holds
-        only the logits of these tokens. After the heads' backward passes, the decoder runs backward for all tokens of
-        the micro-batch.
+        If the vocabulary is large, the output head and the loss run forward and backward for some tokens at a time, so
+        that memory holds only the logits of these tokens. After the backward passes of the output head, the decoder
+        runs backward for all tokens of the micro-batch.
         """
         inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
         hidden_MH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
@@ -113,7 +115,8 @@ class Updates:
         return found
 
     def _masked_tokens(self, micro: MicroBatch, some: slice, hidden_MH: Tensor) -> MaskedTokens:
-        """Return the objective's inputs for the given tokens of a micro-batch; `hidden_MH` predicts these tokens."""
+        """Return the objective's inputs for the given tokens of a micro-batch. `hidden_MH` are the hidden states that
+        predict these tokens."""
         roles, before, among = self.roles, self.before, micro.among[some]
         logp_M, entropy_M = self.token_logprobs.of(
             hidden_MH,

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """Build the objective that `[train.objective]` asks for.
+    """Build the objective that the configuration section `[train.objective]` describes.
 
     Raises:
-        ConfigError: the import path of a user-defined objective does not name an `Objective`.
+        ConfigError: the import path of a user-defined objective does not name a class that derives from `Objective`.
     """
     match config:
         case PartsObjective():

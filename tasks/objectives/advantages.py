@@ -21,13 +21,14 @@ def compute_advantages(
     longest: int,
     branches_R: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of each trajectory, which applies to all of its tokens.
+    """Return the advantage of each trajectory. All tokens of the trajectory get this advantage.
 
-    `groups_R` gives the number of each trajectory's group, counted from 0. `tokens_R` gives the number of tokens of
-    each trajectory that the policy sampled. `longest` is the largest number of tokens that the policy may sample in a
-    response. `branches_R` is True for each trajectory that is a branch of another. A branch gets an advantage, but the
-    mean and the deviation of its group are those of the episodes, so an episode counts once, whatever its number of
-    branches. If all rewards of a comparison (a group or the batch) are equal, the advantage is exactly zero.
+    `groups_R` gives for each trajectory the number of its group of responses to one prompt, counted from 0. `tokens_R`
+    gives for each trajectory the number of tokens that the policy sampled. `longest` is the largest number of tokens
+    that the policy may sample in one response. `branches_R` is True for each trajectory that is a branch of another
+    trajectory. A branch gets an advantage, but it does not count in the mean and the standard deviation of its group,
+    so that an episode counts once, however many branches it has. If all rewards of a group (or of the batch, if rewards
+    are compared over the batch) are equal, the advantages are exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     episodes_R = torch.ones_like(groups_R, dtype=torch.bool) if branches_R is None else ~branches_R
@@ -41,12 +42,13 @@ def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest:
 
 
 def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
-    """Multiply each advantage by the configured weight of positive or of negative advantages."""
+    """Multiply each advantage by the configured factor for positive or for negative advantages."""
     return torch.where(found < 0, found * part.negative_weight, found * part.positive_weight)
 
 
 def whiten(found: Tensor, weight: Tensor) -> Tensor:
-    """Subtract the weighted mean and divide by the weighted deviation; return zeros if all values are equal."""
+    """Subtract the weighted mean and divide by the weighted standard deviation; return zeros if all values are
+    equal."""
     if _all_equal(found, weight):
         return torch.zeros_like(found)
     mean, deviation = _moments(found, weight)
@@ -54,9 +56,10 @@ def whiten(found: Tensor, weight: Tensor) -> Tensor:
 
 
 def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
-    """Return each response's penalty: 0 up to (1 - share) x longest tokens, rising linearly to 1 at `longest` tokens.
+    """Return the length penalty of each response. The penalty is 0 for at most (1 - share) x longest tokens, and rises
+    linearly to 1 at `longest` tokens.
 
-    This penalty is DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+    This length penalty is DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
     """
     span = share * longest
     if span == 0:
@@ -68,7 +71,7 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
 def _subtract_baseline(
     part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
 ) -> Tensor:
-    """Subtract from each reward the baseline that `part.baseline` names."""
+    """Subtract from each reward the baseline that the option `part.baseline` names."""
     match part.baseline:
         case "none":
             return rewards_R
@@ -87,7 +90,7 @@ def _subtract_baseline(
 
 
 def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor, episodes_R: Tensor) -> Tensor:
-    """Subtract from each reward the mean reward of the episodes of its group."""
+    """Subtract from each reward the mean reward of its group, in which branches do not count."""
     count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_R[episodes_R], rewards_R[episodes_R]) / count_G
     return torch.where(_groups_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
@@ -96,10 +99,10 @@ def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor, episodes_R: Tensor
 def _scale(
     part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
 ) -> Tensor:
-    """Divide advantages by the sample standard deviation of the group or the batch, as `part.scale` says.
+    """Divide advantages by the sample standard deviation that the option `part.scale` names.
 
-    With the scale "group" the deviation is that of the group's rewards; with "batch" it is that of the batch's
-    advantages.
+    With the scale "group", the divisor is the standard deviation of the rewards of the group. With the scale "batch",
+    the divisor is the standard deviation of the advantages of the batch.
     """
     match part.scale:
         case "none":
@@ -115,7 +118,7 @@ def _scale(
 
 
 def _moments(found: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weighted mean and the weighted sample standard deviation."""
+    """Return the weighted mean and the weighted sample standard deviation of `found`."""
     mean = (found * weight).sum() / weight.sum().clamp(min=1)
     square = ((found - mean).square() * weight).sum() / (weight.sum() - 1).clamp(min=1)
     return mean, (square + TINY).sqrt()
@@ -128,9 +131,9 @@ def _all_equal(found: Tensor, weight: Tensor) -> bool:
 
 
 def _groups_differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
-    """Return for each trajectory whether the rewards of its group differ.
+    """Return for each trajectory whether the rewards of its group are not all equal.
 
-    Rewards are compared with each other and not with their mean, because a mean may be rounded.
+    Rewards are compared with each other and not with their mean, because the mean may be rounded.
     """
     groups = int(groups_R.max()) + 1 if len(groups_R) else 0
     empty_G = rewards_R.new_zeros(groups)

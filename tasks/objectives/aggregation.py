@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def row_weights(tokens_R: Tensor, aggregation: str, longest: int) -> Tensor:
-    """Return, as float64, the weight of each row's tokens in the sum of losses over a minibatch.
+    """Return the weight, as float64, that each row's tokens get in the sum of losses over a minibatch.
 
-    `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch, including tokens whose loss a
-    clip or a correction sets to zero. A row without tokens with loss mask 1 does not count as a row.
+    `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch. The number includes tokens
+    whose loss is set to zero by a clip or a correction. A row without tokens with loss mask 1 does not count as a row.
     """
     counts_R = tokens_R.double()
     rows = max(int((tokens_R > 0).sum()), 1)

@@ -29,9 +29,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """The inputs of a loss, one value for each of M tokens. Log-probs are in nats at the sampling temperature.
+    """The inputs of an objective's loss, with one value for each of M tokens. Log-probs are in nats at the sampling
+    temperature.
 
-    Only `logp_M` and `entropy_M` have a gradient.
+    Only the tensors `logp_M` and `entropy_M` have a gradient.
     """
 
     logp_M: Tensor  # log-probs under pi, the policy being trained
@@ -47,7 +48,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Loss of each token, and whether the token was clipped or corrected."""
+    """The loss of each token, and whether the token's ratio was clipped or corrected."""
 
     loss_M: Tensor
     clipped_M: Tensor  # bool: True if the token's ratio was clipped
@@ -55,7 +56,8 @@ class TokenLoss:
 
 
 class Objective(Protocol):
-    """The function that training minimizes. See the module's docstring for the guarantees."""
+    """A training objective: the function that training minimizes. The module's docstring lists the guarantees of an
+    objective."""
 
     uses_proximal: ClassVar[bool] = False  # True if `loss` needs `proximal_M`, which costs a pass over the batch
     uses_entropy: ClassVar[bool] = False  # True if `loss` needs `entropy_M`
@@ -68,6 +70,6 @@ class Objective(Protocol):
         """Return the loss of each token."""
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-        """Return for each token of the batch with loss mask 1 whether its loss counts. The learner calls this method
-        before a version's first update."""
+        """Return for each token of the batch with loss mask 1 whether its loss counts. The learner calls the method
+        `keep` before a policy version's first update."""
         return torch.ones_like(proximal_B, dtype=torch.bool)

@@ -20,7 +20,7 @@ from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kind
 
 
 class Correction(Section):
-    """The treatment of tokens that an older policy sampled. See `corrections.py`."""
+    """Options of the off-policy correction, which treats tokens that an older policy sampled. See `corrections.py`."""
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
@@ -58,7 +58,7 @@ class Correction(Section):
 
     @property
     def weighs(self) -> bool:
-        """True if the correction multiplies losses by a ratio."""
+        """True if the correction multiplies losses by a probability ratio."""
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
 
 
@@ -79,7 +79,7 @@ SCALES = {  # baseline -> allowed scales; with other scales, equal rewards would
 
 
 class Advantage(Section):
-    """How advantages are computed from rewards. See `advantages.py`."""
+    """Options for computing advantages from rewards. See `advantages.py`."""
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
@@ -139,7 +139,7 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 
 
 class Penalties(Section):
-    """The KL penalty and the entropy bonus, which change each token's loss or the reward of its response."""
+    """Options of the KL penalty and the entropy bonus, which change each token's loss or the reward of its response."""
 
     kl: Literal["k1", "k2", "k3"] = Field(
         "k3", description="estimator of the KL divergence; k1 is allowed only with kl_in = reward"
@@ -184,7 +184,7 @@ class Penalties(Section):
 
 
 class ObjectiveBase(Section):
-    """Config keys that all objectives have."""
+    """Options that all objectives have."""
 
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
@@ -196,7 +196,7 @@ class ObjectiveBase(Section):
 
 
 class PartsObjective(ObjectiveBase):
-    """A named preset of an objective, with the parts that the recipe changes."""
+    """An objective that is a named preset, with the parts that the recipe (the run's TOML file) overrides."""
 
     kind: PresetName = Field("grpo", description="name of a preset; a recipe may override single parts of the preset")
     ratio: Ratio = Ratio()
@@ -207,7 +207,7 @@ class PartsObjective(ObjectiveBase):
     @model_validator(mode="wrap")
     @classmethod
     def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in the preset's parts that the recipe leaves out; these parts do not count as set by the user."""
+        """Fill in the preset's parts that the recipe leaves out. These parts do not count as set by the user."""
         preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
         if preset is None:
             return made(tree)
@@ -232,12 +232,12 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def ratio_counts(self) -> bool:
-        """True if the surrogate's loss depends on a ratio."""
+        """True if the surrogate loss depends on a ratio."""
         return not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
 
 
 class ImportObjective(ObjectiveBase, Imported):
-    """A user-defined objective, imported by its path."""
+    """Options of a user-defined objective, which is imported by its path."""
 
     kind: Literal["import"] = Field("import", description="your own objective: a class that derives from Objective")
 
@@ -246,8 +246,8 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the recipe's parts into the preset, key by key. A part of the recipe replaces the preset's whole part if
-    the two parts differ in kind."""
+    """Merge the objective parts of the recipe into those of the preset, key by key. If a part in the recipe has another
+    `kind` than the preset's part, it replaces the preset's whole part."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -264,7 +264,7 @@ RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregat
 
 
 def _check_counts(correction: Correction, given: Any) -> None:
-    """Reject a correction's key that was given but has no effect."""
+    """Reject a key of the correction that is set but has no effect."""
     if not isinstance(given, Mapping):
         return
     for name, kinds in COUNTS_WITH.items():
@@ -283,9 +283,9 @@ def _check_counts(correction: Correction, given: Any) -> None:
 
 
 def _check_ratio(objective: PartsObjective, given: Any) -> None:
-    """Reject a key of the section `ratio` that was given but has no effect.
+    """Reject a key of the section `ratio` that is set but has no effect.
 
-    If the surrogate uses no ratio, only the key `to` may have an effect, on the ratio of a correction.
+    If the surrogate loss uses no ratio, only the key `to` may have an effect, because a correction may use it.
     """
     if objective.ratio_counts or not isinstance(given, Mapping):
         return
@@ -300,17 +300,17 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings that would train something other than they say; call this function for new runs only."""
+    """Reject settings that would not train what they say. Call this function only for new runs."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_k1(objective.penalties)
 
 
 def _check_length(objective: PartsObjective) -> None:
-    """Reject a sequence ratio unless the loss of a response is the mean over its tokens.
+    """Reject a ratio of whole responses (level `sequence`) unless the loss of a response is the mean over its tokens.
 
-    A sequence ratio multiplies the loss of every token of a response, so a sum over the tokens would apply the ratio
-    once for each token.
+    A ratio of whole responses multiplies the loss of every token of a response, so a sum over the tokens would apply
+    the ratio once for each token.
     """
     once = objective.ratio.level != "sequence" or objective.aggregation == "sequence-mean"
     if once or not isinstance(objective.surrogate, Clip | BinaryTv):
@@ -323,7 +323,8 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_k1(penalties: Penalties) -> None:
-    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the other policy."""
+    """Reject the KL estimator k1 in the loss, because its gradient does not depend on the policy from which the
+    divergence is measured."""
     if penalties.kl == "k1" and penalties.kl_in == "loss" and penalties.kl_weight:
         cure = (
             'the gradient of k1 in the loss does not depend on the other policy; choose "k2" or "k3", or '
@@ -333,7 +334,7 @@ def _check_k1(penalties: Penalties) -> None:
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:
-    """Mark the given fields as the only explicitly set fields of a section and its subsections."""
+    """Mark the given fields as the only fields that the user has set in a section and its subsections."""
     section.__pydantic_fields_set__.intersection_update(given)
     for name, value in given.items():
         part = getattr(section, name, None)
@@ -351,7 +352,8 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the values of older keys into the parts of an objective; a value of null counts as not given."""
+    """Move the values of keys from older configurations into the parts of an objective. A value of null counts as not
+    set."""
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]

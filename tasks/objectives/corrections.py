@@ -35,12 +35,14 @@ def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) ->
 
 
 def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-    """Drop as few tokens as bring the mean of (log pi_p/mu)^2 down to `second_moment`; keep the other tokens.
+    """Drop the fewest tokens that bring the mean of (log pi_p/mu)^2 down to `second_moment`. Return for each token
+    whether it is kept.
 
-    The method is M2PO (Zheng et al. 2025, Prosperity before collapse). Tokens with the largest squares are dropped
-    first, and tokens with equal squares are dropped together. Any token may be dropped and every token counts in the
-    mean, as in AReaL; the paper considers only tokens with A > 0 and r > 1, or with A < 0 and r < 1. If even the
-    smallest square is above `second_moment`, no token is kept, whereas AReaL keeps the token with the smallest square.
+    The method is M2PO (Zheng et al. 2025, Prosperity before collapse). Tokens with the largest squared log-ratios are
+    dropped first. Tokens with equal squares are dropped together. Any token may be dropped and every token counts in
+    the mean, as in AReaL. The paper considers only tokens with A > 0 and r > 1, or with A < 0 and r < 1, where A is the
+    advantage and r the ratio. If even the smallest squared log-ratio is above `second_moment`, no token is kept,
+    whereas AReaL keeps the token with the smallest square.
     """
     square_B = (proximal_B - behaviour_B).double().square()
     ordered_B = square_B.sort().values

@@ -16,9 +16,11 @@ from rollflow.tasks.objectives.config import Advantage
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return each token's reward: minus the token's KL penalty, plus the trajectory's reward at its last token.
+    """Return the reward of each token: minus the token's KL penalty, plus, at a trajectory's last token, the
+    trajectory's reward.
 
-    `starts` gives the index of each trajectory's first token among the B tokens, and at the end B.
+    `starts` gives the index of each trajectory's first token among the B tokens of the batch, and B as its last
+    element.
     """
     found_B = -price_B.double()
     some = np.flatnonzero(np.diff(starts))  # trajectories that have at least one sampled token
@@ -27,10 +29,11 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return each token's advantage and its return in float64; the returns are the critic's targets.
+    """Return the advantage and the return of each token in float64. The returns are the critic's targets.
 
-    The advantage is A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t. The return is A_t + V_t, with
-    the advantage A_t before whitening.
+    The advantage at token t is A_t = d_t + gamma lambda A_t+1, where d_t = r_t + gamma V_t+1 - V_t, r_t is the token's
+    reward and V_t the critic's value. The return at token t is A_t + V_t, where A_t is the advantage before whitening
+    and V_t the critic's value.
     """
     counts = np.diff(starts)
     at = np.repeat(np.arange(len(counts)), counts), np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
@@ -40,7 +43,8 @@ def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, start
 
 
 def _rows(values_B: Tensor, at: tuple[np.ndarray, np.ndarray], counts: np.ndarray) -> np.ndarray:
-    """Return the values of B tokens as float64 rows, one for each trajectory, padded with zeros at the end."""
+    """Return the values of B tokens as a float64 matrix with one row for each trajectory, padded with zeros at the
+    end."""
     found = np.zeros((len(counts), int(counts.max(initial=0)) + 1))
     found[at] = values_B.numpy()
     return found

@@ -20,9 +20,10 @@ from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay_out, pac
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """L lines, padded to T tokens. A line is a row, or several rows of a group behind one copy of their prompt.
+    """L lines, padded to T tokens. A line is a packed sequence: a single row (trajectory), or several rows of a group
+    behind one copy of their prompt.
 
-    `where` points to the hidden states that predict the M tokens with loss mask 1.
+    The attribute `where` gives the positions of the hidden states that predict the M tokens with loss mask 1.
     """
 
     tokens: Tensor  # (L, T) int64
@@ -35,14 +36,16 @@ class MicroBatch:
 
     @property
     def seen(self) -> Tensor | None:
-        """(L, 1, T, T) bool: True if the token of the third axis attends to the token of the last axis.
+        """The attention mask, of shape (L, 1, T, T). An element is True if the token of the third axis attends to the
+        token of the last axis.
 
-        The mask is None if no row shares a prompt.
+        The attention mask is None if no row shares a prompt.
         """
         return None if self.part is None else build_mask(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a decoder's arguments, except `use_cache`, on `device`; return before the copies are complete."""
+        """Return the decoder's arguments, except `use_cache`, on `device`. The method may return before the copies to
+        the device are complete."""
         found = {"input_ids": self.tokens.to(device, non_blocking=True)}
         if self.positions is None or self.part is None:
             return found
@@ -54,7 +57,8 @@ class MicroBatch:
 
 
 def build_mask(part: Tensor) -> Tensor:
-    """Return (L, 1, T, T) bool: True if the token of the third axis attends to the token of the last axis.
+    """Return the attention mask, of shape (L, 1, T, T). An element is True if the token of the third axis attends to
+    the token of the last axis.
 
     Padding attends to padding, because a softmax over no token would give NaN.
     """
@@ -70,11 +74,12 @@ def micro_batches(
     width: int | None = None,
     own: Callable[[list[PackedSequence]], list[PackedSequence]] = list,
 ) -> Iterator[MicroBatch]:
-    """Split rows, longest first, into padded micro-batches of at most `micro_tokens` tokens or a single line.
+    """Split rows of the batch, longest first, into padded micro-batches of at most `micro_tokens` tokens. A line with
+    more tokens is a micro-batch of its own.
 
-    `width` is the width of the model's layers, or None if the model cannot share prompts. If `width` is given, rows of
-    a group share their prompt where sharing saves work (`shared_prefix.py`). The function `own` selects the lines that
-    this process runs.
+    `width` is the width (hidden size) of the model's layers, or None if the model cannot share prompts. If `width` is
+    given, responses of a group share one copy of their prompt where sharing saves work (see `shared_prefix.py`). The
+    function `own` selects the lines (packed sequences) that this process runs.
     """
     order = own(sorted(pack_lines(data, rows, micro_tokens, width), key=lambda line: (-line.length, line.rows[0])))
     while order:

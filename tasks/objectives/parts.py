@@ -16,7 +16,8 @@ from rollflow.tasks.objectives.surrogates import surrogate_loss
 
 
 class ObjectiveOfParts(Objective):
-    """The objective that a `config.PartsObjective` describes; each part's formula is documented beside its code."""
+    """An objective built from the parts that `config.PartsObjective` describes. The formula of each part is documented
+    beside its code."""
 
     def __init__(self, config: PartsObjective) -> None:
         self.config = config

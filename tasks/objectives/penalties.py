@@ -12,10 +12,11 @@ STEP = 0.2  # largest relative error of the divergence that counts when the KL w
 
 
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
-    """Estimate KL(new || old) from samples of the new policy (Schulman 2020, Approximating KL divergence).
+    """Estimate the divergence KL(new || old) for each token, from samples of the new policy (Schulman 2020,
+    Approximating KL divergence).
 
-    With d = log(new/old), k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of the estimator k1 is zero
-    on average over samples of the new policy.
+    With d = log(new/old), the estimator k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d. The gradient of the
+    estimator k1 is zero on average over samples of the new policy.
     """
     change_M = (new_M - old_M).clamp(-BOUND, BOUND)
     match penalties.kl:
@@ -28,10 +29,11 @@ def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:
 
 
 def adapt_weight(penalties: Penalties, weight: float, divergence: float) -> float:
-    """Return the KL penalty's weight for the next version, given this version's divergence in nats per token.
+    """Return the KL penalty's weight for the next policy version, given the current policy version's divergence in nats
+    per token.
 
-    The result is weight (1 + gain e), where e = divergence / target - 1 is clipped to [-0.2, 0.2] (Ziegler et al. 2019,
-    section 2.2). If no `kl_target` is configured, the result is `weight` unchanged.
+    The new weight is weight (1 + gain e), where e = divergence / target - 1 is clipped to [-0.2, 0.2] (Ziegler et al.
+    2019, section 2.2). If no `kl_target` is configured, the weight is returned unchanged.
     """
     if penalties.kl_target is None:
         return weight

@@ -38,7 +38,7 @@ PresetName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The parts of an objective, and the paper from which the objective comes."""
+    """A preset: the parts of an objective, and the paper from which the objective comes."""
 
     paper: str
     parts: Mapping[str, Any]

@@ -12,10 +12,11 @@ BOUND = 20.0  # largest log-ratio in nats; e^20 is a ratio of 5e8, far below e^8
 
 
 def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:
-    """Return log(new / old) for each token, clipped to [-`BOUND`, `BOUND`].
+    """Return log(new / old), the log-ratio of two policies, for each token, clipped to [-`BOUND`, `BOUND`].
 
-    With the level `sequence`, each token gets the sum over its row: the log-ratio of the whole response. With the level
-    `geometric`, each token gets the mean over its row (GSPO: Zheng et al. 2025).
+    With the level `sequence`, each token gets the sum of the log-ratios over its row, which is the log-ratio of the
+    whole response. With the level `geometric`, each token gets the mean of the log-ratios over its row (GSPO: Zheng et
+    al. 2025).
     """
     change_M = new_M - old_M
     if level != "token":

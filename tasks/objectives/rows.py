@@ -16,11 +16,11 @@ from rollflow.storage.model_input import refuse
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """A whole batch as flat arrays with row offsets. An array is a view of an Arrow buffer if the array's data type
-    allows it.
+    """A whole batch as flat arrays, with the offset of each row (trajectory). An array is a view of an Arrow buffer,
+    without a copy, if the array's data type allows it.
 
-    B is the number of tokens with loss mask 1 in the batch. Values for these B tokens are a flat array or
-    tensor of length B, one row of the batch after the other.
+    B is the number of tokens with loss mask 1 in the batch. Values for the B tokens with loss mask 1 are a flat array
+    or tensor of length B, one row of the batch after the other.
     """
 
     tokens: np.ndarray  # int32, tokens of all rows
@@ -35,10 +35,10 @@ class BatchRows:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
-        """Read a batch's columns as flat arrays.
+        """Read the columns of a batch as flat arrays.
 
         Raises:
-            ConfigError: a row contains something other than tokens, such as an image.
+            ConfigError: a row of the batch contains something other than tokens, such as an image.
         """
         for placed in batch.foreign_parts if batch.optional("foreign_parts") is not None else ():
             if placed:
@@ -70,12 +70,12 @@ class BatchRows:
 
     @property
     def masked_tokens(self) -> np.ndarray:
-        """Number of tokens with loss mask 1 in each row."""
+        """Number of tokens with loss mask 1 in each row of the batch."""
         return np.diff(self.starts)
 
     @property
     def rows(self) -> np.ndarray:
-        """Number of the row of each token with loss mask 1."""
+        """Number of the row of the batch to which each token with loss mask 1 belongs."""
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
 
@@ -85,6 +85,6 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _view(values: pa.Array) -> np.ndarray:
-    """Return a numpy view of the numbers in an Arrow array's buffer. Arrow's own `to_numpy` would import pandas, which
-    delays a restart."""
+    """Return a numpy view of the numbers in an Arrow array's buffer. Arrow's own method `to_numpy` would import pandas,
+    which would delay the restart of a learner."""
     return np.from_dlpack(values)

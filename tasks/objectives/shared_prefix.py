@@ -24,7 +24,7 @@ PAIRS = 6  # for one token, a layer without attention costs as much as attention
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """A line: one row, or several rows of a group behind one copy of their prompt."""
+    """A line: one row (trajectory), or several rows of a group behind one copy of their prompt."""
 
     rows: tuple[int, ...]
     prompt: int  # number of tokens of the shared prompt; 0 for a single row
@@ -32,8 +32,8 @@ class PackedSequence:
 
 
 def pack_lines(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
-    """Pack `rows` into lines. A line of several rows has at most `most` tokens; if `width` is None, every line has one
-    row."""
+    """Pack `rows` into lines. A line (sequence) of several rows has at most `most` tokens. If `width` is None, every
+    line has one row."""
     if width is None:
         return [_single_line(data, row) for row in rows]
     ordered = sorted(rows, key=lambda row: (data.groups[row], -data.lengths[row], row))
@@ -46,8 +46,8 @@ def _single_line(data: BatchRows, row: int) -> PackedSequence:
 
 
 def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
-    """Yield the lines of one group's rows. A row joins the line of the previous row if a shared line takes less
-    work."""
+    """Pack the rows of one group into lines, and yield the lines. A row joins the line of the previous row if the joint
+    line costs less computation than two lines."""
     prompt, line = _shared_prompt(data, rows), _single_line(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
@@ -60,7 +60,7 @@ def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iter
 
 
 def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
-    """Return True if adding a row's `own` tokens to a line of `length` tokens costs less than a separate line.
+    """Return True if adding the `own` tokens of a row to a line of `length` tokens costs less than a separate line.
 
     Attention in a separate line is causal, so it costs about half as much as dense attention.
     """
@@ -69,7 +69,8 @@ def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
 
 
 def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
-    """Return the number of leading tokens that are equal in all rows and that the policy did not sample."""
+    """Return the number of leading tokens that are equal in all rows and that the policy did not sample, that is, the
+    length of the shared prompt."""
     if len(rows) < 2:
         return 0
     firsts = [data.chosen[data.starts[r]] if data.masked_tokens[r] else data.offsets[r + 1] for r in rows]
@@ -80,8 +81,8 @@ def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Padded lines as arrays. `at`, `among` and `row` have one entry for each of the M tokens with loss mask 1, one row
-    after the other."""
+    """Padded lines as arrays. The arrays `at`, `among` and `row` have one element for each of the M tokens with loss
+    mask 1, one row after the other."""
 
     tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
     positions: np.ndarray  # (L, T) int64: position of each token in its row
@@ -92,7 +93,7 @@ class Packing:
 
 
 def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
-    """Lay out lines as arrays, padded to the length of the longest line."""
+    """Convert lines (packed sequences) to arrays, padded to the length of the longest line."""
     shape = len(lines), max(line.length for line in lines)
     tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
     at_line, at_place, among, of_row = [], [], [], []

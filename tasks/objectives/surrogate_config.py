@@ -19,7 +19,7 @@ Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Fiel
 
 
 class Ratio(Section):
-    """The ratio of the trained policy to an older policy, as the surrogate uses it. See `ratios.py`."""
+    """Options of the ratio of the trained policy to an older policy, which the surrogate loss uses. See `ratios.py`."""
 
     to: Literal["behaviour", "proximal"] = Field(
         "behaviour",
@@ -52,7 +52,8 @@ class Clip(Section):
 
 
 class PolicyGradient(Section):
-    """The log-prob times the advantage, weighted by the clamped ratio without its gradient."""
+    """Options of the policy-gradient loss: the log-prob times the advantage, weighted by the clamped ratio without its
+    gradient."""
 
     kind: Literal["policy-gradient"] = Field(
         "policy-gradient",
@@ -78,12 +79,13 @@ class PolicyGradient(Section):
 
     @property
     def weighs(self) -> bool:
-        """True if the loss depends on the ratio."""
+        """True if the surrogate loss depends on the ratio."""
         return any(low != high for low, high in (self.positive, self.negative))
 
 
 class BinaryTv(Section):
-    """The ratio times the advantage, for tokens whose probability is still close to the older policy's."""
+    """Options of the binary total-variation loss: the ratio times the advantage, for tokens whose probability is still
+    close to that under the older policy."""
 
     kind: Literal["binary-tv"] = Field(
         "binary-tv",
@@ -107,7 +109,7 @@ class BinaryTv(Section):
 
 
 class Kimi(Section):
-    """The advantage times the log-prob, minus a squared log-ratio."""
+    """Options of Kimi's loss: the advantage times the log-prob, minus a squared log-ratio."""
 
     kind: Literal["kimi"] = Field(
         "kimi",

@@ -26,8 +26,8 @@ from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS, T
 
 
 class AnyForward(nn.Module):
-    """A torch module whose forward pass calls the function that it is given. A backend wraps this module to run
-    decoder, head and loss in one pass."""
+    """A torch module whose forward pass calls the function that is passed to it. A sharding backend wraps this module,
+    so that the decoder, the output head and the loss run in one forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class AnyForward(nn.Module):
 
 
 class ShardingBackend(TrainedTensors):
-    """Trained parameters that are sharded over ranks. See the module's docstring."""
+    """Trained parameters whose values, gradients and AdamW moments are sharded over ranks. See the module's
+    docstring."""
 
     def __init__(  # this constructor does not call that of `TrainedTensors`
         self, model: nn.Module, config: TrainBase, ranks: GlooRanks
@@ -53,43 +54,49 @@ class ShardingBackend(TrainedTensors):
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """Call `of` and return its result; the model's weights are gathered from all ranks while `of` uses them."""
+        """Call the function `of` and return its result. The model's weights are gathered from all ranks while the
+        function uses them."""
         raise NotImplementedError
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
-        """Run `passes` forward and backward, add up their gradients over all ranks, and return this rank's losses."""
+        """Run each function of `passes` forward and backward, add up the gradients over all ranks, and return the
+        losses of this rank."""
         raise NotImplementedError
 
     def put(self, name: str, weight: Tensor) -> None:
-        """Set a parameter to the whole tensor `weight`; `load` must follow or be the caller."""
+        """Set a parameter to the whole tensor `weight`. The caller must call `load` afterwards, unless it is `load`
+        itself."""
         raise NotImplementedError
 
     def list_changed(self) -> Sequence[str]:
-        """Return the names of the parameters that AdamW has changed; each rank returns the same names."""
+        """Return the names of the parameters that AdamW has updated; the result is the same on each rank."""
         raise NotImplementedError
 
     def count_steps(self, name: str) -> Tensor:
-        """Return how many steps AdamW has taken on a parameter that it has changed."""
+        """Return how many optimizer steps AdamW has taken on the parameter `name`, which AdamW has updated at least
+        once."""
         raise NotImplementedError
 
     def own(self, name: str, key: str | None) -> Tensor:
-        """Return, uncopied, this rank's shard of the moment `key`, or of the trained parameter if `key` is None."""
+        """Return this rank's shard of the AdamW moment `key`, without a copy. If `key` is None, return the shard of the
+        trained parameter."""
         raise NotImplementedError
 
     def locate_shard(self, name: str) -> tuple[int, int]:
-        """Return the offset of this rank's shard in the flattened parameter, and the shard's number of elements."""
+        """Return the offset of this rank's shard in the flattened parameter, and the number of elements of the
+        shard."""
         raise NotImplementedError
 
     def view_shard(self, name: str, whole: Tensor) -> Tensor:
-        """Return a view of the part of the tensor `whole` that this rank's shard covers."""
+        """Return a view of the part of the tensor `whole` that belongs to this rank's shard."""
         return _view_piece(whole, *self.locate_shard(name)).view_as(self.own(name, None))
 
     def gather_weight(self, name: str, to: int) -> Tensor:
-        """Gather a parameter on rank `to`; on other ranks the result is empty."""
+        """Gather a parameter on rank `to`. On other ranks the result is an empty tensor."""
         return self._gather(name, None, self.types[name], to)
 
     def gather_everywhere(self) -> dict[str, Tensor]:
-        """Gather all parameters on each rank. Do not call this method during a step."""
+        """Gather all parameters on every rank. Do not call `gather_everywhere` during a train step."""
         return {name: self._gather_everywhere(name).to(kind) for name, kind in self.types.items()}
 
     def _gather_everywhere(self, name: str) -> Tensor:
@@ -105,7 +112,8 @@ class ShardingBackend(TrainedTensors):
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of the saved tensors on rank `to`; other ranks get an empty tensor, or the number of steps."""
+        """Gather one of the saved tensors on rank `to`. Other ranks get an empty tensor, or the number of optimizer
+        steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)
@@ -113,9 +121,9 @@ class ShardingBackend(TrainedTensors):
         return self._gather(name, None if key == MASTER else key, kind, to)
 
     def check_finite(self, weight: str = "") -> dict[str, bool]:
-        """Return for each parameter and moment, by name, whether this rank's shard is finite.
+        """Return for each parameter and AdamW moment, by name, whether this rank's shard is free of NaN and infinity.
 
-        Each rank returns the same names. `weight` is a prefix for the names of parameters.
+        Each rank returns the same names of parameters and moments. `weight` is a prefix for the names of parameters.
         """
         found = {f"{weight}{name}": all_finite(self.own(name, None).to(kind)) for name, kind in self.types.items()}
         keys = [(key, name) for key in MOMENTS[1:] for name in self.list_changed()]
@@ -130,11 +138,11 @@ class ShardingBackend(TrainedTensors):
         return {f"{key}/{name}": one if key == "step" else full[name] for name in full for key in keys}
 
     def parameters_like(self) -> dict[str, Tensor]:
-        """Return tensors with the names, shapes and types of the parameters, without values."""
+        """Return tensors with the names, shapes and types of the parameters, but without values."""
         return {n: torch.empty(shape, dtype=self.types[n], device="meta") for n, shape in self.shapes.items()}
 
     def _gather(self, name: str, key: str | None, kind: torch.dtype, to: int) -> Tensor:
-        """Gather a whole tensor from the shards of all ranks, in the data type in which the tensor is stored."""
+        """Gather a whole tensor from the shards of all ranks, in the data type in which the tensor is saved."""
         assert self.ranks.beside is not None
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
@@ -143,7 +151,8 @@ class ShardingBackend(TrainedTensors):
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:
-        """Offset and size of every rank's shard of each parameter; all ranks must read this property together."""
+        """Offset and size of every rank's shard of each parameter. All ranks must read this property at the same
+        time."""
         assert self.ranks.beside is not None
         found = torch.zeros(self.ranks.count, len(self.types), 2, dtype=torch.int64)
         found[self.ranks.rank] = torch.tensor([self.locate_shard(name) for name in self.types])
@@ -151,12 +160,13 @@ class ShardingBackend(TrainedTensors):
         return {name: [(int(a), int(b)) for a, b in found[:, at]] for at, name in enumerate(self.types)}
 
     def _put_master(self, name: str, own: Tensor) -> None:
-        """Set this rank's shard of a master weight to `own`, except where `own` does not round to the parameter."""
+        """Set this rank's shard of a master weight to `own`, except where rounding `own` does not give the parameter's
+        value."""
         kind, now = self.types[name], self.own(name, None)
         own = own.to(now.device)
         now.copy_(torch.where(own.to(kind) == now.to(kind), own, now))
 
 
 def _view_piece(whole: Tensor, begin: int, numbers: int) -> Tensor:
-    """Return a view of `numbers` elements of the flattened tensor, from the element `begin` on."""
+    """Return a view of `numbers` elements of the flattened tensor `whole`, starting at element `begin`."""
     return whole.reshape(-1)[begin : begin + numbers]

@@ -30,8 +30,8 @@ SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's operation for sums over proc
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that DeepSpeed uses. A process can have only one DeepSpeed group, so an earlier group is
-    ended."""
+    """Create the process group that DeepSpeed uses. A process can have only one DeepSpeed process group, so an earlier
+    group is destroyed."""
     backend = begin_backend(device, ranks.host, blocking=False)
     local = ranks.rank if device.type == "cpu" else 0  # a rank sees only its own GPU
     os.environ |= {"DS_ACCELERATOR": device.type, "MASTER_ADDR": ranks.host, "MASTER_PORT": "0"}
@@ -55,7 +55,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 
 
 class DeepSpeedTensors(ShardingBackend):
-    """The parameters of `model`, sharded and trained by DeepSpeed's engine."""
+    """The parameters of `model`, sharded and trained by a DeepSpeed engine."""
 
     def __init__(self, model: nn.Module, config: DeepSpeedTrain, ranks: GlooRanks) -> None:
         import deepspeed
@@ -112,7 +112,7 @@ class DeepSpeedTensors(ShardingBackend):
         self._dirty = False
 
     def clip(self) -> float:
-        """Return the gradient's norm; the gradient is scaled down later, by `apply`."""
+        """Return the gradient's norm. The method `apply` scales the gradient down later."""
         if not self._dirty:
             return 0.0
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -174,17 +174,17 @@ class DeepSpeedTensors(ShardingBackend):
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 
     def _flats(self) -> list[Tensor]:
-        """Return the flat tensors that this rank's AdamW changes."""
+        """Return the flat tensors that AdamW updates on this rank."""
         found: list[Tensor] = (
             self.zeroed.single_partition_of_fp32_groups if self.zero < 3 else self.zeroed.fp32_partitioned_groups_flat
         )
         return found
 
     def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
-        """Return this rank's shard of a parameter; None if the rank has no shard of the parameter.
+        """Return the position of this rank's shard of a parameter; None if the rank has no shard of the parameter.
 
-        The result is a tensor of `_flats`, the shard's offset in that tensor, the shard's offset in the parameter, and
-        the shard's number of elements.
+        The returned position is a tensor of `_flats`, the shard's offset in that tensor, the shard's offset in the
+        parameter, and the shard's number of elements.
         """
         parameter: Any = self.given[name]
         if self.zero < 3:
@@ -202,7 +202,7 @@ class DeepSpeedTensors(ShardingBackend):
     def _put_policy(self, parameter: Any, value: Tensor) -> None:
         """Set a parameter of the model to `value`.
 
-        With ZeRO 3, this rank's shard of the parameter is set; a small parameter is also set as a whole.
+        With ZeRO 3, only this rank's shard of the parameter is set, but a small parameter is also set as a whole.
         """
         if self.zero < 3:
             parameter.copy_(value)
@@ -215,9 +215,10 @@ class DeepSpeedTensors(ShardingBackend):
 
 
 def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
-    """Return the options of DeepSpeed that rollflow sets.
+    """Return the DeepSpeed options that rollflow sets.
 
-    DeepSpeed's bfloat16 mode is off, because it would change the optimizer of ZeRO 1. Parameters keep their type.
+    DeepSpeed's bfloat16 mode is off, because that mode would change the optimizer of ZeRO 1. Parameters keep their
+    type.
     """
     return {
         "train_batch_size": config.ranks,
@@ -234,12 +235,13 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
 
 
 def _offload_options(config: DeepSpeedTrain) -> dict[str, Any]:
-    """Return DeepSpeed's options for offloading, without pinned memory, which speeds up copies to a GPU only."""
+    """Return DeepSpeed's options for offloading to CPU memory. Pinned memory is not used, because it only speeds up
+    copies to a GPU."""
     keys = {"none": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
     return {key: {"device": "cpu", "pin_memory": False} for key in keys[config.offload]}
 
 
 def merge_options(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of options; if both trees have a key, the value in `own` counts."""
+    """Merge two trees of options. If both trees have a key, the value in `own` is used."""
     inner = {n: merge_options(given.get(n, {}), part) for n, part in own.items() if isinstance(part, Mapping)}
     return {**given, **own, **inner}

@@ -11,7 +11,7 @@ class DeepSpeedPolicy(ShardedPolicy, DeepSpeedTensors):
 
 
 class DeepSpeedLearner(ShardedLearner):
-    """A learner whose models DeepSpeed shards over ranks."""
+    """A learner whose models are sharded over ranks by DeepSpeed."""
 
     engine, engine_of_policy = DeepSpeedTensors, DeepSpeedPolicy
 

@@ -40,8 +40,8 @@ from rollflow.tasks.learners.sharding.fsdp_cpu_patch import patch_all_gather
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
-    """Create the process group that FSDP uses. A process can have only one such group for FSDP, so an earlier group is
-    ended."""
+    """Create the process group that FSDP uses. A process can have only one process group for FSDP, so an earlier group
+    is destroyed."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     store, bound = PrefixStore("fsdp", ranks.store), timedelta(seconds=ranks.seconds)
@@ -50,7 +50,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
 
 
 class FsdpTensors(ShardingBackend):
-    """The parameters of `model`, sharded by FSDP2; `trained` has this rank's shards."""
+    """The parameters of `model`, sharded by FSDP2. The attribute `trained` contains this rank's shards."""
 
     def __init__(self, model: nn.Module, config: TrainBase, ranks: GlooRanks) -> None:
         super().__init__(model, config, ranks)
@@ -125,7 +125,8 @@ class FsdpTensors(ShardingBackend):
             self._put_master(name, own)
 
     def _split_off_masters(self, given: Named, masters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards of the saved tensors, except master weights, whose shards are put into `masters`."""
+        """Yield this rank's shards of the saved tensors, except master weights. Shards of master weights are put into
+        `masters`."""
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
@@ -135,7 +136,8 @@ class FsdpTensors(ShardingBackend):
             del value  # free the tensor's file before the next file is read
 
     def _shard_model(self) -> Any:
-        """Shard the model: first modules of an unusual data type, then layers and separate modules, then the rest."""
+        """Shard the model with FSDP: first modules of an unusual data type, then layers and separate modules, then all
+        other parameters."""
         root = AnyForward(self._model).eval()
         device = next(self._model.parameters()).device
         mesh = init_device_mesh(device.type, (self.ranks.count,))
@@ -146,7 +148,7 @@ class FsdpTensors(ShardingBackend):
         return root
 
     def _shard_module(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard the parameters of a module that are not sharded yet."""
+        """Shard those parameters of a module that are not sharded yet."""
         given = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
         if len(types := {parameter.dtype for parameter in given}) > 1:
             why = f"the policy's {type(module).__name__} has parameters of several data types"
@@ -160,7 +162,8 @@ class FsdpTensors(ShardingBackend):
         patch_all_gather(cut)
 
     def _own_shards(self, *, of_gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's shards by name; with `of_gradients`, yield the gradients of the shards that have one."""
+        """Yield this rank's shards of the parameters by name. If `of_gradients` is set, yield the shards of the
+        gradients that exist."""
         for name, parameter in self._model.named_parameters():
             found: Any = parameter.grad if of_gradients else parameter.detach()
             if found is not None:
@@ -168,11 +171,12 @@ class FsdpTensors(ShardingBackend):
 
 
 def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """Return modules outside the layers that can be gathered alone: norms, and embeddings not tied to the head.
+    """Return modules outside the decoder's layers that FSDP can gather alone: norms, and embeddings that are not tied
+    to the output head.
 
-    The remaining parameters are mostly one tensor, the head's weights. `policies/head.py` reads these weights outside
-    the head's module, so the head cannot be gathered alone. A module with child modules is not gathered alone either,
-    because its children would be gathered twice.
+    Of the other parameters, the largest is the weight of the output head. The module `policies/head.py` reads the
+    output head's weight outside the head's forward pass, so FSDP cannot gather the head alone. A module with child
+    modules is not gathered alone either, because the parameters of its children would be gathered twice.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]
@@ -184,7 +188,8 @@ def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module
 
 
 def _other_type_modules(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose own parameters do not have the most frequent data type; an FSDP group must have one type."""
+    """Return modules whose own parameters do not have the model's most frequent data type. All parameters of an FSDP
+    group must have one type."""
     kinds = {m: {p.dtype for p in m.parameters(recurse=False)} for m in model.modules()}
     every = [kind for found in kinds.values() for kind in found]
     most = max(every, key=every.count)

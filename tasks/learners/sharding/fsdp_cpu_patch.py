@@ -27,20 +27,21 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 
 def patch_all_gather(cut: FSDPModule) -> None:
-    """Patch the gathering of a module's parameters on a CPU; do nothing on a GPU."""
+    """Replace FSDP's gathering of a module's parameters if the model is on a CPU; do nothing if it is on a GPU."""
     for group in cut._get_fsdp_state()._fsdp_param_groups:
         if group.device.type == "cpu":
             cut.set_custom_all_gather(_AllGather(group))
 
 
 class _AllGather(DefaultAllGather):
-    """The all-gather that FSDP calls for a group of parameters; `group` is an object of FSDP."""
+    """The all-gather that FSDP calls for a group of parameters. The argument `group` is FSDP's object for the group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the group's buffer; for a single parameter, use the memory of the gathered parameter itself."""
+        """Allocate the buffer for a group of gathered parameters. For a single parameter, use the memory of the
+        gathered parameter itself."""
         self._group.comm_ctx.all_gather_state = None  # free the previous layer's buffer
         if not self._is_one:
             return super().allocate(size, dtype=dtype, device=device)
@@ -53,7 +54,7 @@ class _AllGather(DefaultAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
     ) -> Work | None:
-        """Gather the shards of all ranks; this rank's shard is already in its place in the buffer."""
+        """Gather the shards of all ranks. This rank's own shard is already at its position in the buffer."""
         if not self._is_one:
             return super().__call__(output_tensor, input_tensor, group, async_op)
         for rank, part in enumerate(output_tensor.chunk(group.size())):

@@ -16,7 +16,7 @@ class FsdpPolicy(ShardedPolicy, FsdpTensors):
 
 
 class FsdpLearner(ShardedLearner):
-    """A learner whose models FSDP2 shards over ranks."""
+    """A learner whose models are sharded over ranks by FSDP2."""
 
     engine, engine_of_policy = FsdpTensors, FsdpPolicy
 

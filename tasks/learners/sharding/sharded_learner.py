@@ -41,7 +41,7 @@ Stored = dict[str, dict[str, dict[str, Tensor]]]  # stem -> file name -> tensor 
 
 
 class ShardedPolicy(TrainedPolicy, ShardingBackend):
-    """A policy whose parameters are sharded; a subclass adds a sharding backend as its other base class."""
+    """A policy whose parameters are sharded over ranks. A subclass also derives from a sharding backend."""
 
     def __init__(self, model: Any, config: TrainBase, ranks: GlooRanks) -> None:
         self.model = model
@@ -73,13 +73,13 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
 
 
 class ShardedCritic(Critic):
-    """A critic whose parameters are sharded by a backend of its own."""
+    """A critic whose parameters are sharded over ranks by a sharding backend of its own."""
 
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """Use the sharding backend `engine` for the critic's parameters from now on. Until this call, the critic reads
-        the weights of the unsharded policy."""
+        """From now on, use the sharding backend `engine` for the critic's parameters. Until `shard` is called, the
+        critic reads the weights of the unsharded policy."""
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
         self.optimized = engine
@@ -101,7 +101,7 @@ class ShardedCritic(Critic):
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
-        """Return the sum of `value_loss` over a micro-batch's tokens, times `share`."""
+        """Return the sum of `value_loss` over the tokens of a micro-batch, multiplied by `share`."""
         found_M = self.values(micro)
         old_M, return_M = (known_B[micro.among].to(found_M) for known_B in (values_B, returns_B))
         return value_loss(found_M, old_M, return_M, self._config.value_clip).sum() * share
@@ -127,7 +127,7 @@ class ShardedCritic(Critic):
 
 
 class ShardedLearner(TorchLearner):
-    """A learner that is sharded over ranks; a subclass defines which backend shards the models."""
+    """A learner whose models are sharded over ranks. A subclass defines which sharding backend is used."""
 
     engine: type[ShardingBackend]
     engine_of_policy: type[ShardedPolicy]
@@ -137,13 +137,15 @@ class ShardedLearner(TorchLearner):
     can_shard = True
 
     def begin_group(self) -> None:
-        """Create the process group that the backends use; end an earlier group, because a process can have only one."""
+        """Create the process group that the sharding backends use. A process can have only one such group, so an
+        earlier group is destroyed."""
         raise NotImplementedError
 
     def shard(self) -> None:
-        """Shard the policy and the critic; the caller must call `take` next.
+        """Shard the policy and the critic over the ranks; the caller must call `take` next.
 
-        All ranks must call `shard` together. After sharding, all ranks take part in every operation.
+        All ranks must call the method `shard` at the same time. After the models are sharded, all ranks take part in
+        every operation on them.
         """
         critic = ShardedCritic(self.model, self.config) if self.critic is not None else None
         self.begin_group()
@@ -202,11 +204,11 @@ class ShardedLearner(TorchLearner):
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
     def gather(self, file: str, to: int) -> Data:
-        """Gather a file of the weights or the state on rank `to`; every other rank sends its shards to that rank."""
+        """Gather a weight or state file on rank `to`. Every other rank sends its shards to that rank."""
         return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
-        """Return for each file of weights and state its size in bytes, and whether any rank can store the file."""
+        """Return for each weight and state file its size in bytes, and whether any rank can store the file."""
         return {
             file: (sum(like.nbytes for like in shard.values()), stem != STATE or all(map(_is_sharded, shard.values())))
             for stem, shards in self._list_stored().items()
@@ -227,7 +229,8 @@ class ShardedLearner(TorchLearner):
         raise KeyError(file)
 
     def _list_stored(self) -> Stored:
-        """Return the tensors that a version stores, by stem and file; sharded tensors are on "meta", without values."""
+        """Return the tensors that are stored for a policy version, by file name prefix and file. Sharded tensors have
+        no values (torch's "meta" device)."""
         own = {**random_state(self.config, self.device), **self._weight_of_kl(), **self.policy.tensors()}
         roles = {stem: tensors for stem, role in self._roles() if (tensors := role.tensors())}
         stored = {WEIGHTS: self.policy.weights(), STATE: own, **roles}
@@ -258,7 +261,8 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield equally many micro-batches on each rank, each with True if its loss counts, else False."""
+        """Yield the same number of micro-batches on each rank, each with a flag. The flag is False if the micro-batch
+        only pads the number, and its loss does not count."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -269,7 +273,7 @@ class ShardedLearner(TorchLearner):
             yield micro, number < len(own)
 
     def _shortest_row(self, data: BatchRows) -> MicroBatch:
-        """Return a micro-batch of the row that has the fewest tokens with loss mask 1, but at least one."""
+        """Return a micro-batch of the row with the fewest tokens with loss mask 1, but at least one such token."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
         )
@@ -277,9 +281,9 @@ class ShardedLearner(TorchLearner):
 
 
 class ShardedUpdates(Updates):
-    """Updates by a sharding backend: each pass is one forward and one backward of the whole model.
+    """The updates of a sharded learner. Each pass is one forward and one backward pass of the whole model.
 
-    If the logits of a pass do not fit one chunk, they are recomputed in the backward pass.
+    If the logits of a micro-batch do not fit one chunk, the backward pass recomputes them.
     """
 
     roles: ShardedLearner
@@ -300,7 +304,7 @@ class ShardedUpdates(Updates):
         return figures
 
     def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
-        """Return the loss of a micro-batch; zero, with a gradient of zero, if the micro-batch does not count."""
+        """Return the loss of a micro-batch. If the micro-batch does not count, the loss and the gradient are zero."""
         hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
             return self.compute_loss(slice(None), hidden_MH, micro, weight_R)
@@ -325,5 +329,5 @@ class ShardedUpdates(Updates):
 
 
 def _is_sharded(stored: Tensor) -> bool:
-    """Return True if a stored tensor is sharded; a tensor that is not sharded is whole on each rank."""
+    """Return True if a stored tensor is sharded. Each rank has a full copy of a tensor that is not sharded."""
     return stored.device.type == "meta"
