@@ -78,7 +78,7 @@ class ShardedCritic(Critic):
     optimized: ShardingBackend
 
     def shard(self, policy: ShardedPolicy, engine: ShardingBackend) -> None:
-        """From now on, use the sharding backend `engine` for the critic's parameters. Until `shard` is called, the
+        """Use the sharding backend `engine` for the critic's parameters from now on. Until `shard` is called, the
         critic reads the weights of the unsharded policy."""
         self._policy_weights = policy.gather_everywhere
         self._decoder = next(n for n, found in policy.model.named_modules() if found is policy.model.get_decoder())
