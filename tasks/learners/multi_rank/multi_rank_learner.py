@@ -156,8 +156,7 @@ class MultiRankLearner:
         return self._own.sharded
 
     def _gather_files(self, files: Mapping[str, Data]) -> Mapping[str, Data]:
-        """Return the first rank's files. In the files of a sharded learner, each file is gathered from all ranks when it
-        is read."""
+        """Return the first rank's files. Each file of a sharded learner is gathered from all ranks when it is read."""
         own = self._own
         if not isinstance(own, ShardedLearner) or not own.sharded:
             return files

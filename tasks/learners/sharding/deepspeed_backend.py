@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO 1 shards AdamW moments, ZeRO 2 also shards gradients, and ZeRO 3 also shards weights.
 
-DeepSpeed adds up gradients over ranks, clips gradients, and takes optimizer steps. Checkpoints are safetensors files, not files in DeepSpeed's own format. A rank's shard of a tensor is a contiguous piece of the
-flattened tensor. A rank may have no shard of a tensor. To gather a tensor, the shard of each rank is copied to its
-position in the whole tensor.
+DeepSpeed adds up gradients over ranks, clips gradients, and takes optimizer steps. Checkpoints are safetensors files
+and not files in DeepSpeed's own format. A rank's shard of a tensor is a contiguous piece of the flattened tensor. A
+rank may have no shard of a tensor. To gather a tensor, the shard of each rank is copied to its position in the whole
+tensor.
 """
 
 from __future__ import annotations
