@@ -1,3 +1,1 @@
-"""Contains the durable state of a run: records, object stores, the log, trajectory batches, policies and the
-channel.
-"""
+"""Stores the durable state of a training run: its log, trajectory batches, policy versions and other records."""

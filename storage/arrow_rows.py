@@ -1,9 +1,10 @@
-"""Converts trajectory groups to the raw bytes of Arrow columns, so that groups are joined by joining bytes.
+"""Converts groups of trajectories to the raw bytes of Arrow columns, so that a batch is built by joining bytes.
 
-A group is packed as soon as it is complete, while other groups are still generated. A commit only has to join bytes.
-Each field of the schema is packed into one or two byte strings, called parts. A number field has one part, which is the
-values of all rows. A text or list field has two parts: the length of each row (int32), and the concatenated contents of
-all rows, with one byte per boolean.
+A group of trajectories is packed as soon as the group is complete, while other groups are still generated. The commit
+of a batch only has to join the packed bytes of its groups. Each field of the Arrow schema is packed into one or two
+byte strings, called the parts of the column. A field of numbers is packed into one byte string, which contains the
+values of all rows. A text or list field is packed into two byte strings: the length of each row (int32), and the
+concatenated contents of all rows, with one byte per boolean.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MOST = np.iinfo(LENGTH).max  # the largest number of values in a column: Arrow's
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:
-    """Pack the rows of the groups; return the parts of all columns, in the schema's order."""
+    """Convert the rows of groups to byte strings; return the byte strings of all columns, in the schema's order."""
     rows = [trajectory for group in groups for trajectory in group.trajectories]
     same: dict[str, list[Any]] = {
         "index": [g.key.prompt for g in groups for _ in g.trajectories],
@@ -50,7 +51,8 @@ def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[byte
 
 
 def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
-    """Return the parts of one column. Rows that are token arrays are joined without conversion."""
+    """Return the byte strings into which the values of one column are packed. Rows that are token arrays are joined
+    without conversion."""
     if kind in WHOLE:
         return [WHOLE[kind].of(rows).data]
     if kind in NUMBERS:
@@ -67,7 +69,7 @@ def _lengths(rows: Sequence[Any]) -> bytes:
 
 
 def count_rows(parts: tuple[bytes, ...]) -> int:
-    """Return the number of rows in a result of `parts_of`, whose first part has 8 bytes per row."""
+    """Return the number of rows in a result of `parts_of`, whose first byte string has 8 bytes per row."""
     return len(parts[0]) // 8
 
 
@@ -82,8 +84,8 @@ def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Tabl
 
 
 def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
-    """Concatenate parts. Long parts are joined in Arrow's memory pool, because allocating fresh memory pages takes
-    longer than copying.
+    """Concatenate parts. Long byte strings are joined in Arrow's memory pool, because allocating fresh memory pages
+    takes longer than copying.
     """
     size = sum(map(len, parts))
     if size < LONG:
@@ -94,7 +96,7 @@ def _join_parts(parts: Sequence[bytes]) -> bytes | pa.Buffer:
 
 
 def _column(kind: pa.DataType, parts: Iterator[bytes | pa.Buffer]) -> pa.Array:
-    """Build a column of type `kind` from the next one or two parts of `parts`."""
+    """Build an Arrow column of type `kind` from the next one or two byte strings of `parts`."""
     if kind in NUMBERS:
         return _numbers(kind, next(parts))
     lengths, contents = np.frombuffer(next(parts), LENGTH), next(parts)
@@ -115,10 +117,9 @@ def _truths(data: bytes | pa.Buffer) -> pa.Array:
 
 
 def build_offsets(lengths: np.ndarray) -> pa.Buffer:
-    """Return the offsets of a list column whose rows have these lengths.
+    """Return Arrow's offsets of a list column whose rows have the given lengths.
 
-    Raises:
-        OverflowError: the rows have more values than 32-bit offsets can address.
+    Raises: OverflowError: the rows have more values than Arrow's 32-bit offsets can address.
     """
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])

@@ -1,10 +1,12 @@
-"""An immutable Arrow table of trajectory groups: the unit of storage and of a train step.
+"""A batch is an immutable Arrow table of trajectory groups, which is stored as one file and trained on in one step.
 
-One row is one trajectory. The rows of a group are adjacent, and groups keep their order. Batches are written in Arrow's
-*file* format: a truncated file always fails to open, while a truncated stream may not. Reads are zero-copy: the columns
-are views of the buffer from which the batch was opened.
+One row is one trajectory. The rows of a trajectory group are adjacent in the batch, and groups keep their order.
+Batches are written in Arrow's file format, because a truncated file always fails to open, while a truncated file in
+Arrow's stream format may open. Opening a batch copies nothing: the columns are views of the buffer from which the batch
+was opened.
 
-A batch has every column of `SCHEMA`, and each column of `optional_columns` that has a value in at least one row.
+A batch has every column of `SCHEMA`, and each optional column (see `optional_columns`) that has a value in at least one
+row.
 """
 
 from __future__ import annotations
@@ -48,19 +50,19 @@ SCHEMA = pa.schema(
 
 
 def schema_with(names: Collection[str]) -> pa.Schema:
-    """Return `SCHEMA` with the optional columns of these names; names of other columns are ignored."""
+    """Return the Arrow schema of a batch that has the given optional columns; names of other columns are ignored."""
     return pa.schema([*SCHEMA, *optional_columns.fields(names)], metadata=SCHEMA.metadata)
 
 
 @dataclass(frozen=True)
 class TrajectoryBatch:
-    """A batch of groups as one Arrow table, with a schema that `schema_with` returns."""
+    """A batch of trajectory groups as one Arrow table, whose schema `schema_with` returns."""
 
     table: pa.Table
 
     @classmethod
     def from_groups(cls, groups: Sequence[FinishedGroup]) -> TrajectoryBatch:
-        """Build the table: one row per trajectory."""
+        """Build the Arrow table of a batch, with one row per trajectory."""
         packs = [(group.parts, group.optional) if isinstance(group, PackedGroup) else _pack(group) for group in groups]
         table = join_rows([parts for parts, _ in packs] or [parts_of([], SCHEMA)], SCHEMA)
         more = optional_columns.join([(count_rows(parts), arrays) for parts, arrays in packs])
@@ -79,7 +81,7 @@ class TrajectoryBatch:
 
     @classmethod
     def from_bytes(cls, data: bytes | pa.Buffer) -> TrajectoryBatch:
-        """Open an Arrow IPC file without copying it.
+        """Open a batch from the bytes of an Arrow IPC file, without copying the bytes.
 
         Raises:
             Corrupt: the bytes are not an Arrow file, the schema is not that of a batch, or a column is damaged.
@@ -104,34 +106,34 @@ class TrajectoryBatch:
         return cls(table)
 
     def optional(self, name: str) -> pa.Array | None:
-        """Return an optional column, or None if no row of the batch has a value in it."""
+        """Return an optional column of the batch, or None if no row of the batch has a value in this column."""
         return self.table[name].combine_chunks() if name in self.table.schema.names else None
 
     def __len__(self) -> int:
-        """Return the number of trajectories."""
+        """Return the number of trajectories in the batch."""
         return int(self.table.num_rows)
 
     @property
     def keys(self) -> list[GroupKey]:
-        """The keys of the batch's dispatches, in order and without repetition."""
+        """The keys of the groups in the batch, in order and without repetition."""
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return [GroupKey(*pair) for pair, _ in groupby(pairs)]
 
     @property
     def domains(self) -> Counter[str]:
-        """The number of groups per domain."""
+        """The number of the batch's groups in each domain."""
         pairs = zip(self.table["index"].to_pylist(), self.table["attempt"].to_pylist(), strict=True)
         return Counter(dict(zip(pairs, self.table["domain"].to_pylist(), strict=True)).values())
 
     @property
     def branches(self) -> list[bool]:
-        """One value per row: true if the row's trajectory is a branch of another trajectory."""
+        """A mask over the rows of the batch, which is true if the row's trajectory branches off another trajectory."""
         column = self.optional("branch")
         return [False] * len(self) if column is None else [*column.is_valid().to_pylist()]
 
     @property
     def episodes(self) -> int:
-        """The number of episodes: an episode counts once, no matter how many branches it has."""
+        """The number of episodes in the batch; an episode counts once, no matter how many branches the episode has."""
         return len(self) - sum(self.branches)
 
     @property
@@ -141,7 +143,7 @@ class TrajectoryBatch:
         return [()] * len(self) if column is None else optional_columns.read_parts(column)
 
     def groups(self) -> list[TrajectoryGroup]:
-        """Return the groups as records. This method copies all data, so only tools and tests use it."""
+        """Return the groups as records. The method `groups` copies all data, so only tools and tests call it."""
         rows = self.table.to_pylist()
         found = []
         for key, members in groupby(rows, key=lambda r: GroupKey(r["index"], r["attempt"])):
@@ -169,7 +171,7 @@ class _Pieces:
 
 
 def pack_group(group: TrajectoryGroup) -> PackedGroup:
-    """Convert the rows of a complete group to columns, so that a commit only has to join columns."""
+    """Convert the rows of a complete group to columns, so that the commit of a batch only has to join columns."""
     counts = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
     parts, arrays = _pack(group)
     return PackedGroup(group.key, parts, *counts, arrays, group.pass_rate)

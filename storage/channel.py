@@ -1,11 +1,13 @@
-"""The channel passes committed batches to the learner, and announces published versions to the scheduler.
+"""The channel passes committed batches to the learner, and announces new policy versions to the scheduler.
 
-The channel is a cache of the trajectory store. Every batch in the channel is committed in the run's log. The channel
-contains at most `capacity` unacknowledged batches; if it is full, `put` waits until a deadline. Batch b is leased only
-to train version b. An acknowledgement of batch b drops all batches up to b. If several log entries have committed a
-batch number, a lease returns the batch of the newest entry, and never a voided batch. A leased batch stays until it is
-acknowledged, so a restarted learner gets the same batch. The calls `put`, `ack` and `announce` may be repeated, because
-Ray may repeat a call. A batch that is not in the channel is read from the store, so losing the channel loses no batch.
+The channel caches committed batches, which are also in the trajectory store. Every batch in the channel is committed in
+the run's log. The channel contains at most `capacity` batches that the learner has not acknowledged; if the channel is
+full, `put` waits until a deadline. The learner leases batch b only while policy version b is the newest, to train
+version b + 1. An acknowledgement of batch b removes batch b and all earlier batches from the channel. If several log
+entries have committed a batch of the same number, a lease returns the batch of the newest entry, and never a voided
+batch. A leased batch stays in the channel until the batch is acknowledged, so a restarted learner gets the same batch.
+The methods `put`, `ack` and `announce` are idempotent, because Ray may repeat a call. A batch that is not in the
+channel is read from the trajectory store, so no batch is lost if the channel's process dies.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -29,7 +31,7 @@ LOOK_SECONDS = 1.0  # a lease waits this long for a `put` before it checks the s
 
 
 class Source(Protocol[Refilled]):
-    """The part of the trajectory store that the channel uses."""
+    """The interface of the trajectory store that the channel uses to read batches."""
 
     async def entry(self, number: int) -> int | None:
         """Return the log entry that committed batch `number`; None if no batch of this number waits for training."""
@@ -39,7 +41,8 @@ class Source(Protocol[Refilled]):
 
 
 class Channel(Generic[Payload]):
-    """A bounded cache of committed batches, as the module's docstring describes."""
+    """A bounded cache of committed batches between the scheduler and the learner, as the module's docstring
+    describes."""
 
     def __init__(self, capacity: int, source: Source[Payload], version: int = -1) -> None:
         self.capacity = capacity
@@ -55,7 +58,8 @@ class Channel(Generic[Payload]):
         return len(self._batches)
 
     async def put(self, number: int, payload: Payload, deadline: float, entry: int = 0) -> None:
-        """Add batch `number`, committed by `entry`. A repeated call, or a call with an older entry, changes nothing.
+        """Add batch `number`, which log entry `entry` committed. A repeated call of `put`, or a call with an older log
+        entry, changes nothing.
 
         Raises:
             TimeoutError: the channel stayed full for `deadline` seconds.
@@ -70,7 +74,7 @@ class Channel(Generic[Payload]):
         """Return batch `number` from the cache or the store; the batch stays cached until it is acknowledged.
 
         Args:
-            afresh: drop the cached copy of the batch, and read the batch from the store.
+            afresh: if true, drop the cached copy of the batch, and read the batch from the store.
 
         Raises:
             TimeoutError: the batch was not committed within `deadline` seconds.
@@ -90,7 +94,7 @@ class Channel(Generic[Payload]):
         return held[1]
 
     async def _refresh_batch(self, number: int) -> tuple[int, Payload] | None:
-        """Update the cached batch `number` from the store, and return its entry and payload."""
+        """Update the cached batch `number` from the store; return the batch's log entry and payload."""
         before = self._batches.get(number)
         entry = await self._source.entry(number)
         if entry is None:
@@ -107,11 +111,12 @@ class Channel(Generic[Payload]):
         return self._batches[number]
 
     def _held_entry(self, number: int) -> int:
-        """Return the entry of the cached batch `number`; -1 if none is cached."""
+        """Return the number of the log entry that committed the cached batch `number`; return -1 if the batch is not
+        cached."""
         return self._batches[number][0] if number in self._batches else -1
 
     async def ack(self, number: int) -> None:
-        """Acknowledge batch `number` as trained on: drop it and all batches before it."""
+        """Acknowledge that batch `number` was trained on, and drop this batch and all earlier batches."""
         async with self._changed:
             self._done = max(self._done, number + 1)
             for old in [n for n in self._batches if n < self._done]:
@@ -119,20 +124,21 @@ class Channel(Generic[Payload]):
             self._changed.notify_all()
 
     async def announce(self, version: int) -> None:
-        """Announce that policy `version` is published."""
+        """Announce to waiting callers that policy version `version` is published."""
         async with self._changed:
             self.version = max(self.version, version)
             self._changed.notify_all()
 
     async def wait_version(self, after: int, deadline: float) -> int:
-        """Wait up to `deadline` seconds for a version above `after`; return the newest announced version."""
+        """Wait up to `deadline` seconds for a policy version newer than `after`; return the newest announced
+        version."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await self._until(lambda: self.version > after, deadline, "a policy version")
             return self.version
 
     async def _until(self, condition: Callable[[], bool], deadline: float, what: str) -> None:
-        """Wait up to `deadline` seconds for `condition`, which is checked under the lock."""
+        """Wait up to `deadline` seconds until `condition` is true; the condition is checked under the lock."""
         if condition():
             return
         try:

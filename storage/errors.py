@@ -9,8 +9,8 @@ class RollflowError(Exception):
 
 
 class Conflict(RollflowError):
-    """An object of this name already exists, or the log's rules refuse an entry: read the state again, then retry or
-    stop.
+    """An object of the same name exists, or the log's rules refuse a log entry: read the run's state again, then retry
+    or stop.
     """
 
 
@@ -19,7 +19,8 @@ class Missing(RollflowError):
 
 
 class Stale(RollflowError):
-    """A group is older than `async_ratio` allows: count and skip the group, and issue its prompt again."""
+    """A group of trajectories is older than `async_ratio` allows: count and skip the group, and issue the prompt
+    again."""
 
 
 class Corrupt(RollflowError):
@@ -31,7 +32,7 @@ class EngineFailed(RollflowError):
 
 
 class RankFailed(RollflowError):
-    """A rank of the learner died or hangs, so all ranks have ended: restart the learner from storage."""
+    """A rank (process) of the learner died or hangs, so all ranks have ended: restart the learner from storage."""
 
 
 class Unreachable(RollflowError):
@@ -39,8 +40,8 @@ class Unreachable(RollflowError):
 
 
 class StoreFailed(RollflowError):
-    """The store refuses writes (full, over quota, read-only). Nothing was committed, so the user can fix the store and
-    resume the run.
+    """The store refuses writes (full, over quota, read-only). The failed write committed nothing, so the user can fix
+    the store and resume the run.
     """
 
 
@@ -49,6 +50,6 @@ class NotFinite(RollflowError):
 
 
 class ConfigError(RollflowError):
-    """The user must change a key or a setting. The message names the key, its value and the fix, and the command exits
-    with code 2.
+    """The user must change a key of the config or a setting of the system. The message of a `ConfigError` names the
+    key, its value and the fix, and the command exits with code 2.
     """

@@ -1,12 +1,14 @@
-"""Defines the input of a policy: an ordered list of parts.
+"""Defines the input of a policy as an ordered list of token arrays and other content, such as images.
 
-A part is either an array of tokens or a *foreign part*, such as an image, which is named by the hash of its content. A
-foreign part occupies one or more positions in the policy's context. The engines and learners of this release read
-tokens alone, and refuse an input with a foreign part.
+Each part of a policy's input is either an array of tokens or a *foreign part*, such as an image, which is named by the
+hash of the image's content. A foreign part, such as an image, occupies one or more positions in the policy's context.
+The engines and learners of this release read tokens alone, and raise an error for an input with a foreign part, such as
+an image.
 
-An input is stored and sent in its flat form: an array with one number for each position, and a list of the foreign
-parts with their positions. The array contains `NO_TOKEN` at each position of a foreign part. The flat form of an input
-without foreign parts is the token array itself.
+The input of a policy is stored and sent in a flat form: an array with one number for each position, and a list of the
+foreign parts (such as images) with their positions. In the flat form of an input, the array contains `NO_TOKEN` at each
+position of a foreign part, such as an image. The flat form of an input that consists of tokens alone is the token array
+itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Packs and reads the optional columns of a trajectory batch, whose values only some runs record.
+"""Packs and reads the optional columns of a trajectory batch, which only some runs use.
 
-In an optional column, a row without a value has a null. A column without any value is absent from the batch, so a batch
-without optional values has the same bytes as a batch of a release without optional columns. A group is packed into
-Arrow arrays as soon as the group is complete, so that a commit only joins arrays.
+In an optional column, a null stands for a row without a value. A column without any value is absent from the batch, so
+a batch without optional values has the same bytes as a batch of a release without optional columns. A group of
+trajectories is packed into Arrow arrays as soon as the group is complete, so that the commit of a batch only joins
+arrays.
 """
 
 from __future__ import annotations

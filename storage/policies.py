@@ -1,14 +1,15 @@
-"""Publishes, finds, reads and prunes the policy versions of a run. A version is published by one log entry, which is
-written after every object that the entry names.
+"""Publishes, finds, reads and prunes the policy versions of a run. A policy version is published by one log entry,
+which is written after every object that the entry names.
 
-A version's entry commits three things together: the weights, the learner's state, and the batch that was trained on.
-The entry of a version names the entry of the version's batch. The entry of a batch lists the groups that were trained
-on and the groups that were discarded. The path of an object contains its writer's claim (`policies/<v>/<claim>/...`),
-so a deposed learner overwrites nothing. Several objects are transferred at a time, and every read is checked against
-the sha256 in the version's entry.
+The log entry of a policy version commits three things together: the weights, the learner's state, and the batch that
+was trained on. The log entry of a policy version names the log entry of the batch that the version was trained on. The
+log entry of a batch lists the groups in the batch and the groups that were discarded. The path of an object contains
+the number of its learner's claim to the role (`policies/<v>/<claim>/...`), so a learner that was replaced overwrites
+nothing. Several objects of a policy version are transferred at a time, and every read is checked against the sha256 in
+the version's log entry.
 
-A run's state contains the entry of each version that may still be pruned. Older versions are found by bisection of the
-log, because each entry records the newest version at the time of that entry.
+A run's state contains the log entry number of each policy version that may still be pruned. Older policy versions are
+found by bisection of the log, because each log entry records the newest version at the time of that entry.
 """
 
 from __future__ import annotations

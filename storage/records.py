@@ -5,13 +5,13 @@ All types are frozen.
 In array shapes, T is the number of tokens of one trajectory, prompt and response together.
 
 A *dispatch* is one attempt to generate a group of responses to a prompt. `GroupKey(prompt, attempt)` identifies a
-dispatch. Every dispatch ends in exactly one way: either one version is trained on its group, or the group is discarded
-for a recorded reason. After a discarded group, the prompt is issued again with the next attempt number, unless the
-prompt was filtered.
+dispatch. Every dispatch of a prompt ends in exactly one way: either one policy version is trained on the group of
+responses, or the group is discarded for a recorded reason. After a group of responses was discarded, the prompt is
+issued again with the next attempt number, unless the prompt was filtered.
 
-Prompts come from one or more sources. With D sources, the prompt at `position` of source s has the index
-`position * D + s`. The index of a prompt identifies its source, and prompts of each source can be issued at their own
-pace.
+The prompts of a run come from one or more prompt sources. With D prompt sources, the prompt at `position` of source s
+has the index `position * D + s`. The index of a prompt identifies the prompt's source, and prompts of each source can
+be issued at a different pace.
 """
 
 from __future__ import annotations

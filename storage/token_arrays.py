@@ -1,7 +1,7 @@
 """Defines immutable arrays of numbers, which are stored as raw bytes in Arrow's layout.
 
 A tuple of Python numbers takes 30 to 60 bytes per number, and is pickled number by number. A token array takes four
-bytes per token, and is sliced, joined and pickled as bytes. A token array can be read like any sequence of numbers.
+bytes per token, and is sliced, joined and pickled as bytes.
 """
 
 from __future__ import annotations

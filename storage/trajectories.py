@@ -1,10 +1,11 @@
-"""Commits, reads and voids the trajectory batches of a run. Version b is trained on batch b to become version b + 1.
+"""Commits, reads and voids the trajectory batches of a run. Policy version b is trained on batch b to become policy
+version b + 1.
 
-A commit writes the Arrow file first, then the log entry that names the file; without the entry, the batch does not
-exist. A log entry voids a batch if its file is damaged, or if a value in it or computed from it is not finite. A batch
-that a version was trained on is never voided. After a void, the batch's groups are issued again and the batch is formed
-again. Several entries may commit the same batch number, so a batch is identified by its number and its entry. The file
-of a voided batch stays in storage.
+The commit of a batch writes the Arrow file first, then the log entry that names the file; without the log entry, the
+batch does not exist. A batch is voided by a log entry if the batch's file is damaged, or if a value in the batch or
+computed from the batch is not finite. A batch that a policy version was trained on is never voided. After a batch was
+voided, the prompts of its groups are issued again and the batch is formed again. Several entries may commit the same
+batch number, so a batch is identified by its number and its entry. The file of a voided batch stays in storage.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checks a run's invariants from its storage alone, repairs a damaged log, and removes objects that no entry needs."""
+"""Checks a stored run for errors, repairs the run's damaged log, and removes objects that no log entry needs."""

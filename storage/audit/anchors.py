@@ -1,4 +1,4 @@
-"""Checks a log against anchors: hashes of log entries that are stored where a person who alters the run cannot write.
+"""Checks a run's log against anchors: hashes of log entries, kept where a person who alters the run cannot write.
 
     12:6b86b273...   entry 12 has this sha256
 
@@ -54,12 +54,12 @@ def first_anchor(run: ObjectStore) -> Anchor:
 
 
 def newest_anchor(state: RunState) -> Anchor:
-    """Return the anchor of the newest entry in `state`."""
+    """Return the anchor (number and hash) of the newest log entry in a run's state."""
     return Anchor(state.n, state.sha256)
 
 
 def check_anchors(run: ObjectStore, anchors: Sequence[Anchor]) -> list[Violation]:
-    """Report the entries that differ from their anchors."""
+    """Report the log entries whose hash differs from the hash that an anchor names."""
     found = []
     for anchor in anchors:
         path = entry_path(anchor.n)

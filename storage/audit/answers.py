@@ -1,7 +1,8 @@
-"""Compares the rows of a batch file with the prompts that they answer, and with the config's limits.
+"""Compares the trajectories in a batch file with the prompts that they answer, and with the limits of the run's config.
 
-Each row contains the tokens of its prompt, followed by the response. The suffix of an array's name stands for the
-array's length: `_R` for the number of rows, and `_T` for the number of tokens in all rows.
+Each row of a batch file contains the tokens of a prompt, followed by the tokens of a response. The suffix of an array's
+name stands for the array's length: `_R` for the number of rows in the batch, and `_T` for the number of tokens in all
+rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ENDINGS = (StopReason.STOP, StopReason.LENGTH)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRows:
-    """The values with which the rows of a batch are compared; a field that is None is not checked."""
+    """The values that an audit expects in the rows of a batch; a value that is None is not checked."""
 
     limits: BatchLimits | None = None
     prompts: Mapping[int, Prompt] | None = None  # prompt index -> the prompt
@@ -42,7 +43,7 @@ NOT_ASKED = ExpectedRows()
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The columns of a batch, flattened."""
+    """The columns of a trajectory batch, as flat NumPy arrays."""
 
     index_R: Array
     length_R: Array  # length of the row in tokens
@@ -75,7 +76,7 @@ class _Table:
 
     @property
     def response_T(self) -> Array:
-        """A mask of the tokens that are not in a prompt."""
+        """A mask over all tokens of the batch, which is true for tokens that are not in a prompt."""
         place: Array = np.arange(len(self.row_T)) - self.first_R[self.row_T]
         behind: Array = place >= self.prompt_R[self.row_T]
         return behind
@@ -86,12 +87,12 @@ class _Table:
         return tokens
 
     def list_placed(self, row: int, end: int) -> tuple[PlacedPart, ...]:
-        """Return the foreign parts of a row that begin before position `end`."""
+        """Return the foreign parts (such as images) of a row that begin before position `end`."""
         return tuple(placed for placed in self.placed_R[row] if placed.position < end)
 
     @property
     def foreign_T(self) -> Array:
-        """A mask of the positions of foreign parts."""
+        """A mask over all positions, which is true where a foreign part, such as an image, is."""
         mask = np.zeros(len(self.row_T), bool)
         for first, row in zip(self.first_R.tolist(), self.placed_R, strict=True):
             for position, part in row:
@@ -100,9 +101,9 @@ class _Table:
 
 
 def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
-    """Report rows that do not answer their prompts, or violate the config's limits.
+    """Report rows of a batch that do not answer their prompts, or that violate limits of the run's config.
 
-    The module `rows` must have checked that all list columns of a row have the same length.
+    The caller must first check with the module `rows` that all list columns of a row have the same length.
     """
     table = _Table.of(batch, asked.prompts)
     if asked.prompts is not None:
@@ -120,7 +121,8 @@ def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
 def _check_prompts(
     batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows
 ) -> Iterator[Found]:
-    """Check that each row begins with the prompt of its index and names that prompt, which must not be held out."""
+    """Check that each row of a batch begins with the tokens of its prompt and names this prompt, and that the prompt is
+    not held out."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     reported: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
@@ -146,7 +148,8 @@ def _check_prompts(
 
 
 def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:
-    """Name the held-out prompt that a row answers instead of its own prompt; else return "other tokens"."""
+    """Name the held-out prompt that a row answers instead of the expected prompt; return "other tokens" if there is
+    none."""
     found = tuple(tokens_T.tolist())
     for length in sorted({len(tokens) for tokens in held_out}, reverse=True):
         if found[:length] in held_out:
@@ -155,7 +158,8 @@ def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str])
 
 
 def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
-    """Check that tokens are in the vocabulary, and that only tokens of the policy have a log-prob and a version."""
+    """Check that all tokens are in the vocabulary, and that only tokens sampled by the policy have a log-prob and a
+    policy version."""
     most = asked.vocabulary
     tokens = table.tokens_T[~table.foreign_T]
     if tokens.size and (tokens.min() < 0 or tokens.max() >= most):
@@ -175,7 +179,7 @@ def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
 
 
 def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
-    """Check that the last sampled token of each response with the ending `STOP` is a stop token."""
+    """Check that each response that ended with `StopReason.STOP` has a stop token as its last sampled token."""
     chosen_T = np.flatnonzero(table.mask_T)
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
     for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
@@ -192,11 +196,12 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
 
 
 def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iterator[Found]:
-    """Check that no response exceeds `max_new_tokens`, and that each response with the ending `LENGTH` reaches it.
+    """Check that no response exceeds `max_new_tokens`, and that each response that ended with `StopReason.LENGTH`
+    reaches it.
 
     Args:
-        known: true if the prompts are known. If the prompts are unknown, an environment may have added tokens before
-            the policy's first token.
+        known: if true, the audit knows where each prompt ends and the response begins. If the audit does not know the
+            prompts, an environment may have added tokens before the policy's first token.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
@@ -215,7 +220,8 @@ def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iter
 
 
 def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> Iterator[Found]:
-    """Check that start versions follow the config's rule, if it has one, and that times are finite and not negative."""
+    """Check that the start version of each trajectory follows the config's rule, and that times are finite and not
+    negative."""
     if limits.oldest_token:
         yield from _check_starts(batch, table)
     for name in ("generation_seconds", "reward_seconds"):
@@ -225,7 +231,8 @@ def _check_times(batch: TrajectoryBatch, table: _Table, limits: BatchLimits) -> 
 
 
 def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
-    """Check that each trajectory's start version is the version of its oldest token."""
+    """Check that the start version of each trajectory is the oldest policy version that sampled one of the trajectory's
+    tokens."""
     oldest_R = np.full(len(table.length_R), np.iinfo(np.int32).max, dtype=np.int64)
     np.minimum.at(oldest_R, table.row_T[table.mask_T], table.versions_T[table.mask_T])
     started_R = batch.table["started_version"].to_numpy()
@@ -235,7 +242,7 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
 
 
 def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Found]:
-    """Check that the config's filter would have kept every group."""
+    """Check that the filter in the run's config would have kept every group of the batch, given the group's rewards."""
     episodes = np.flatnonzero(~np.array(batch.branches, bool))
     rewards, index = (batch.table[name].to_numpy()[episodes].tolist() for name in ("reward", "index"))
     for first in range(0, len(rewards), limits.group_size):

@@ -1,4 +1,4 @@
-"""The audit checks a run's log and objects, and reports every violation of the run's invariants.
+"""The audit checks the log and the stored objects of a run, and reports every violation of the run's invariants.
 
     entries in order --fold--> batches --compare rows with entry-->  report
                         |--> objects of versions --size, sha256--^
@@ -81,17 +81,18 @@ def audit(
     progress: Callable[[AuditProgress], None] | None = None,
     expected: Expected = NOTHING,
 ) -> AuditReport:
-    """Audit one run's storage. If the audit is clean, store where it ended, so that the next audit continues there.
+    """Audit one run's storage. If the audit found no violation, store the number of the last log entry, so that the
+    next audit continues after this entry.
 
     Args:
-        deep: begin with entry 0, and read every object.
+        deep: if true, the audit begins with log entry 0 and reads every stored object.
         expected: the config's limits and the prompts with which batches are compared.
-        progress: called after each entry and each object, in the caller's thread.
+        progress: the function is called after each log entry and each stored object, in the caller's thread.
 
     Raises:
-        Missing: there is no run in this storage.
-        Corrupt: entry 0 cannot be read, so the run's rules are unknown.
-        Unreachable: an object cannot be read now.
+        Missing: the storage contains no run.
+        Corrupt: log entry 0 cannot be read, so the run's rules are unknown.
+        Unreachable: a stored object cannot be read now, because the store does not answer.
     """
     return _Audit(run, expected, deep=deep, progress=progress).build_report()
 
@@ -166,7 +167,8 @@ class _Audit:
             )
 
     def _note(self, written: WrittenEntry, counts: bool, looking: ObjectChecks) -> None:
-        """Record the objects that an entry names; `counts` is false if the entry itself is not trusted."""
+        """Record the stored objects that a log entry names; `counts` is false if the log entry itself is not
+        trusted."""
         entry, n = written.entry, written.entry.n
         self._check_witness(n, written.sha256)
         newest = entry.version if self.fold.missed and counts else self.fold.state.version
@@ -197,7 +199,7 @@ class _Audit:
                     self.objects.pop((version, kind), None)
 
     def _begin(self, body: RunCreated, looking: ObjectChecks) -> None:
-        """Use the config of entry 0, and check the objects that entry 0 names."""
+        """Use the config that is recorded in log entry 0, and check the stored objects that log entry 0 names."""
         self._take_config(body, 0)
         limits = self.expecting.limits
         if limits and {body.sources, len(body.prompts) or body.sources} != {limits.sources}:
@@ -208,7 +210,8 @@ class _Audit:
             self._ask(NamedObject(stored, 0, "run"), looking)
 
     def _change(self, body: ConfigChanged, n: int) -> None:
-        """Use the config of a `ConfigChanged` entry, and check the entry's list of changed keys."""
+        """Use the config that is recorded in a `ConfigChanged` entry of the log, and check the entry's list of changed
+        keys."""
         self._take_config(body, n)
         before = self.fold.state.config_at(n - 1)
         with contextlib.suppress(Corrupt, Missing):  # an unreadable entry is reported elsewhere
@@ -221,7 +224,7 @@ class _Audit:
                 )
 
     def _take_config(self, body: RunCreated | ConfigChanged, n: int) -> None:
-        """Check batches against this config from entry `n` on."""
+        """Check the batches that were committed after log entry `n` against the given config."""
         self.expecting.take_config(body.config)
         self.responses = self.fold.state.group_size + self._redundant_responses(body.config, n)
         if hashlib.sha256(json.dumps(body.config, sort_keys=True).encode()).hexdigest() != body.config_sha256:
@@ -230,7 +233,7 @@ class _Audit:
             )
 
     def _redundant_responses(self, config: Mapping[str, Any], n: int) -> int:
-        """Return the config's number of redundant responses per prompt; 0 if the config has no such key."""
+        """Return the number of redundant responses per prompt in a config; return 0 if the config has no such key."""
         rollout = config.get("rollout", {})
         known = rollout if isinstance(rollout, Mapping) else {"redundant_responses": None}
         redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # an earlier name of the key
@@ -259,7 +262,7 @@ class _Audit:
                     self.report.add("lineage", entry_path(0), what)
 
     def _check(self, entry: Entry, counts: bool) -> None:
-        """Compare an entry with the config, if this entry and all earlier entries can be trusted."""
+        """Compare a log entry with the run's config, if this log entry and all earlier entries can be trusted."""
         state, body = self.fold.state, entry.body
         if self.fold.missed or not counts:
             return
@@ -281,14 +284,14 @@ class _Audit:
             self._settle(body.batch_entry, body.number)
 
     def _settle(self, batch: int, version: int | None) -> None:
-        """Record that `version` was trained on the batch of entry `batch`, or that this batch was voided if `version`
-        is None.
+        """Record that policy version `version` was trained on the batch that log entry `batch` committed; if `version`
+        is None, record that the batch was voided.
         """
         self.outcomes[batch] = version
         self._count(batch)
 
     def _count(self, batch: int) -> None:
-        """Count a batch's rows, once the rows are read and the batch is trained on or voided."""
+        """Count the rows of a batch, as soon as the rows were read and the batch was trained on or voided."""
         if batch in self.outcomes and batch in self.rows:
             rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
             if version is not None:
@@ -297,7 +300,8 @@ class _Audit:
     # --- objects ------------------------------------------------------------------------------------------------
 
     def _look_at_versions(self, looking: ObjectChecks) -> None:
-        """Check all objects of versions that were not pruned; only objects that the retention rules need must exist."""
+        """Check the stored objects of all policy versions that were not pruned; only objects that the retention rules
+        require must exist."""
         retention = self.fold.state.retention
         for (version, kind), (n, objects) in self.objects.items():
             needed = retention.is_needed(kind, version, self.latest)
@@ -314,7 +318,7 @@ class _Audit:
         looking.add(named)
 
     def _take(self, looked: ObjectFinding) -> None:
-        """Record the result of checking an object; a faulty object is checked again when the audit ends."""
+        """Record the result of checking a stored object; a faulty object is checked again when the audit ends."""
         self.report.bytes += looked.size
         if looked.violations:
             self.doubts.append(looked.named)
@@ -326,7 +330,8 @@ class _Audit:
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
     def _recheck_and_report(self) -> None:
-        """Check faulty objects again. Report each faulty object that no entry, old or new, has voided or pruned."""
+        """Check faulty objects again. Report each faulty object that no log entry has voided or pruned, not even an
+        entry written during the audit."""
         again: list[ObjectFinding] = []
         doubts, self.doubts = self.doubts, []
         with ObjectChecks(self.store, again.append) as looking:
@@ -343,7 +348,7 @@ class _Audit:
                 self.report.violations += looked.violations
 
     def _since(self) -> tuple[set[int], set[tuple[int, str]]]:
-        """Return the batches voided and the objects pruned since the log was read."""
+        """Return the batches that were voided and the objects that were pruned after the audit read the log."""
         voided, pruned = set[int](), set[tuple[int, str]]()
         later = TolerantFold(self.store, self.fold.state, lambda kind, where, what: None, lost=self.fold.lost)
         for written, _, counts in later.over(read_entries(self.store, self.fold.state.n + 1)):
@@ -357,13 +362,13 @@ class _Audit:
     # --- witnesses, progress ------------------------------------------------------------------------------------
 
     def _check_witness(self, n: int, sha256: str) -> None:
-        """Compare the hash of entry `n` with the hashes in snapshots and in results of older audits."""
+        """Compare the hash of log entry `n` with the hashes that snapshots and older audits have recorded."""
         witness = self.witnesses.pop(n, None)
         if witness and not sha256.startswith(witness.sha256) and checkpoints.is_sound(self.store, witness):
             self.report.add("altered", entry_path(n), f"{witness.path} was made from an entry {n} with another hash")
 
     def _hear_the_others(self) -> None:
-        """Report if the log ends before an entry that snapshots or older audits have seen."""
+        """Report a violation if the log ends before a log entry that a snapshot or an older audit has recorded."""
         end = self.fold.state.n
         beyond = [
             witness for n, witness in self.witnesses.items() if n > end and checkpoints.is_sound(self.store, witness)

@@ -1,4 +1,5 @@
-"""Stores the results of audits. An audit begins where the newest stored audit ended, and reads only newer entries.
+"""Stores the results of audits. An audit of a run begins where the newest stored audit ended, and reads only the newer
+log entries.
 
     audits/<n>.json     sealed: the state after entry n, the counts up to there, the rows of waiting batches
 
@@ -32,7 +33,7 @@ UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # pydantic's ValidationEr
 
 @dataclass(slots=True)
 class AuditCheckpoint:
-    """The state of an audit at its last entry."""
+    """The state of an audit after the last log entry that the audit read."""
 
     state: RunState = field(default_factory=RunState)
     report: AuditReport = field(default_factory=AuditReport)
@@ -46,8 +47,8 @@ class AuditCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A stored object that was derived from the log. `sha256` is the hash that entry `n` had when the object was
-    written, or the beginning of that hash.
+    """A stored object that proves which hash a log entry had when the object was written. The field `sha256` is the
+    hash of log entry `n` at that time, or the beginning of that hash.
     """
 
     path: str
@@ -56,13 +57,13 @@ class Witness:
 
 
 def audit_path(n: int) -> str:
-    """Return the path of the audit that ended with entry `n`."""
+    """Return the path of the stored result of the audit that ended with log entry `n`."""
     return f"{AUDITS}/{n:010d}.json"
 
 
 def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
-    """Store the result of an audit, and remove older results. Errors are ignored, because without a stored result the
-    next audit only takes longer.
+    """Store the result of an audit, and remove the results of older audits. Errors while storing the result of an audit
+    are ignored, because the next audit then only takes longer.
     """
     tree = {"rules": RULES, "fold": FOLD, "audited": _AUDITED.dump_python(audited, mode="json")}
     with contextlib.suppress(RollflowError, OSError):
@@ -72,8 +73,8 @@ def keep(run: ObjectStore, audited: AuditCheckpoint) -> None:
 
 
 def withdraw(run: ObjectStore, others: list[Witness]) -> None:
-    """Remove stored results, so that the next audit checks the whole log. The results in `others` stay, because they
-    show that the log was altered.
+    """Remove the stored results of audits, so that the next audit checks the whole log. The audit results in `others`
+    are not removed, because these results prove that the log was altered.
     """
     with contextlib.suppress(RollflowError, OSError):
         for path in set(run.list(AUDITS)) - {other.path for other in others}:
@@ -81,11 +82,11 @@ def withdraw(run: ObjectStore, others: list[Witness]) -> None:
 
 
 def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheckpoint, list[Witness]]:
-    """Return the newest result that matches the log (an empty result if there is none), and the results that do not
+    """Return the newest audit result that matches the log (an empty result if none does), and the results that do not
     match.
 
     Args:
-        thorough: accept only the result of an audit that compared batches with prompts and limits.
+        thorough: if true, accept only the result of an audit that compared batches with prompts and limits.
     """
     others: list[Witness] = []
     for path in sorted(run.list(AUDITS), reverse=True):
@@ -102,13 +103,14 @@ def find_newest(run: ObjectStore, *, thorough: bool = False) -> tuple[AuditCheck
 
 
 def list_snapshots(run: ObjectStore) -> list[Witness]:
-    """Return a witness for each snapshot; the name of a snapshot contains the beginning of an entry's hash."""
+    """Return a `Witness` for each snapshot of the log; a snapshot's name contains the beginning of a log entry's
+    hash."""
     names = [name for path in run.list(SNAPSHOTS) if (name := NAME.fullmatch(path))]
     return [Witness(name[0], int(name[1]), name[2]) for name in names]
 
 
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
-    """Return whether a witness is undamaged; a damaged witness proves nothing."""
+    """Return whether the stored object of a `Witness` is undamaged; a damaged object proves nothing about the log."""
     if not witness.path.startswith(SNAPSHOTS):
         return True  # `find_newest` has already read and parsed this audit's result
     try:

@@ -1,7 +1,7 @@
-"""Compares the counts, discard reasons and object paths of an entry with the config in force.
+"""Compares the counts, discard reasons and object paths in a log entry with the config that was in force.
 
-The rules of the log (`rules`) know only a few keys of the config, so they may accept the entries of a writer with
-another config. An audit checks more.
+The log's own rules (module `rules`) know only a few config keys, so the rules may accept the log entries of a process
+that ran with another config. An audit checks more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HIGHEST_PROBE = 1e-4  # largest accepted log-prob in nats; rounding may give a t
 
 
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:
-    """Report what is wrong with the commit of a batch; `after` is the run's state after the commit."""
+    """Report the faults in the log entry that commits a batch; `after` is the run's state after the commit."""
     if not body.file.path.startswith(f"trajectories/{body.number:08d}-{claim}-"):
         yield (
             "lineage",
@@ -58,7 +58,8 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
 
 
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
-    """Check that a discarded dispatch was started under an existing version, and that its length is not negative."""
+    """Check that a discarded group was started under an existing policy version, and that its token count is not
+    negative."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"a start under version {discard.started_version} and {discard.response_tokens} response tokens"
         yield (
@@ -68,7 +69,8 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
-    """Check that the config allows the discard's reason, and that a stale or redundant dispatch was too old."""
+    """Check that the config allows the reason for which a group was discarded, and that a stale or redundant group was
+    too old."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
@@ -89,7 +91,8 @@ def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
-    """Report what is wrong with a version's entry: the paths of its objects, and its probe."""
+    """Report faults in the log entry of a policy version: wrong object paths, or impossible log-probs of the probe
+    tokens."""
     own = f"policies/{body.number:08d}/{claim}/"
     for stored in (*body.weights, *body.state):
         if not stored.path.startswith(own):

@@ -1,7 +1,7 @@
-"""Defines the limits and the prompts with which an audit compares a run's batches.
+"""Defines the limits and the prompts with which an audit compares the trajectory batches of a run.
 
-The package `storage` parses no config and creates no prompts, so the caller of an audit provides limits and prompts
-(see `tasks/run/expectations.py`).
+The package `storage` parses no config and creates no prompts, so the caller of an audit provides the config's limits
+and the prompts (see `tasks/run/expectations.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.storage.token_arrays import ANY_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The limits that a config sets for the batches that are committed while the config is in force."""
+    """The limits that a run's config sets for the batches that are committed while the config is in force."""
 
     sources: int  # prompt sources
     groups: int  # groups per batch
@@ -35,7 +35,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompts:
-    """The prompts of a run, and the vocabulary and the stop tokens of its policy."""
+    """The prompts of a run, with the vocabulary size and the stop tokens of the run's policy."""
 
     ask: Callable[[int], tuple[Prompt, bool]]  # index -> the prompt, and whether the prompt is held out
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id
@@ -47,7 +47,8 @@ class ExpectedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expectations of an audit. `unchecked` says why `prompts` (or `prompts` and `limits`) are missing."""
+    """The expectations of an audit. If the field `prompts` or `limits` is None, the field `unchecked` says why the
+    audit does not check batches against it."""
 
     limits: Callable[[Mapping[str, Any]], BatchLimits] | None = (
         None  # recorded config -> the limits that it sets; may raise `Corrupt`

@@ -1,7 +1,7 @@
-"""Tracks the expectations of an audit while the audit reads a log.
+"""Tracks what an audit expects of the next log entries while the audit reads a run's log.
 
-The expectations are the limits of the config in force, the prompts of a batch, and the batch since which each prompt is
-open.
+An audit expects that batches follow the limits of the config in force, contain the right prompts, and leave no prompt
+unfinished for too long.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
 class Expecting:
-    """The limits in force and the prompts, with which batches are compared. If limits or prompts are missing, the
-    report says why.
+    """The prompts and the limits of the config in force, with which an audit compares batches. If the prompts or the
+    config's limits are unknown, the audit's report says why.
     """
 
     def __init__(self, expected: Expected, report: AuditReport) -> None:
@@ -43,7 +43,7 @@ class Expecting:
         return self._limits_of is not None and self._prompts is not None
 
     def take_config(self, config: Mapping[str, Any]) -> None:
-        """Compare all later entries with the limits of a recorded config."""
+        """Compare all later log entries with the limits of the given config."""
         try:
             self.limits = self._limits_of(config) if self._limits_of else None
         except Corrupt as error:
@@ -51,7 +51,7 @@ class Expecting:
             self.limits = None
 
     def resume_config(self, run: ObjectStore, state: RunState) -> None:
-        """Use the config that was in force when an earlier audit ended with the run in `state`."""
+        """Use the config that was in force when an earlier audit ended; `state` is the run's state at that time."""
         n = state.configs[-1].entry
         try:
             self.take_config(RecordedConfig.of(decode(run.get(entry_path(n)), n, run.get).entry).config)
@@ -59,10 +59,10 @@ class Expecting:
             self._give_up(f"prompts and limits are not checked against the config, because {error}")
 
     def expect_rows(self, body: BatchCommitted | None) -> ExpectedRows:
-        """Return the values with which an object is compared; `body` is None unless the object is a batch file.
+        """Return the values with which a batch file is compared; `body` is None for any other stored object.
 
-        This method creates prompts, and only one thread may use a prompt source, so it must run in the audit's own
-        thread.
+        The method must run in the audit's main thread, because the method creates prompts and a prompt source is not
+        thread-safe.
         """
         prompts = self._prompts
         if body is None or prompts is None:
@@ -77,7 +77,8 @@ class Expecting:
         return ExpectedRows(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
 
     def check_epoch(self, run: ObjectStore, n: int, body: EpochStarted) -> None:
-        """Report entry `n` if its epoch is not the one that follows from the entries before it."""
+        """Report log entry `n` if the entry starts another epoch than the one that follows from the earlier log
+        entries."""
         propose = self._prompts.propose_epoch if self._prompts else None
         if propose is None:
             return
@@ -102,7 +103,8 @@ class Expecting:
 
 
 def _read_since(run: ObjectStore, before: int | None, n: int) -> tuple[EpochStarted | None, Mapping[int, PassRate]]:
-    """Return the epoch that entry `before` started, and the pass rates of the entries after it and before entry `n`."""
+    """Return the epoch that log entry `before` started, and the pass rates in the log entries between `before` and
+    `n`."""
     if before is None:
         return None, {}
     last = decode(run.get(entry_path(before)), before, run.get).entry.body
@@ -119,29 +121,30 @@ def _read_since(run: ObjectStore, before: int | None, n: int) -> tuple[EpochStar
 
 
 def _list_some(questions: Sequence[int]) -> str:
-    """Name the first of some questions."""
+    """Return a text that names the first few of the given questions."""
     more = f" and {len(questions) - SHOWN} more" if len(questions) > SHOWN else ""
     return f"questions {', '.join(map(str, questions[:SHOWN]))}{more}" if questions else "no question"
 
 
 @dataclass(slots=True)
 class OpenSince:
-    """For each prompt with an open dispatch, the batch that was to be formed next when the dispatch began."""
+    """Records for each prompt in flight the number of the next batch at the time when the prompt was issued."""
 
     batches: dict[int, int] = field(default_factory=dict)  # prompt -> batch
 
     def commit(self, body: BatchCommitted, after: RunState) -> None:
-        """Remove the dispatches that ended with a batch, and add the dispatches that began with this batch."""
+        """Remove the prompts whose groups a batch committed or discarded, and add the prompts that were issued with
+        this batch."""
         ended = {*(group.prompt for group in body.groups), *(discard.key.prompt for discard in body.discards)}
         self.batches = {prompt: since for prompt, since in self.batches.items() if prompt not in ended}
         self.note(after)
 
     def note(self, after: RunState) -> None:
-        """Add the open dispatches that are not recorded yet."""
+        """Add the prompts in flight that are not recorded yet."""
         self.batches |= {prompt: after.next_batch for prompt in after.open if prompt not in self.batches}
 
     def list_overdue(self, state: RunState) -> list[str]:
-        """List the prompts that are open for too long (see `LONG`), the oldest first."""
+        """List the prompts that have been in flight for too long (see `LONG`), the oldest first."""
         limit = LONG * (int(state.alpha) + 1)
         ages = {prompt: state.next_batch - since for prompt, since in self.batches.items() if prompt in state.open}
         late = sorted((prompt for prompt in ages if ages[prompt] > limit), key=lambda prompt: -ages[prompt])

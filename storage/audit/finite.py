@@ -1,4 +1,4 @@
-"""Searches a safetensors file, in chunks, for a weight that is not finite.
+"""Searches a safetensors file, in chunks, for a weight that is NaN or infinite.
 
 A safetensors file consists of eight bytes with the header's length, a JSON header and the tensors
 (https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
@@ -22,7 +22,7 @@ EXPONENTS = {  # data type -> unsigned NumPy type of the same width, and mask of
 
 
 def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
-    """Return the name of the first tensor with a number that is not finite; None if all are finite.
+    """Return the name of the first tensor that contains NaN or infinity; return None if all numbers are finite.
 
     Raises:
         ValueError: the file is not a safetensors file.
@@ -34,7 +34,7 @@ def first_nonfinite(data: bytes | memoryview | mmap.mmap) -> str | None:
 
 
 def _tensors(data: bytes | memoryview | mmap.mmap) -> Iterator[tuple[str, str, int, int]]:
-    """Yield each tensor's name, data type, first byte and end byte."""
+    """Yield the name, the data type, the first byte and the end byte of each tensor in a safetensors file."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("the header of the safetensors file is truncated")

@@ -1,4 +1,4 @@
-"""Finds and removes the garbage of a run: objects that its log does not need, identified by their paths.
+"""Finds and removes the garbage of a run: stored objects that the run's log does not need, identified by their paths.
 
     policies/<version>/<claim>/...    trajectories/<batch>-<claim>-...    log_index/<sha256>.json
 
@@ -61,7 +61,7 @@ class Orphan:
 
 
 def store_clock(run: ObjectStore) -> float:
-    """Read the store's clock (seconds since the epoch) by writing a probe object."""
+    """Return the time of the store's clock (seconds since the epoch), which is read by writing a small object."""
     probe = f"probe-{uuid.uuid4().hex}"
     run.put(probe, b"")
     try:
@@ -71,10 +71,11 @@ def store_clock(run: ObjectStore) -> float:
 
 
 def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> list[Orphan]:
-    """List the run's orphans that are at least `older_than_seconds` old at `now` (see `store_clock`), by path.
+    """List, by path, the stored objects that no log entry needs and that are at least `older_than_seconds` old at time
+    `now`.
 
     Raises:
-        Corrupt: the log is damaged, so orphans cannot be identified.
+        Corrupt: the log is damaged, so it is unknown which objects the log needs.
     """
     listed = [path for folder in FOLDERS for path in run.list(folder)]
     names = _Names.read(run)
@@ -101,7 +102,7 @@ def list_abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0
 
 
 def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
-    """Remove orphans; return the freed bytes."""
+    """Remove stored objects that no log entry needs; return the number of freed bytes."""
     freed = 0
     for orphan in found:
         if orphan.left:
@@ -113,13 +114,14 @@ def collect(run: ObjectStore, found: Iterable[Orphan]) -> int:
 
 
 def sweep(run: ObjectStore) -> int:
-    """Remove abandoned unfinished writes; return the freed bytes. Every run calls this function."""
+    """Remove unfinished writes that their writers have abandoned; return the number of freed bytes. Every run calls
+    this function."""
     return collect(run, list(list_abandoned(run, store_clock(run))))
 
 
 @dataclass(slots=True)
 class _Names:
-    """The paths of the objects that the log names."""
+    """The paths of all stored objects that the entries of a run's log name."""
 
     live: set[int] = field(default_factory=set)  # entries of the newest claims
     superseded: set[int] = field(default_factory=set)  # entries of superseded claims
@@ -129,7 +131,7 @@ class _Names:
 
     @classmethod
     def read(cls, run: ObjectStore) -> _Names:
-        """Collect the paths from the whole log; raise `Corrupt` if the log is damaged."""
+        """Collect the paths of objects from all entries of the log; raise `Corrupt` if the log is damaged."""
         names, wrong = cls(), list[str]()
 
         def add(kind: ViolationKind, where: str, what: str) -> None:
@@ -151,7 +153,7 @@ class _Names:
         return names
 
     def verdict(self, path: str) -> str | None:
-        """Return the reason to remove an object; None if the object stays."""
+        """Return the reason why a stored object should be removed; return None if the object should be kept."""
         if path in self.named:
             part = self.named[path]
             return PRUNED.format(version=part[0], kind=part[1]) if part and part in self.pruned else None
@@ -176,6 +178,6 @@ class _Names:
                 self.pruned.update(objects)
 
     def _name(self, objects: Iterable[StoredObject], part: tuple[int, Kind] | None) -> None:
-        """Record the names of objects. An object that two entries name is never garbage."""
+        """Record the names of objects. An object that two log entries name is never removed as garbage."""
         for stored in objects:
             self.named[stored.path] = None if stored.path in self.named else part

@@ -1,4 +1,4 @@
-"""Reads the objects that log entries name, several at a time, and compares each object with its entry."""
+"""Reads the stored objects that log entries name, several at a time, and compares each object with its log entry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class NamedObject:
-    """An object that entry `entry` names, with its purpose."""
+    """A stored object that log entry `entry` names, and what the object contains."""
 
     stored: StoredObject
     entry: int
@@ -41,7 +41,7 @@ class NamedObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectFinding:
-    """The result of checking one object."""
+    """The result of checking one stored object."""
 
     named: NamedObject
     size: int = 0  # the number of bytes that were read
@@ -51,7 +51,7 @@ class ObjectFinding:
 
 
 def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
-    """Read an object and compare it with the entry that names it."""
+    """Read a stored object and compare the object with the log entry that names it."""
     path = named.stored.path
     try:
         size, sha256, data = _bytes(run, path, whole=named.batch is not None)
@@ -74,7 +74,8 @@ def look(run: ObjectStore, named: NamedObject) -> ObjectFinding:
 
 
 def _check_weights(run: ObjectStore, path: str) -> tuple[Violation, ...]:
-    """Check that weights are finite. A JSON index of several weight files contains no weights."""
+    """Check that weights are finite. The JSON file that lists several weight files contains no weights, so it is not
+    searched."""
     if path.endswith(".json"):
         return ()
     local = run.local_path(path)
@@ -105,7 +106,7 @@ def _look_inside(named: NamedObject, body: BatchCommitted, data: bytes) -> Objec
 
 
 def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes]:
-    """Return the size and sha256 of an object, and the object's bytes if `whole` is true."""
+    """Return the size and sha256 of a stored object; if `whole` is true, also return the object's bytes."""
     local = run.local_path(path)
     if whole or local is None:
         data = run.get(path)
@@ -116,7 +117,8 @@ def _bytes(run: ObjectStore, path: str, *, whole: bool) -> tuple[int, str, bytes
 
 
 class ObjectChecks:
-    """Checks objects in threads, and passes the results to `done` in the caller's thread, in the objects' order."""
+    """Checks stored objects in threads, and passes the results to `done` in the caller's thread, in the order of the
+    objects."""
 
     def __init__(self, store: ObjectStore, done: Callable[[ObjectFinding], None]) -> None:
         self.store, self.done = store, done
@@ -131,7 +133,7 @@ class ObjectChecks:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, named: NamedObject) -> None:
-        """Queue an object to be checked; wait while too many objects are pending."""
+        """Add a stored object to the queue of objects to check; wait while too many objects are pending."""
         size = named.stored.size
         while len(self._under_way) >= 2 * AT_ONCE or (self._under_way and self._bytes + size > MOST_BYTES):
             self._take()

@@ -1,4 +1,4 @@
-"""Checks the optional columns of a batch, such as reward parts, outcome, turns, branch, kept tokens, scorer version.
+"""Checks the optional columns of a trajectory batch, such as the outcome, the turns and the scorer version.
 
 The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_T` for the number of
 tokens in all trajectories, `_S` for the number of sets of kept tokens, and `_K` for the number of tokens in all sets.
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The columns of a batch with which its optional columns are compared."""
+    """The required columns of a trajectory batch, with which the batch's optional columns are compared."""
 
     keys: list[GroupKey]
     samples: list[int]
@@ -50,21 +50,23 @@ class _Rows:
         return cls(keys, samples, np.cumsum(length_R) - length_R, length_R, tokens_T, mask_T, vocabulary)
 
     def span(self, row: int) -> slice:
-        """Return the slice of `tokens_T` that contains the tokens of a row."""
+        """Return the slice of the array `tokens_T` that contains the tokens of the given row."""
         first = int(self.first_R[row])
         return slice(first, first + int(self.length_R[row]))
 
     def name(self, row: int) -> str:
-        """Name a trajectory as `rollflow inspect` does."""
+        """Return the name of a trajectory, in the form that `rollflow inspect` prints."""
         return f"{self.keys[row].prompt}.{self.keys[row].attempt}.{self.samples[row]}"
 
 
 def check_optional(batch: TrajectoryBatch, vocabulary: int, *, judges_all: bool = False) -> Iterator[Found]:
-    """Report values of optional columns that rollflow never writes; all token ids must be below `vocabulary`.
+    """Report values in the optional columns of a batch that rollflow never writes; all token ids must be below
+    `vocabulary`.
 
-    With `judges_all`, report each trajectory that nobody could judge, because a run must not train on it.
+    If `judges_all` is true, report each trajectory whose response could not be judged, because a run must not train on
+    such a trajectory.
 
-    The module `rows` must have checked that all list columns of a row have the same length.
+    The caller must first check with the module `rows` that all list columns of a row have the same length.
     """
     columns = {name: column for name in CHECKS if (column := batch.optional(name)) is not None}
     if columns:
@@ -94,7 +96,8 @@ def _check_outcomes(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_turns(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that turns ascend and begin with sampled tokens, and that each sequence of sampled tokens begins a turn."""
+    """Check that the turns of a trajectory are in order and begin with sampled tokens, and that each sequence of
+    sampled tokens begins a turn."""
     for row, starts in enumerate(column.to_pylist()):
         if starts is None:
             continue
@@ -113,7 +116,8 @@ def _check_turns(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_branches(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that each branch continues an earlier row of its group, and begins with the same tokens as that row."""
+    """Check that each trajectory that branches off another one continues an earlier row of the same group and begins
+    with the same tokens."""
     earlier: dict[tuple[GroupKey, int], int] = {}
     for row, branch in enumerate(column.to_pylist()):
         if branch is not None:
@@ -130,7 +134,8 @@ def _check_branches(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_experts(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that all tokens of the batch have the same number of experts; -1 is an unknown expert."""
+    """Check that the same number of experts is recorded for every token of the batch; the number -1 stands for an
+    unknown expert."""
     count_R, valid_R = _lengths(column), _valid(column)
     tokens_R = np.maximum(rows.length_R, 1)
     wrong = np.flatnonzero(valid_R & (count_R % tokens_R != 0))
@@ -145,7 +150,8 @@ def _check_experts(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_kept(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that there is one set of kept tokens per token, and that each sampled token is in its set."""
+    """Check that there is one set of candidate tokens (after top-k and top-p) per token, and that each sampled token is
+    in its set."""
     wrong = np.flatnonzero(_valid(column) & (_lengths(column) != rows.length_R))
     if wrong.size:
         row = int(wrong[0])
@@ -168,7 +174,8 @@ def _check_kept(rows: _Rows, column: pa.Array) -> Iterator[Found]:
 
 
 def _check_foreign(rows: _Rows, column: pa.Array) -> Iterator[Found]:
-    """Check that the foreign parts of a row do not overlap, and that all tokens at their positions are `NO_TOKEN`."""
+    """Check that the foreign parts (such as images) of a row do not overlap, and that all tokens at their positions are
+    `NO_TOKEN`."""
     for row, placed in enumerate(read_parts(column)):
         tokens, mask = rows.tokens_T[rows.span(row)], rows.mask_T[rows.span(row)]
         name, end = rows.name(row), 0

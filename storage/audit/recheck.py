@@ -1,8 +1,8 @@
-"""Rereads entry 0 and the newest entries that an earlier audit has read.
+"""Rereads log entry 0 and the newest log entries that an earlier audit has read.
 
-A plain audit trusts the stored result of the earlier audit from which it continues. An audit that continues an earlier
-audit also checks that the earlier result still matches the log: the rules in entry 0, and the hash chain of the last
-entries that the earlier audit read.
+An audit trusts the stored result of the earlier audit from which the new audit continues. An audit that continues an
+earlier audit also checks that the earlier result still matches the log: the rules in log entry 0, and the hash chain of
+the last log entries that the earlier audit read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NEWEST = 8  # the number of newest entries that are read again
 
 
 def recheck(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
-    """Report where entry 0, or the last entries that the audit `begun` read, have changed since that audit."""
+    """Report whether log entry 0, or the last log entries that the earlier audit `begun` read, have changed since that
+    audit."""
     return [*_recheck_first(run, begun), *_recheck_newest(run, begun)]
 
 
@@ -48,7 +49,8 @@ def _recheck_first(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
 
 
 def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
-    """Follow the hash chain back from the last entry of the audit `begun`, and check the chain's link to entry 0."""
+    """Follow the hash chain back from the last log entry that the earlier audit `begun` read, and check the link to log
+    entry 0."""
     end = begun.state.n
     found: list[Violation] = []
     named: dict[int, str] = {}  # entry number -> hash of that entry, as the next entry names it

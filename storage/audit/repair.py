@@ -1,11 +1,14 @@
-"""Repairs a damaged log. `plan_repairs` lists the possible steps; `repair` carries out the steps that the user accepts.
+"""Repairs a damaged log. The function `plan_repairs` lists the steps that would repair a damaged log, and `repair`
+carries out the steps that the user accepts.
 
-A damaged or missing entry before other entries is restored from its segment, if the next entry names the hash of this
-copy. A damaged newest entry cannot be restored, so it is moved away, and the log ends with the entry before it. The run
-then repeats the work of an entry that was moved away: the batch is formed again, or the version is trained again. Other
-damage cannot be repaired, because the entries after the damage cannot be trusted.
+A damaged or missing log entry that is not the newest is restored from its copy in a segment, if the next log entry
+names the hash of this copy. If the newest log entry is damaged, the entry cannot be restored and is moved away, and the
+log ends with the previous entry. After a repair, the run repeats the work of a log entry that was moved away: the batch
+is formed again, or the policy version is trained again. If an entry in the middle of the log is damaged and has no
+copy, the log cannot be repaired, because later entries cannot be trusted.
 
-No process may work on the run during a repair. An entry that is moved away stays in storage under another name.
+No process may use the run while the run's log is repaired. A log entry that is moved away stays in storage under
+another name.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ ASIDE = "log_damaged"
 
 @dataclass(frozen=True, slots=True)
 class LogRepair:
-    """One step of a repair: restore entry `n` from `data`, or move the entry away if `data` is None."""
+    """One step of a log's repair: restore log entry `n` from `data`, or move the log entry away if `data` is None."""
 
     n: int
     what: str  # a description of the damage
@@ -44,8 +47,8 @@ def plan_repairs(run: ObjectStore) -> list[LogRepair]:
     """List the steps that would repair the log; return an empty list if the log is intact.
 
     Raises:
-        Missing: there is no log.
-        Corrupt: the log cannot be repaired.
+        Missing: the storage contains no log.
+        Corrupt: the log is damaged in a way that cannot be repaired.
     """
     numbers = sorted(n for path in run.list(FOLDER) if (n := entry_number(path)) is not None)
     if not numbers:
@@ -69,7 +72,7 @@ def plan_repairs(run: ObjectStore) -> list[LogRepair]:
 
 
 def repair(run: ObjectStore, agreed: Sequence[LogRepair]) -> None:
-    """Carry out the steps that the user accepted."""
+    """Carry out the steps of a log's repair that the user accepted."""
     for cure in agreed:
         path = entry_path(cure.n)
         if cure.data is not None:
@@ -82,19 +85,21 @@ def repair(run: ObjectStore, agreed: Sequence[LogRepair]) -> None:
 
 
 def _made_of(run: ObjectStore, n: int) -> list[str]:
-    """List the snapshots and audits made at or after entry `n`, which would show that the log was truncated."""
+    """List the snapshots and audit results made at or after log entry `n`, which would show that the log was
+    truncated."""
     found = (path for folder in (SNAPSHOTS, AUDITS) for path in run.list(folder))
     return [path for path in found if int(path.rpartition("/")[2][:10]) >= n]
 
 
 def _count_following(n: int, numbers: Sequence[int]) -> str:
-    """Say how many entries follow entry `n`."""
+    """Return a text that says how many log entries follow log entry `n`."""
     count = len(numbers) - bisect_right(numbers, n)
     return f"{count} entries follow it" if count > 1 else f"entry {numbers[-1]} follows it"
 
 
 def _entry(run: ObjectStore, n: int, numbers: Sequence[int]) -> tuple[WrittenEntry | None, LogRepair | None]:
-    """Read entry `n`; return the entry (None if it must be moved away), and the step that repairs the entry, if any."""
+    """Read log entry `n`; return the entry (None if it must be moved away), and the step that repairs the entry, if
+    any."""
     try:
         return decode(run.get(entry_path(n)), n, run.get), None
     except Missing:

@@ -1,4 +1,4 @@
-"""Defines the report of an audit, with its counts and its violations."""
+"""Defines the report of an audit, which contains counts and the violations that the audit found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPANS = 64  # largest number of version ranges with separate counts, so that a r
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A violated invariant: its kind, the path of the faulty object, and a description."""
+    """A violation of a run's invariants: its kind, the path of the faulty object, and a description."""
 
     kind: ViolationKind
     where: str
@@ -24,7 +24,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """Counts of the trajectories and groups of one batch file."""
+    """The numbers of trajectories and groups in one batch file."""
 
     staleness: Counter[int]  # staleness -> trajectories
     domains: Counter[str]  # domain -> groups
@@ -34,8 +34,8 @@ class RowCounts:
 
 @dataclass(slots=True)
 class ScorerSpan:
-    """The number of trajectories that one version of a scorer scored, and the first and last policy version that was
-    trained on them.
+    """The number of trajectories that one version of a scorer scored, with the first and the last policy version that
+    was trained on these trajectories.
     """
 
     trajectories: int
@@ -45,8 +45,8 @@ class ScorerSpan:
 
 @dataclass(slots=True)
 class AuditReport:
-    """The report of an audit. All fields but `since` and `bytes` cover the whole run, even if this audit read only the
-    newest entries.
+    """The report of an audit. All fields of the report but `since` and `bytes` cover the whole run, even if the audit
+    read only the newest log entries.
     """
 
     run: str = ""
@@ -83,7 +83,7 @@ class AuditReport:
         self.violations.append(Violation(kind, where, what))
 
     def count_trained(self, version: int, rows: RowCounts) -> None:
-        """Count the rows of the batch that `version` was trained on."""
+        """Add the rows of the batch that policy version `version` was trained on to the report's counts."""
         self.trajectories += rows.staleness.total()
         self.staleness.update(rows.staleness)
         self.domains.update(rows.domains)
@@ -100,7 +100,7 @@ class AuditReport:
                 self.staleness_by_version.setdefault(self._first(first), Counter()).update(counts)
 
     def close(self, state: RunState) -> None:
-        """Copy the counts of the folded state into the report."""
+        """Copy the counts in the run's state into the report."""
         totals = state.totals
         discarded = {fate: count for fate, count in totals.groups.items() if fate != "trained"}
         self.run, self.async_ratio = state.run_id, state.alpha
@@ -112,7 +112,8 @@ class AuditReport:
         self.fates += _some({"in flight": len(state.open)})
 
     def _first(self, version: int) -> int:
-        """Return the first version of the range that contains `version`; the first range begins with version 1."""
+        """Return the first policy version of the range that contains `version`; the first range begins with version
+        1."""
         return version - (version - 1) % self.span
 
 

@@ -1,4 +1,4 @@
-"""Compares each trajectory of a batch file with the log entry that names the file.
+"""Compares each trajectory of a batch file with the log entry that committed the batch.
 
 The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_N` for the number of
 groups, `_T` for the number of tokens in all trajectories, and `_C` for the number of tokens that the policy sampled.
@@ -30,7 +30,7 @@ HIGHEST_LOGPROB = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The values of a run's config with which its batches are compared."""
+    """The values of a run's config with which the run's batches are compared."""
 
     alpha: float
     group_size: int  # G
@@ -40,14 +40,14 @@ class Rules:
 
 
 def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
-    """Count the episodes of batch `number` for the report."""
+    """Count the episodes in batch `number` for the audit's report."""
     started = zip(batch.table["started_version"].to_pylist(), batch.branches, strict=True)
     staleness = Counter(number - version for version, branch in started if not branch)
     return RowCounts(staleness, batch.domains, _count_scorers(batch))
 
 
 def _count_scorers(batch: TrajectoryBatch) -> dict[str, Counter[str]]:
-    """Count the episodes of each domain by the version of their scorer."""
+    """Count the episodes of each domain by the version of the scorer that scored them."""
     found: dict[str, Counter[str]] = {}
     column = batch.optional("scorer_version")
     versions = [] if column is None else column.to_pylist()
@@ -58,7 +58,7 @@ def _count_scorers(batch: TrajectoryBatch) -> dict[str, Counter[str]]:
 
 
 def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: Rules) -> Iterator[Found]:
-    """Report what is wrong with a batch that was committed when `version` was the newest version."""
+    """Report the faults of a batch that was committed when policy version `version` was the newest."""
     yield from _staleness(batch, body.number, rules.alpha)
     if tuple(batch.keys) == tuple(group.key for group in body.groups):
         samples = list(_samples(batch, rules))
@@ -90,7 +90,8 @@ def _staleness(batch: TrajectoryBatch, number: int, alpha: float) -> Iterator[Fo
 
 
 def _samples(batch: TrajectoryBatch, rules: Rules) -> Iterator[Found]:
-    """Check that each group has `group_size` different samples; the samples of branches do not count."""
+    """Check that each group has `group_size` different samples; trajectories that branch off another one do not
+    count."""
     columns = [batch.table[name].to_pylist() for name in ("index", "attempt", "sample")]
     for (prompt, attempt), group in groupby(zip(*columns, batch.branches, strict=True), key=lambda row: row[:2]):
         rows = list(group)
@@ -124,7 +125,8 @@ class _Tokens:
 
 
 def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iterator[Found]:
-    """Compare the versions and the number of tokens in the record of each group with the group's trajectories."""
+    """Compare the policy versions and the token count that the log records for each group with the group's
+    trajectories."""
     group_R, starts_R = _number_groups(batch), batch.table["started_version"].to_numpy()
     group_C = group_R[tokens.row_C]
     counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
@@ -140,7 +142,8 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
 
 
 def _check_rates(batch: TrajectoryBatch, body: BatchCommitted, *, rated: bool) -> Iterator[Found]:
-    """Compare the pass rates in the entry with the outcomes of the batch's trajectories; older runs have no rates."""
+    """Compare the pass rates in the log entry of a batch with the outcomes of the batch's trajectories; older runs have
+    no pass rates."""
     column = batch.optional("outcome")
     outcomes = [None] * len(batch) if column is None else column.to_pylist()
     of_group: dict[int, list[str | None]] = {}
@@ -164,14 +167,14 @@ def _describe_rate(rate: PassRate | None) -> str:
 
 
 def _number_groups(batch: TrajectoryBatch) -> Array:
-    """Return for each row the number of its group, counted from 0."""
+    """Return the number of each row's group within the batch, counted from 0."""
     changes = [np.diff(batch.table[name].to_numpy()) != 0 for name in ("index", "attempt")]
     return np.concatenate([[0], np.cumsum(changes[0] | changes[1])])
 
 
 def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[Found]:
-    """Check that no token is older than its trajectory's start version or newer than `version`, and that values are
-    finite.
+    """Check that no token was sampled by a policy version older than the trajectory's start version or newer than
+    `version`, and that values are finite.
     """
     started_R = batch.table["started_version"].to_numpy()
     if (tokens.version_C < started_R[tokens.row_C]).any() or (tokens.version_C > version).any():

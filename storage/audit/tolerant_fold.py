@@ -1,9 +1,11 @@
-"""Folds a log for the audit; an entry that cannot be folded is reported, and the fold continues.
+"""Computes a run's state from the log for an audit, and continues after invalid log entries, which are reported.
 
-Every entry that the function `apply` refuses is reported. An entry with a wrong hash of the previous entry, or with a
-wrong version or batch number, is folded nevertheless. The commit of a batch with groups that are too old, or with
-tokens of versions that did not exist, is folded as if its groups were fresh. Any other refused entry is skipped. After
-a lost entry (missing or damaged, and in no segment) the state is unknown, so later entries are read but not folded.
+Every log entry that violates the log's rules (the function `apply`) is reported. A log entry with a wrong hash of the
+previous entry, or with a wrong version or batch number, is reported and applied to the state nevertheless. The commit
+of a batch with groups that are too old, or with tokens of policy versions that did not exist, is applied to the state
+as if the groups were fresh. A log entry that violates any other rule is skipped, so that the run's state does not
+change. After a log entry that is missing or damaged and has no copy, the run's state is unknown, so later entries are
+read but not applied.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ REFUSALS = (
 
 @dataclass(slots=True)
 class TolerantFold:
-    """Folds the entries after `state`, in order, and reports each entry that cannot be folded."""
+    """Applies the log entries after `state` to the state, in order, and reports each entry that violates the log's
+    rules."""
 
     store: ObjectStore
     state: RunState
@@ -47,16 +50,17 @@ class TolerantFold:
 
     @property
     def missed(self) -> bool:
-        """True if an entry is lost or was skipped, so that the audit's state differs from the state of the run's
-        writers.
+        """True if a log entry was lost or skipped, so that the run's state in the audit differs from the state in the
+        run's own processes.
         """
         return self.lost or bool(self._refused)
 
     def over(self, found: Iterable[tuple[int, bytes | LogGap | Corrupt]]) -> Iterator[tuple[WrittenEntry, bytes, bool]]:
-        """Fold entries; yield each readable entry, its bytes, and whether the entry is trusted.
+        """Apply log entries to the run's state; yield each readable log entry, its bytes, and whether the entry is
+        trusted.
 
-        The first skipped entry is not trusted. A later refused entry is trusted, because the skipped entry may be the
-        reason for the refusal.
+        The first log entry that is skipped is not trusted. A later log entry that violates the rules is trusted,
+        because the skipped entry may be the cause of the violation.
         """
         for n, item in found:
             if isinstance(item, LogGap):
@@ -72,12 +76,12 @@ class TolerantFold:
             yield written, item if isinstance(item, bytes) else b"", self._fold(written)
 
     def close(self) -> None:
-        """Report what is known only at the log's end: wrong hashes of previous entries, and the number of refused
+        """Report what is known only at the log's end: log entries that name a wrong hash, and the number of invalid log
         entries.
 
-        If an entry names a wrong hash of the previous entry, the previous entry is reported as altered. If the next
-        entry also names a wrong hash, or if there is no next entry, the naming entry is reported as altered, and not
-        the previous entry.
+        If a log entry names a wrong hash of the previous entry, the previous entry is reported as altered. If two
+        successive log entries name a wrong hash, or if the last log entry names a wrong hash, the first of these
+        entries is reported as altered instead.
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n
@@ -118,7 +122,7 @@ class TolerantFold:
         self.lost, self.sound, self._unlinked = True, False, True
 
     def _fold(self, written: WrittenEntry) -> bool:
-        """Fold an entry if possible; return whether the entry is trusted."""
+        """Apply a log entry to the run's state if possible; return whether the log entry is trusted."""
         entry = written.entry
         if self._unlinked:
             self.state, self._unlinked = replace(self.state, sha256=entry.prev), False
@@ -136,7 +140,8 @@ class TolerantFold:
         return after is not None or missed
 
     def _folded_nevertheless(self, entry: Entry) -> RunState | None:
-        """Return the state after a refused entry whose fault can be ignored; None if the entry is skipped."""
+        """Return the run's state after an invalid log entry whose fault can be ignored; return None if the log entry is
+        skipped."""
         state, where = self.state, entry_path(entry.n)
         try:
             after = decide(state, entry.n, entry.role, entry.claim, entry.body)
@@ -156,12 +161,14 @@ class TolerantFold:
 
 
 def _wants(error: Corrupt) -> bool:
-    """Return whether an entry cannot be read because its index object is missing."""
+    """Return whether a log entry cannot be read because the entry's index object, which contains its long lists, is
+    missing."""
     return isinstance(error.__cause__, ValueError) and isinstance(error.__cause__.__cause__, Missing)
 
 
 def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
-    """Return the state after a commit as if its groups were fresh; None if the commit has another fault."""
+    """Return the run's state after a batch's commit as if no group were too old; return None if the commit has another
+    fault."""
     lifted = state.copy()
     lifted.alpha = math.inf
     assert isinstance(entry.body, BatchCommitted)
@@ -175,7 +182,7 @@ def _as_if_fresh(state: RunState, entry: Entry) -> RunState | None:
 
 
 def _kind(state: RunState, entry: Entry, error: Exception) -> ViolationKind:
-    """Return the kind of violation for a refused entry."""
+    """Return the kind of violation that an invalid log entry is reported as."""
     if isinstance(error, GroupTooOld):
         return "stale"
     match entry.body:

@@ -1,1 +1,1 @@
-"""The append-only log of a run: its entries, the rules for new entries, the run's state, snapshots and retention."""
+"""The append-only log of a run: log entries, the rules for new entries, the run's state, snapshots and retention."""

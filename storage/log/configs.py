@@ -1,4 +1,4 @@
-"""Lists the configs of a run: the first config, and one config for each log entry that changed the config.
+"""Lists the configs of a run: the run's first config, and one config for each log entry that changed the config.
 
     entry 0         RunCreated       from version 0 on
     entry 41        ConfigChanged    from version 7 on     differences(before, after): [("versions", 6, 9)]
@@ -22,8 +22,8 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfig:
-    """A config that the log's entry number `entry` recorded. `version` is the first policy version that was, or will
-    be, trained under this config.
+    """A config of the run, which log entry `entry` recorded. The field `version` is the first policy version that was,
+    or will be, trained under this config.
     """
 
     entry: int
@@ -55,7 +55,7 @@ def recorded_configs(log: Log) -> list[RecordedConfig]:
 
 
 def readable_configs(run: ObjectStore) -> list[RecordedConfig]:
-    """Return the configs that can be read from a damaged log; use them only to display them."""
+    """Return those configs of a run that can be read from a damaged log; the result is only for display."""
     return [RecordedConfig.of(entry) for entry in _readable(run) if isinstance(entry.body, RunCreated | ConfigChanged)]
 
 
@@ -69,7 +69,7 @@ def _readable(run: ObjectStore) -> Iterator[Entry]:
 
 
 def diff_trees(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> tuple[Change, ...]:
-    """List the differences between two configs by dotted key, sorted by key; None stands for a missing value."""
+    """List the differences between two configs, sorted by dotted key; None stands for a missing value."""
     found: list[Change] = []
     for name in sorted({*before, *after}):
         old, new = before.get(name), after.get(name)

@@ -1,4 +1,5 @@
-"""The entries of a run's log. Entries are numbered and immutable, and each entry names the hash of the previous one.
+"""The entries of a run's log. Log entries are numbered and immutable, and each entry contains the hash of the previous
+entry.
 
     log/0000000041.json   {"n": 41, "prev": sha256 of entry 40, "id": ..., "role": "scheduler", "claim": 37,
                            "version": 12, "batch": 14, "at": ..., "body": {"kind": "batch-committed", ...}, "seal": ...}
@@ -32,7 +33,7 @@ LARGEST = 256 * 1024  # largest size of an entry in bytes; the lists of a larger
 
 
 class TrainedGroup(NamedTuple):
-    """The log's record of a committed group; the group's trajectories are in the batch file."""
+    """The log's record of a committed group of trajectories; the trajectories themselves are in the batch file."""
 
     prompt: int
     attempt: int
@@ -48,7 +49,8 @@ class TrainedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunCreated:
-    """The body of entry 0. `config` is the whole config; `sources` is the number of prompt sources in the config."""
+    """The body of entry 0. The field `config` is the run's whole config, and `sources` is the number of prompt sources
+    in the config."""
 
     run_id: str
     config: Mapping[str, Any]
@@ -67,8 +69,8 @@ class RunCreated:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The claim of a role. `under` is the entry by which the role's supervisor claimed its own role; None in a
-    supervisor's claim.
+    """The claim of a role. The field `under` is the number of the log entry by which the process's supervisor claimed
+    its own role; it is None in a supervisor's claim.
     """
 
     under: int | None = None
@@ -81,11 +83,11 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class BatchCommitted:
-    """The commit of batch `number`, on which version `number` is trained to become version `number + 1`.
+    """The commit of batch `number`, on which policy version `number` is trained to become policy version `number + 1`.
 
-    `issued` lists the prompts that were dispatched for the first time since the scheduler's last commit, in the order
-    of dispatch. `discards` lists the dispatches that were discarded since the scheduler's last commit. `rates` has the
-    pass rates of the batch's groups and of the filtered groups among `discards`, as far as they are known.
+    The field `issued` lists the prompts that were sent to the engines for the first time since the scheduler's last
+    commit, in this order. The field `discards` lists the groups that were discarded since the scheduler's last commit.
+    The field `rates` has the known pass rates of the groups in the batch and of the filtered groups among `discards`.
     """
 
     number: int
@@ -101,10 +103,11 @@ class BatchCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochStarted:
-    """Starts epoch `number` of a prompt source: each question of the source is asked once, except those in `skipped`.
+    """Starts epoch `number` of a prompt source: each question of the source is asked once, except the questions in
+    `skipped`.
 
-    The epoch's prompts have the positions from `start` to `start + asked - 1` of the source. `skipped` lists the
-    numbers of the skipped questions in ascending order.
+    The prompts of the epoch have the positions from `start` to `start + asked - 1` in the prompt source. The field
+    `skipped` lists the numbers of the skipped questions in ascending order.
     """
 
     source: int
@@ -117,16 +120,16 @@ class EpochStarted:
 
     @property
     def end(self) -> int:
-        """The position after the epoch's last prompt."""
+        """The position in the prompt source after the epoch's last prompt."""
         return self.start + self.asked
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVoided:
-    """Voids the batch that entry `entry` committed, because its file is damaged, or a value in it or computed from it
-    is not finite.
+    """Voids the batch that log entry `entry` committed, because the batch's file is damaged, or a value in the batch or
+    computed from the batch is not finite.
 
-    After a non-finite value, the batch's prompts are issued again with other seeds, because the same seeds might give
+    After a NaN or an infinity, the batch's prompts are issued again with other seeds, because the same seeds might give
     the same value again.
     """
 
@@ -139,7 +142,8 @@ class BatchVoided:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Publishes policy version `number`, which was trained on the batch of entry `batch_entry` (None for version 0)."""
+    """Publishes policy version `number`, which was trained on the batch that log entry `batch_entry` committed (None
+    for version 0)."""
 
     number: int
     batch_entry: int | None
@@ -153,14 +157,15 @@ class VersionPublished:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Announces that objects, listed by version and kind, will be deleted because no version needs them."""
+    """Announces that stored objects, listed by policy version and kind, will be deleted because the run does not need
+    them."""
 
     objects: tuple[tuple[int, Kind], ...]
     kind: Literal["pruned"] = "pruned"
 
 
 class Change(NamedTuple):
-    """A changed config key (dotted) with its old and its new value; None stands for a missing value."""
+    """A changed key of the config (dotted), with the old and the new value; None stands for a missing value."""
 
     key: str
     before: Any
@@ -169,10 +174,10 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanged:
-    """Changes the run's config, beginning with `version`, the next version to be trained. `changes` lists the keys that
-    differ.
+    """Changes the run's config, beginning with `version`, the next policy version to be trained. The field `changes`
+    lists the config keys that differ.
 
-    The docstring of the module `rules` says for which entries the new config is in force.
+    The docstring of the module `rules` says for which log entries a changed config is in force.
     """
 
     version: int
@@ -206,7 +211,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class WrittenEntry:
-    """A stored entry, with the hash of its bytes."""
+    """A stored log entry, with the hash of the entry's bytes."""
 
     entry: Entry
     sha256: str
@@ -214,7 +219,7 @@ class WrittenEntry:
 
 @dataclass(frozen=True, slots=True)
 class EncodedEntry:
-    """The bytes of an entry, and its index object if it has one."""
+    """The bytes of a log entry, and the entry's index object, which contains long lists, if there is one."""
 
     data: bytes
     index: StoredObject | None = None
@@ -222,7 +227,7 @@ class EncodedEntry:
 
     @property
     def sha256(self) -> str:
-        """The hash of the entry, which the next entry names as `prev`."""
+        """The hash of the log entry, which the next log entry contains as `prev`."""
         return hashlib.sha256(self.data).hexdigest()
 
 
@@ -232,13 +237,13 @@ def entry_path(n: int) -> str:
 
 
 def entry_number(path: str) -> int | None:
-    """Return the number of the entry at `path`; None if the path is not that of an entry."""
+    """Return the number of the log entry that is stored at `path`; return None if no log entry has such a path."""
     name = path.removeprefix(f"{FOLDER}/").removesuffix(".json")
     return int(name) if name.isdecimal() and path == entry_path(int(name)) else None
 
 
 def encode(entry: Entry) -> EncodedEntry:
-    """Encode an entry; the lists of a large entry move to a separate index object."""
+    """Encode a log entry as bytes; the lists of a large log entry move to a separate index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
     data = seal_tree(tree)
     if len(data) <= LARGEST:
@@ -253,10 +258,10 @@ def encode(entry: Entry) -> EncodedEntry:
 
 
 def decode(data: bytes, n: int, read: Callable[[str], bytes]) -> WrittenEntry:
-    """Parse `data`, the bytes of entry `n`; `read` is called to load the entry's index object, if there is one.
+    """Parse `data`, the bytes of log entry `n`; the function `read` loads the entry's index object, if there is one.
 
     Raises:
-        Corrupt: the bytes differ from what was written, or this version of rollflow cannot read them.
+        Corrupt: the bytes of the log entry were altered, or this release of rollflow cannot read them.
     """
     name = entry_path(n)
     try:

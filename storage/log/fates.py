@@ -1,6 +1,6 @@
-"""The rules for the fates of dispatches: issued, discarded, committed, trained on.
+"""The rules for what may happen to a dispatched prompt: the prompt's group is discarded, or committed and trained on.
 
-A batch has thousands of groups, so these rules build an error message only when it is needed.
+A batch has thousands of groups, so the rules for dispatched prompts build an error message only if a rule is violated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 
 def issue_prompt(s: RunState, prompt: int) -> None:
-    """Record a prompt's first dispatch; the prompt must be the next one of its source."""
+    """Record that a prompt was sent to the engines for the first time; the prompt must be the next one of its
+    source."""
     source, sources = prompt % len(s.issued), len(s.issued)
     if prompt != s.issued[source] * sources + source:
         raise EntryRefused(f"prompt {prompt} is not the next prompt of source {source}")
@@ -24,14 +25,14 @@ def issue_prompt(s: RunState, prompt: int) -> None:
 
 
 def close_dispatch(s: RunState, prompt: int, attempt: int) -> None:
-    """Remove a dispatch from the open dispatches, because the dispatch was committed or discarded."""
+    """Remove a prompt from the prompts in flight, because the prompt's group was committed or discarded."""
     if s.open.get(prompt) != attempt:
         raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
     del s.open[prompt]
 
 
 def follow_discard(s: RunState, discard: Discard) -> None:
-    """Open the next attempt of a discarded prompt, or count the prompt as filtered."""
+    """Start the next attempt for a prompt whose group was discarded, or count the prompt as filtered."""
     prompt = discard.key.prompt
     if discard.reason.issued_again:
         s.open[prompt] = discard.key.attempt + 1
@@ -44,7 +45,7 @@ def follow_discard(s: RunState, discard: Discard) -> None:
 
 
 def count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> None:
-    """Count the groups of batch `number`, on which a version was trained."""
+    """Add the groups of batch `number`, which a policy version was trained on, to the run's totals."""
     for group in batch.groups:
         totals.count("trained", group.tokens)
         totals.staleness[number - group.started] += 1
@@ -53,7 +54,8 @@ def count_trained(totals: RunTotals, number: int, batch: CommittedBatch) -> None
 
 
 def check_rates(s: RunState, body: BatchCommitted) -> None:
-    """Check that each pass rate is one of a group that the entry commits or filters, and that it is possible."""
+    """Check that each pass rate in a batch's log entry is possible, and that the entry commits or filters the group
+    with this pass rate."""
     if not body.rates:
         return
     filtered = [one.key.prompt for one in body.discards if one.reason is DiscardReason.FILTERED]

@@ -1,7 +1,9 @@
-"""Finds out from a run's log what happened to each dispatch of a prompt, and which entry published a version.
+"""Finds in a run's log what happened to each attempt to answer a prompt, and which entry published a policy version.
 
-A dispatch is in flight from its issue until it is discarded or committed in a batch. A committed dispatch waits until
-a version is trained on it. If a batch is voided, its dispatches are quarantined and their prompts are issued again.
+A dispatch (one attempt to answer a prompt) is in flight from the moment when the prompt is issued until the group of
+responses is discarded or committed in a batch. A dispatch that is committed in a batch waits until a policy version is
+trained on the batch. If a batch is voided, the dispatches in the batch are quarantined and their prompts are issued
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """A dispatch that `version` was trained on, as part of batch `version - 1`."""
+    """A dispatch of a prompt whose responses policy version `version` was trained on, as part of batch
+    `version - 1`."""
 
     version: int
 
@@ -27,7 +30,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingTraining:
-    """A dispatch that is committed in a batch and waits to be trained on."""
+    """A dispatch of a prompt whose responses are committed in a batch and wait to be trained on."""
 
     batch: int
 
@@ -37,7 +40,7 @@ class AwaitingTraining:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """A dispatch that was discarded when batch `batch` was formed."""
+    """A dispatch of a prompt whose responses were discarded when batch `batch` was formed."""
 
     batch: int
     discard: Discard
@@ -52,7 +55,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A dispatch that was neither committed nor discarded when batch `batch`, the newest batch, was formed."""
+    """A dispatch of a prompt that was still unfinished when batch `batch`, the newest batch, was formed."""
 
     batch: int
 
@@ -62,7 +65,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A dispatch that was committed in batch `batch` before that batch was voided; the dispatch's prompt is issued
+    """A dispatch of a prompt whose responses were in batch `batch` when this batch was voided; the prompt is issued
     again.
     """
 
@@ -76,13 +79,14 @@ Fate = Consumed | AwaitingTraining | Discarded | InFlight | Quarantined
 
 
 def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
-    """Return what happened to each dispatch of a prompt, first dispatch first, according to the log entries read so
-    far.
+    """Return what happened to each attempt to answer a prompt, oldest attempt first, according to the log entries read
+    so far.
 
-    The function reads the log from entry 0 until the prompt was trained on or filtered, or until the log's end.
+    The function reads the log from entry 0 until the prompt's responses were trained on or filtered, or until the log's
+    end.
 
     Raises:
-        Corrupt: an entry is missing or damaged.
+        Corrupt: a log entry is missing or damaged.
     """
     found: dict[GroupKey, Fate] = {}
     committed: dict[int, GroupKey] = {}  # entry that committed a batch -> the prompt's dispatch in that batch
@@ -106,11 +110,12 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
 
 
 def find_version(log: Log, version: int) -> WrittenEntry:
-    """Find the entry that published a version, with one read if the version is recent, else by bisection of the log.
+    """Find the log entry that published a policy version: a recent version takes one read, an older one a bisection of
+    the log.
 
     Raises:
-        Missing: no entry read so far publishes this version.
-        Corrupt: an entry that the search must read is missing or damaged.
+        Missing: no log entry read so far publishes this policy version.
+        Corrupt: a log entry that the search must read is missing or damaged.
     """
     state = log.state
     if not 0 <= version <= state.version:

@@ -1,7 +1,8 @@
-"""Collects the pass rates of prompts from a range of a run's log.
+"""Collects the pass rates of prompts (the share of correct responses) from a range of a run's log.
 
-The entry of a batch has the pass rates of the batch's groups, and of the groups that were filtered since the last
-commit of the scheduler. The newest group of a prompt counts. The groups of a voided batch do not count.
+The log entry of a batch has the pass rates of the batch's groups, and of the groups that were filtered since the last
+commit of the scheduler. If several groups of responses answer a prompt, the pass rate of the newest group counts. The
+pass rates of groups in a voided batch do not count.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from rollflow.storage.records import PassRate
 
 @dataclass(slots=True)
 class PassRates:
-    """The pass rate of each prompt that has one, from the entries that were added."""
+    """The known pass rates of prompts, collected from the log entries that were added."""
 
     rates: dict[int, PassRate] = field(default_factory=dict)  # prompt -> pass rate of its newest group
     _batches: dict[int, set[int]] = field(default_factory=dict)  # entry of a batch -> prompts of its groups
 
     @classmethod
     def collect(cls, entries: Iterable[Entry]) -> PassRates:
-        """Collect the pass rates from entries in their order."""
+        """Collect the pass rates of prompts from the given log entries, oldest entry first."""
         found = cls()
         for entry in entries:
             found.add(entry)
         return found
 
     def add(self, entry: Entry) -> None:
-        """Add the pass rates of the next entry."""
+        """Add the pass rates that the next log entry contains."""
         match entry.body:
             case BatchCommitted() as body:
                 self.rates |= {rate.prompt: rate for rate in body.rates}

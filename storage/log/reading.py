@@ -1,4 +1,4 @@
-"""Reads a long range of log entries by number, several at a time.
+"""Reads a long range of log entries by number, several entries at a time.
 
     for n, found in entries(run, first): ...      bytes, `LogGap` (missing entries before an existing one) or `Corrupt`
     for entry in written(log, first, last): ...   parsed entries of an open log
@@ -25,7 +25,7 @@ AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class LogGap:
-    """A gap in a log: entries `first` to `end - 1` are missing, and entry `end` exists."""
+    """A gap in a log: the log entries from `first` to `end - 1` are missing, although log entry `end` exists."""
 
     first: int
     end: int
@@ -38,12 +38,13 @@ class LogGap:
 def read_entries(
     run: ObjectStore, first: int = 0, *, to_the_last: bool = False
 ) -> Iterator[tuple[int, bytes | LogGap | Corrupt]]:
-    """Yield the number and the bytes of each entry from `first` to the end of the log; gaps and read errors are
-    yielded, too.
+    """Yield the number and the bytes of each log entry from `first` on; gaps in the log and read errors are also
+    yielded.
 
     Args:
-        to_the_last: list the log to find its end, which may take long. If `to_the_last` is false, on a local disk only
-            the next `AHEAD` numbers are probed, and a longer gap counts as the end of the log.
+        to_the_last: if true, the log's folder is listed to find the last log entry, which may take long. If
+            `to_the_last` is false, on a local disk only the next `AHEAD` entry numbers are looked up, and a longer gap
+            counts as the end of the log.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     ahead: deque[Future[bytes | Missing | Corrupt]] = deque()
@@ -69,10 +70,10 @@ def read_entries(
 
 
 def iterate_written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
-    """Yield the parsed entries `first` to `last`; the log must have read these entries before.
+    """Yield the parsed log entries from `first` to `last`; the log must have read these entries before.
 
     Raises:
-        Corrupt: an entry is missing or damaged, and no segment has an intact copy of the entry.
+        Corrupt: a log entry is missing or damaged, and no segment has an intact copy of the entry.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "log")
     try:
@@ -84,10 +85,10 @@ def iterate_written(log: Log, first: int, last: int) -> Iterator[WrittenEntry]:
 
 
 def get_entry(log: Log, n: int) -> WrittenEntry:
-    """Read entry `n` again; the log must have read this entry before.
+    """Read log entry `n` again; the log must have read this entry before.
 
     Raises:
-        Corrupt: the entry is missing or damaged, and no segment has an intact copy of the entry.
+        Corrupt: the log entry is missing or damaged, and no segment has an intact copy of the entry.
     """
     found = log.read(n)
     assert found is not None  # the entry existed when the log read it for the first time
@@ -95,8 +96,8 @@ def get_entry(log: Log, n: int) -> WrittenEntry:
 
 
 def next_number(run: ObjectStore, n: int, *, to_the_last: bool) -> int | None:
-    """Return the number of the first entry after entry `n`; None if there is none. `to_the_last` means the same as in
-    `read_entries`.
+    """Return the number of the first log entry that exists after log entry `n`; return None if there is none.
+    The argument `to_the_last` means the same as in `read_entries`.
     """
     local = run.local_path(FOLDER)
     if local is not None and not to_the_last:

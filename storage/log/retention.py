@@ -1,12 +1,14 @@
-"""Decides which objects of a version stay in storage. The objects of a version are its weights and the learner's state.
+"""Decides which stored objects of a policy version are kept and which are deleted. The stored objects of a policy
+version are the weights and the learner's state.
 
-Weights stay for the newest `keep_last` versions and for every `keep_every`-th version, version 0 included. The
-learner's state stays for the newest version, for version 0, and for the *base* of every version whose weights stay. The
-base of a version is the newest earlier version that stored the learner's state. The weights of a base stay with its
-state, so that a replay can train from the base and the later batches.
+The weights of the newest `keep_last` policy versions are kept, and the weights of every `keep_every`-th version,
+including version 0. The learner's state is kept for the newest policy version, for version 0, and for the *base* of
+every version whose weights are kept. The base of a policy version is the newest earlier version that stored the
+learner's state. The weights of a base (a policy version with the learner's state) are kept together with the state, so
+that a replay can train again from the base and the later batches.
 
-The files of batches are never pruned. An object that the run does not need at some version is not needed at any later
-version.
+The files of trajectory batches are never pruned. A stored object that the run does not need at one policy version is
+not needed at any later version either.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ class Retention:
     state_every: int = 1
 
     def keeps(self, version: int, latest: int) -> bool:
-        """Return whether the weights of `version` are kept when `latest` is the newest version."""
+        """Return whether the weights of policy version `version` are kept when `latest` is the newest version."""
         return version > latest - self.keep_last or version % self.keep_every == 0
 
     def stores_state(self, version: int) -> bool:
-        """Return whether `version` is published with the learner's state."""
+        """Return whether policy version `version` is published together with the learner's state."""
         return version % self.state_every == 0
 
     def is_needed(self, kind: Kind, version: int, latest: int) -> bool:
-        """Return whether the weights or the state (`kind`) of `version` must be kept while `latest` is the newest
-        version.
+        """Return whether the weights or the learner's state (`kind`) of policy version `version` must be kept while
+        `latest` is the newest version.
 
-        Once this method returns false for a version, it returns false for every greater `latest`.
+        If this method returns false for a policy version, it also returns false for this version and any greater
+        `latest`.
         """
         if kind == "weights" and self.keeps(version, latest):
             return True
@@ -46,12 +49,13 @@ class Retention:
 
     @property
     def window(self) -> int:
-        """The number of versions, counted back from the newest, whose objects may still have to be pruned."""
+        """The number of policy versions, counted back from the newest, whose stored objects may still have to be
+        pruned."""
         return self.keep_last + self.state_every + 1
 
     def _is_base(self, version: int, latest: int) -> bool:
-        """Return whether the replay of a kept version, or of the next version that will be kept, starts from
-        `version`.
+        """Return whether policy version `version` is the start of the replay of a kept version, or of the next version
+        that will be kept.
         """
         if not self.stores_state(version):
             return False

@@ -1,5 +1,5 @@
-"""The rules of a run's log. A run's state is a fold over the log's entries, and the function `apply` alone decides
-which entry may come next.
+"""The rules of a run's log. A run's state is computed by applying the log's entries in order, and the function `apply`
+alone decides which entry may come next.
 
     state = apply(state, entry)        a pure function; `EntryRefused` says why an entry cannot follow
 
@@ -81,10 +81,10 @@ FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")
 
 
 def apply(state: RunState, written: WrittenEntry) -> RunState:
-    """Return the state after one more entry; `state` itself is not changed.
+    """Return the run's state after one more log entry; the argument `state` is not changed.
 
     Raises:
-        EntryRefused: the rules do not allow this entry after `state`.
+        EntryRefused: the rules do not allow this log entry after `state`.
     """
     entry = written.entry
     _need(entry.n == state.n + 1, f"entry {entry.n} cannot follow entry {state.n}")
@@ -97,8 +97,8 @@ def apply(state: RunState, written: WrittenEntry) -> RunState:
 
 
 def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunState:
-    """Return the state after an entry `n` with this body; the caller sets the state's hash. Raises the errors of
-    `apply`.
+    """Return the run's state after log entry `n` with the given body; the caller sets the state's hash. Raises the
+    errors of `apply`.
     """
     _need(role in WRITERS[type(body)], f"a {role} must not append an entry of kind {body.kind}")
     after = state.copy()
@@ -129,8 +129,8 @@ def decide(state: RunState, n: int, role: Role, claim: int, body: Body) -> RunSt
 
 
 def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState, Body]:
-    """Set the hash of a batch's file in the state and in the body. No rule reads the hash of a batch's file, so the
-    hash may be set last.
+    """Set the hash of a batch's file in the run's state and in the body of the batch's log entry. The rules of the log
+    do not read the hash of a batch's file, so the hash may be set last.
     """
     assert isinstance(body, BatchCommitted), "only the commit of a batch has a file"
     waiting = after.waiting | {body.number: replace(after.waiting[body.number], file=file)}
@@ -138,7 +138,7 @@ def with_file(after: RunState, body: Body, file: StoredObject) -> tuple[RunState
 
 
 def build_deposed(state: RunState, role: Role) -> Deposed:
-    """Return the error for a writer whose claim is not the role's newest."""
+    """Return the error for a process whose role was claimed by a newer process."""
     if role not in state.claims and len(state.configs) > 1:
         return Deposed(f"the run's config was changed; this {role} has the previous config, and stops")
     return Deposed(f"the run has another {role} now ({_who(state, role)}); this {role} stops")
@@ -157,7 +157,8 @@ def _create(s: RunState, body: RunCreated) -> None:
 
 
 def _skips_solved(config: Mapping[str, Any], source: int) -> bool:
-    """Return whether a config lets a prompt source skip solved questions; a recorded config may lack the key."""
+    """Return whether a prompt source skips solved questions, according to a config; a config of an older run may lack
+    the key."""
     prompts = config.get("prompts")
     section = prompts[source] if isinstance(prompts, list | tuple) and source < len(prompts) else None
     every = section.get("solved_every", 1) if isinstance(section, Mapping) else 1
@@ -196,13 +197,13 @@ def _change(s: RunState, body: ConfigChanged) -> None:
 
 
 def _hash_fixed(config: Mapping[str, Any]) -> str:
-    """Return a hash of the `FIXED` keys of a config."""
+    """Return a hash of the config keys that must never change during a run (`FIXED`)."""
     part = {name: config.get(name) for name in FIXED}
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
 
 
 def _configure(s: RunState, config: Mapping[str, Any]) -> None:
-    """Copy the keys that the rules need from a config into the state."""
+    """Copy the values that the log's rules need from a config into the run's state."""
     alpha = float(config["async_ratio"])
     _need(
         math.isfinite(alpha) and alpha >= 0,
@@ -227,7 +228,7 @@ def _get(config: Mapping[str, Any], key: str) -> object:
 
 
 def _number(section: Mapping[str, object], key: str) -> int:
-    """Return a count from a config; refuse a count below 1."""
+    """Return an integer from a config; refuse the log entry if the integer is below 1."""
     value = section[key]
     _need(
         isinstance(value, int) and value > 0,
@@ -360,7 +361,7 @@ def _prune(s: RunState, body: Pruned) -> None:
 
 
 def _forget_kept(s: RunState) -> None:
-    """Drop the objects of old versions from the state if these objects are never pruned."""
+    """Remove those objects of old policy versions from the run's state that are kept forever."""
     oldest = s.version - s.retention.window
     for version in [version for version in s.held if version < oldest]:
         left = {k: n for k, n in s.held[version].items() if not s.retention.is_needed(k, version, s.version)}

@@ -1,4 +1,5 @@
-"""A run's log: a sequence of numbered entries, each created atomically. The log is the only authority on the run.
+"""A run's log: a sequence of numbered entries, each created atomically. If other records of a run contradict the run's
+log, the log is right.
 
     append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |
@@ -66,19 +67,21 @@ Decide = Callable[[RunState, StoredObject | None], Body]
 
 
 def read_creation(run: ObjectStore) -> Entry:
-    """Read entry 0 of a run, whose body is `RunCreated`.
+    """Read log entry 0 of a run, whose body is `RunCreated`.
 
     Raises:
         Missing: the store contains no run.
-        Corrupt: the entry cannot be read.
+        Corrupt: log entry 0 cannot be read.
     """
     return decode(run.get(entry_path(0)), 0, run.get).entry
 
 
 def read_origin(run: ObjectStore) -> tuple[int, str] | None:
-    """Read a run's format number and the release that created it; return None if entry 0 is missing or damaged.
+    """Read a run's format number and the release that created the run; return None if log entry 0 is missing or
+    damaged.
 
-    Only these two values of entry 0 are parsed, so this function can also read the runs of releases with other formats.
+    Only the format number and the release are parsed from log entry 0, so the function can also read runs of other
+    releases.
     """
     try:
         body = open_sealed(run.get(entry_path(0)))["body"]
@@ -88,13 +91,14 @@ def read_origin(run: ObjectStore) -> tuple[int, str] | None:
 
 
 class Log:
-    """One process's view of a run's log. Threads may share a `Log`, and `state` is never changed in place."""
+    """One process's view of a run's log. Threads may share a `Log`, because the object `state` is never changed in
+    place."""
 
     def __init__(self, store: ObjectStore) -> None:
-        """Open the log: load the newest snapshot, and fold the entries after it.
+        """Open the log: load the newest snapshot, and apply the log entries after the snapshot.
 
         Raises:
-            Corrupt: an entry is missing, damaged or refused.
+            Corrupt: a log entry is missing or damaged, or violates the log's rules.
         """
         self.store = store
         self._lock = threading.RLock()
@@ -113,22 +117,22 @@ class Log:
 
     @property
     def state(self) -> RunState:
-        """The run's state after the newest entry that was read."""
+        """The run's state after the newest log entry that was read."""
         return self._state
 
     def follow(self) -> list[WrittenEntry]:
-        """Read and return the new entries.
+        """Read the new log entries, update the run's state, and return the entries.
 
         Raises:
-            Corrupt: an entry is missing, damaged or refused.
+            Corrupt: a log entry is missing or damaged, or violates the log's rules.
         """
         return self._follow()[0]
 
     def read(self, n: int) -> WrittenEntry | None:
-        """Read entry `n`, which may be older than the newest entry; return None if the entry does not exist.
+        """Read log entry `n`, which need not be the newest entry; return None if the log entry does not exist.
 
         Raises:
-            Corrupt: the entry is damaged or was lost, and no segment has an intact copy of the entry.
+            Corrupt: the log entry is damaged or was lost, and no segment has an intact copy of the entry.
         """
         path = entry_path(n)
         try:
@@ -139,14 +143,15 @@ class Log:
             return self._restore_entry(n, str(error))
 
     def create(self, body: RunCreated) -> None:
-        """Append entry 0; raise `Conflict` if the run exists."""
+        """Create the run by appending log entry 0; raise `Conflict` if the run exists."""
         self._append("creator", 0, lambda state, stored: body)
 
     def claim(self, role: Role, under: int | None = None, **who: object) -> Writer:
-        """Claim a role, and so depose the role's previous owner.
+        """Claim a role for this process; the process that had the role before can append no more log entries.
 
         Args:
-            under: the entry of the supervisor's claim to which the new claim belongs; by default the newest such claim.
+            under: the number of the log entry by which this process's supervisor claimed its role; by default the
+            newest such entry.
             who: fields of `Claimed`: `who`, `cluster`, `host`, `process`.
 
         Raises:
@@ -167,7 +172,8 @@ class Log:
     # --- appending ----------------------------------------------------------------------------------------------
 
     def _append(self, role: Role, claim: int | None, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append an entry, as `Writer.append` describes. If `claim` is None, the entry is itself the claim."""
+        """Append a log entry, as `Writer.append` describes. If the argument `claim` is None, the log entry itself
+        claims the role."""
         draft = _Draft(role, claim, body, attached)
         self._drafts[draft.id] = draft
         try:
@@ -199,7 +205,8 @@ class Log:
         raise Unreachable(f"an entry could not be appended to {self.store.uri} in {TRIES} tries: {lost}") from lost
 
     def _try_write(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
-        """Try once to write entry `n`; return the entry that now has this number (if any), and the error of the try."""
+        """Try once to write log entry `n`; return the log entry that now has this number (if any), and the error of the
+        try."""
         try:
             return self._write(draft, n), Exception()
         except (Conflict, Unreachable) as error:
@@ -212,7 +219,7 @@ class Log:
             return found, error
 
     def _write(self, draft: _Draft, n: int) -> WrittenEntry:
-        """Write the objects that entry `n` names, then create the entry."""
+        """Write the objects that log entry `n` names, then create the log entry."""
         attached = draft.attached
         if attached is None or draft.stored is not None:
             entry, encoded = self._encode_entry(self._propose_entry(draft, n, draft.stored))
@@ -223,8 +230,8 @@ class Log:
         return draft.written
 
     def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
-        """Write the attached object, then entry `n`, which names that object. If the entry is refused, nothing is
-        written.
+        """Write the attached data object, then log entry `n`, which names that object. If the log's rules refuse the
+        log entry, nothing is written.
         """
         unhashed = self._propose_entry(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
@@ -244,14 +251,14 @@ class Log:
         return made[0][1:]
 
     def _encode_entry(self, entry: Entry) -> tuple[Entry, EncodedEntry]:
-        """Encode an entry, and store the entry's index object if there is one."""
+        """Encode a log entry, and store the entry's index object if there is one."""
         encoded = encode(entry)
         if encoded.index is not None:
             self.store.put(encoded.index.path, encoded.index_data)
         return entry, encoded
 
     def _propose_entry(self, draft: _Draft, n: int, stored: StoredObject | None) -> Entry:
-        """Build entry `n` of an append; raise `EntryRefused` if the rules do not allow it."""
+        """Build log entry `n`; raise `EntryRefused` if the log's rules do not allow the entry."""
         body = draft.body(self._state, stored)
         claim = n if draft.claim is None else draft.claim
         draft.after = decide(self._state, n, draft.role, claim, body)
@@ -264,7 +271,8 @@ class Log:
         return decode(data, n, self.store.get)
 
     def _follow(self, last: float = math.inf) -> tuple[list[WrittenEntry], RunState | None]:
-        """Read the new entries up to `last`; return them, and the newest state for which a snapshot is due."""
+        """Read the new log entries up to `last`; return the entries, and the newest state for which a snapshot must be
+        written."""
         found, due = [], None
         with self._lock:
             while self._state.n < last and (written := self.read(self._state.n + 1)) is not None:
@@ -282,7 +290,8 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
     def _restore_entry(self, n: int, why: str) -> WrittenEntry:
-        """Read entry `n` from its segment if the copy has the hash that entry `n + 1` names; else raise `Corrupt`."""
+        """Read the copy of log entry `n` in a segment; raise `Corrupt` unless the copy has the hash that log entry
+        `n + 1` names."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
             raise Corrupt(
@@ -291,21 +300,24 @@ class Log:
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:
-        """List the numbers of the entries after the snapshot, to read ahead; an empty list for a local store."""
+        """List the numbers of the log entries after the snapshot, which are read in advance; return an empty list for a
+        local store."""
         if self._is_near:
             return []
         paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
         return [n for path in paths if (n := entry_number(path)) is not None]
 
     def _read_ahead(self, numbers: Sequence[int]) -> None:
-        """Prefetch the entries with these numbers, several at a time."""
+        """Read the log entries with the given numbers in advance, several entries at a time."""
         with ThreadPoolExecutor(READERS) as readers:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Fold the next entry if it is missing although a later entry exists; return whether an entry was folded.
+        """Apply the next log entry if the entry was not found although a later one exists; return whether an entry was
+        applied.
 
-        The next entry was written since the last read, or is restored from a segment.
+        If a log entry was not found although a later one exists, either the entry was written after the last read, or
+        it was lost and is restored from a segment.
         """
         n = self._state.n + 1
         if self._is_near:  # probing some names is faster than listing the folder of a long run
@@ -339,7 +351,7 @@ class Log:
 
 @dataclass(slots=True)
 class AttachedObject:
-    """A data object at a path that was never used, to be stored together with an entry that names the object."""
+    """A data object that is stored together with a log entry that names it, at a path that was never used."""
 
     path: str
     data: Sequence[memoryview]
@@ -352,7 +364,7 @@ class AttachedObject:
 
 @dataclass(slots=True)
 class _Draft:
-    """The progress of one append through all its tries."""
+    """The progress of one append to the log, over all tries of the append."""
 
     role: Role
     claim: int | None
@@ -367,29 +379,31 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The writer of a claimed role. After another process claims the role, `append` and `check` raise `Deposed`."""
+    """The writer of a claimed role. After another process has claimed the writer's role, the methods `append` and
+    `check` raise `Deposed`."""
 
     log: Log
     role: Role
     claim: int
 
     def append(self, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append an entry, whose body the function `body` builds for each try from the state and the attached object.
+        """Append a log entry; the function `body` builds the entry for each try, from the run's state and the attached
+        object.
 
         Raises:
             Deposed: another process has claimed the role.
-            EntryRefused: the rules do not allow the entry, or `body` raised this error.
+            EntryRefused: the log's rules do not allow the log entry, or `body` raised this error.
             StoreFailed: the store refuses writes, and nothing was committed.
-            Unreachable: it is unknown whether the entry was committed, so the log must be read again.
+            Unreachable: it is unknown whether the log entry was committed, so the log must be read again.
         """
         return self.log._append(self.role, self.claim, body, attached)
 
     def valid(self) -> bool:
-        """Return whether this claim is the role's newest in the entries read so far."""
+        """Return whether this process still has its role, according to the log entries read so far."""
         return self.log.state.newest_claim(self.role) == self.claim
 
     def check(self) -> None:
-        """Read new entries; raise `Deposed` if another process has claimed the role."""
+        """Read the new log entries; raise `Deposed` if another process has claimed the role."""
         self.log.follow()
         if not self.valid():
             raise build_deposed(self.log.state, self.role)

@@ -1,4 +1,4 @@
-"""Writes snapshots, which make opening a log fast, and segments, from which damaged entries are restored.
+"""Writes snapshots, from which a log is opened fast, and segments, from which damaged log entries are restored.
 
     log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim
@@ -30,27 +30,27 @@ NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")
 
 
 def is_due(n: int) -> bool:
-    """Return whether a snapshot is written after entry `n`."""
+    """Return whether a snapshot of the run's state is written after log entry `n`."""
     return n % EVERY == EVERY - 1
 
 
 def snapshot_path(n: int, sha256: str) -> str:
-    """Return the path of the snapshot after entry `n`."""
+    """Return the path of the snapshot of the run's state after log entry `n`."""
     return f"{SNAPSHOTS}/{n:010d}-{sha256[:16]}.json"
 
 
 def segment_path(n: int) -> str:
-    """Return the path of the segment that contains entry `n`."""
+    """Return the path of the segment that contains a copy of log entry `n`."""
     return f"{SEGMENTS}/{n - n % EVERY:010d}.jsonl"
 
 
 def to_bytes(state: RunState) -> bytes:
-    """Encode a state as a sealed snapshot."""
+    """Encode a run's state as a snapshot, which ends with a checksum."""
     return seal_tree({"fold": FOLD, "state": _STATE.dump_python(state, mode="json")})
 
 
 def from_bytes(data: bytes) -> RunState:
-    """Decode a snapshot; raise `ValueError` if this version of rollflow cannot read it."""
+    """Decode a snapshot of a run's state; raise `ValueError` if this release of rollflow cannot read the snapshot."""
     tree = open_sealed(data)
     if tree.get("fold") != FOLD:
         raise ValueError("the snapshot was made by another version of the rules")
@@ -58,9 +58,10 @@ def from_bytes(data: bytes) -> RunState:
 
 
 def newest_snapshot(run: ObjectStore) -> RunState:
-    """Return the state of the newest valid snapshot; without a valid snapshot, return the state of an empty log.
+    """Return the run's state in the newest valid snapshot; if there is no valid snapshot, return the state of an empty
+    log.
 
-    A snapshot is valid if the log still contains the snapshot's entry with the same hash.
+    A snapshot is valid if the log still contains the log entry after which the snapshot was taken, with the same hash.
     """
     for path in sorted(run.list(SNAPSHOTS), reverse=True):
         if (name := NAME.fullmatch(path)) is None:
@@ -74,8 +75,8 @@ def newest_snapshot(run: ObjectStore) -> RunState:
 
 
 def keep_snapshot(run: ObjectStore, state: RunState) -> None:
-    """Write the snapshot of a state, and remove old snapshots. Errors are ignored, because a missing snapshot only
-    makes a later start slower.
+    """Write a snapshot of a run's state, and remove old snapshots. Errors of writing a snapshot are ignored, because a
+    missing snapshot only makes a later start slower.
     """
     with contextlib.suppress(RollflowError, OSError):
         run.put(snapshot_path(state.n, state.sha256), to_bytes(state))
@@ -84,7 +85,8 @@ def keep_snapshot(run: ObjectStore, state: RunState) -> None:
 
 
 def keep_segments(run: ObjectStore, n: int) -> None:
-    """Write the segment that ends with entry `n`, and earlier segments that are missing."""
+    """Write the segment (a file with copies of log entries) that ends with log entry `n`, and earlier segments that are
+    missing."""
     with contextlib.suppress(RollflowError, OSError):
         missing = list(takewhile(lambda last: not run.exists(segment_path(last)), range(n, -1, -EVERY)))
         for last in reversed(missing):
@@ -97,8 +99,8 @@ def _write_segment(run: ObjectStore, last: int) -> None:
 
 
 def restore_segment(run: ObjectStore, first: int, end: int) -> list[bytes] | None:
-    """Read entries `first` to `end - 1` from their segments; return None unless their hash chain leads to entry
-    `end`.
+    """Read copies of the log entries from `first` to `end - 1`; return None unless the copies' hash chain leads to log
+    entry `end`.
     """
     found: list[bytes] = []
     with contextlib.suppress(Missing, Corrupt, ValueError, KeyError):
@@ -114,7 +116,7 @@ def restore_segment(run: ObjectStore, first: int, end: int) -> list[bytes] | Non
 
 
 def from_segment(run: ObjectStore, n: int) -> bytes:
-    """Read entry `n` from its segment; raise `Missing` if no segment has the entry."""
+    """Read the copy of log entry `n` in a segment; raise `Missing` if no segment has a copy of the entry."""
     lines = run.get(segment_path(n)).split(b"\n")
     if len(lines) != EVERY:
         raise Missing(f"the segment {segment_path(n)} is truncated")

@@ -1,6 +1,7 @@
-"""Defines the state of a run after an entry of its log. The module `rules` describes how an entry changes the state.
+"""Defines the state of a run after any given entry of the run's log. The module `rules` describes how a log entry
+changes the state of a run.
 
-The size of a run's state does not grow with the number of versions.
+The size of a run's state does not grow with the number of policy versions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NOBODY = -1  # stands for the entry of a claim if the role was never claimed
 
 
 class EntryRefused(Conflict):
-    """The rules do not allow an entry, so the entry is not appended and the state is unchanged."""
+    """The log's rules do not allow a log entry, so the entry is not appended and the run's state is unchanged."""
 
 
 class Deposed(EntryRefused):
@@ -29,11 +30,11 @@ class Deposed(EntryRefused):
 
 
 class Superseded(Deposed):
-    """A role cannot be claimed, because the role's supervisor is not the newest supervisor."""
+    """A process cannot claim a role, because another supervisor has replaced the process's own supervisor."""
 
 
 class GroupTooOld(EntryRefused, Stale):
-    """A group is older than async_ratio allows."""
+    """A group of trajectories is older than `async_ratio` allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,14 @@ class Claim:
 
 
 class ConfigPlace(NamedTuple):
-    """The entry that recorded a config, and the first version that is trained under this config."""
+    """The log entry that recorded a config, and the first policy version that is trained under this config."""
 
     entry: int
     version: int
 
 
 class EpochPlace(NamedTuple):
-    """The newest epoch of a prompt source that skips solved questions: its entry, and what the entry says."""
+    """The newest epoch of a prompt source that skips solved questions, as recorded in a log entry."""
 
     entry: int = NOBODY
     number: int = -1
@@ -67,7 +68,7 @@ class EpochPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommittedBatch:
-    """A committed batch that waits to be trained on."""
+    """A committed batch that no policy version was trained on yet."""
 
     entry: int
     file: StoredObject
@@ -79,7 +80,8 @@ class CommittedBatch:
 
 @dataclass(slots=True)
 class RunTotals:
-    """Counts over the whole run. The staleness of a group is the staleness of its oldest sample."""
+    """Counts over the whole run. The staleness of a group of trajectories is the staleness of the group's oldest
+    trajectory."""
 
     groups: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of dispatches
     tokens: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of their response tokens
@@ -93,14 +95,14 @@ class RunTotals:
         return RunTotals(*counters, self.surplus_tokens, self.rows)
 
     def count(self, fate: str, tokens: int) -> None:
-        """Count one more dispatch that ended as `fate` says, with its response tokens."""
+        """Count one more dispatch of a prompt that ended as `fate` says, with the number of response tokens."""
         self.groups[fate] += 1
         self.tokens[fate] += tokens
 
 
 @dataclass(slots=True)
 class RunState:
-    """The state of a run after entry `n`."""
+    """The state of a run after log entry `n`."""
 
     n: int = -1
     sha256: str = ""  # the hash of entry n
@@ -133,11 +135,12 @@ class RunState:
     totals: RunTotals = field(default_factory=RunTotals)
 
     def config_of(self, version: int) -> int:
-        """Return the entry of the config under which `version` was trained or will be trained."""
+        """Return the number of the log entry with the config under which policy version `version` was or will be
+        trained."""
         return next(place.entry for place in reversed(self.configs) if place.version <= max(version, 0))
 
     def config_at(self, n: int) -> int:
-        """Return the entry of the config that was in force when entry `n` was appended."""
+        """Return the number of the log entry with the config that was in force when log entry `n` was appended."""
         return next(place.entry for place in reversed(self.configs) if place.entry <= n)
 
     @property
@@ -147,12 +150,12 @@ class RunState:
 
     @property
     def in_flight(self) -> tuple[GroupKey, ...]:
-        """The open dispatches, in the order of issue."""
+        """The dispatches of prompts that are in flight, in the order in which the prompts were issued."""
         return tuple(GroupKey(prompt, attempt) for prompt, attempt in self.open.items())
 
     @property
     def releasable(self) -> list[tuple[int, Kind]]:
-        """The objects that may be pruned and were not pruned yet, as pairs of version and kind."""
+        """The stored objects that may be pruned and were not pruned yet, as pairs of policy version and kind."""
         return [
             (version, kind)
             for version, kinds in self.held.items()
@@ -161,7 +164,8 @@ class RunState:
         ]
 
     def newest_claim(self, role: Role) -> int:
-        """Return the entry of the newest claim of `role`; `NOBODY` if no process has claimed the role."""
+        """Return the number of the log entry by which a process last claimed `role`; return `NOBODY` if no process has
+        claimed the role."""
         return self.claims[role].entry if role in self.claims else NOBODY
 
     def copy(self) -> RunState:

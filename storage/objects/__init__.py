@@ -1,4 +1,4 @@
-"""Opens object stores; the module `base` defines what each of them guarantees."""
+"""Opens object stores; the module `base` defines what every object store guarantees."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Defines the interface of an object store, and what every backend guarantees.
 
 A store is a flat map from relative paths ("log/0000000007.json") to byte strings, which rollflow rarely replaces. The
-file `tests/contracts/test_objects.py` tests the following guarantees on every backend. `create` is an atomic
+file `tests/contracts/test_objects.py` tests the guarantees of object stores on every backend. `create` is an atomic
 put-if-absent: of any number of racing writers exactly one succeeds, and the other writers get `Conflict`. A reader sees
 either no object or the whole object. `put` replaces an object atomically: a reader sees either the old bytes or the new
 bytes. A completed write survives a power cut, as far as the backend can ensure it. A read after a completed write sees
-that write: neither listings nor existence are cached. Content may be given as several buffers (a header and views of
-tensors); the buffers are written in order, without a copy. A store contains only an address and options, so a store can
-be pickled, is cheap to create and can be shared by threads.
+that write, because neither listings of objects nor their existence are cached. The content of an object may be given as
+several buffers, which are written in order, without a copy. A store contains only an address and options, so a store
+can be pickled, is cheap to create and can be shared by threads.
 
-Paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of its store. An invalid path
-raises `ValueError`.
+Object paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of the store. An invalid
+object path raises `ValueError`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Turns OS errors of local files into rollflow's errors, and maps, hashes and writes local files."""
+"""Memory-maps, hashes and writes local files, and turns errors of the operating system into rollflow's errors."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A local folder as an object store: readers see whole files only, and exactly one of several racing creators succeeds.
+"""A local folder as an object store: readers see only whole files, and exactly one of several racing creators succeeds.
 
-An object is written to a temporary file, which is synced and then gets the object's name in one step. `create` makes a
-hard link, which fails if the name exists; `put` renames the file, which replaces an old file of the name. At the end of
-a write the object's folder is synced, so that a completed write survives a power cut. Temporary files are stored in
-`.tmp`, which is not part of the store. A writer locks its temporary file; a temporary file without a lock was left by a
-killed writer.
+An object is written to a temporary file, which is synced and then gets the object's name in one step. The method
+`create` makes a hard link, which fails if the name exists, and `put` renames the temporary file, which replaces an old
+file of the same name. At the end of a write, the folder that contains the object is synced, so that a completed write
+survives a power cut. Temporary files are written to the folder `.tmp`, whose files are not objects of the store. A
+process locks the temporary file that it writes, so a temporary file without a lock was left by a killed process.
 
-A name is either an object or a folder of objects.
+A path in the store is either an object or a folder of objects.
 """
 
 from __future__ import annotations

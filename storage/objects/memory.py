@@ -1,6 +1,6 @@
 """An object store in this process's memory, for tests and simulation.
 
-All stores of the same name in one process share their objects, in all threads. Two processes share no store.
+All in-memory stores of the same name in one process share their objects, in all threads. Two processes share no store.
 """
 
 from __future__ import annotations

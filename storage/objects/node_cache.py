@@ -1,4 +1,4 @@
-"""Caches folders of fetched or checked files on a node, for all processes of the node.
+"""Caches folders of fetched files on a machine, for all processes of the machine.
 
     present? --no--> lock the store's cache --> present now? --no--> make room --> `fill` a temporary folder --> rename
 

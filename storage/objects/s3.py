@@ -1,13 +1,15 @@
-"""An S3 bucket as an object store. The store caches nothing, and checks with a read whether a failed write succeeded.
+"""An S3 bucket as an object store. The S3 store caches nothing, and after a failed write reads the object to check
+whether the write has succeeded.
 
-`create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A write can
-succeed although its answer is lost; the repeated write is then refused, as if another process had been first. After a
-failed write, the writer reads the token of the stored object. The writer's own token means that the write has
-succeeded. Any other token means `Conflict` for `create`, even if the bytes are the same.
+The method `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A
+write can succeed although the service's answer is lost; a repeated write is then refused, as if another process had
+been first. After a failed write, the process reads the unique token of the stored object. If the stored object has the
+token of the process's own write, the write has succeeded. If the stored object has another token, `create` raises
+`Conflict`, even if the bytes are the same.
 
 An object's metadata also contains the sha256 of its bytes, and every read is checked against this hash. An object whose
-bytes do not match is read again, and is `Corrupt` if the bytes never match. The module `s3_requests` describes how
-requests are retried.
+bytes do not match the stored hash is read again, and `Corrupt` is raised if the bytes never match. The module
+`s3_requests` describes how requests are retried.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Requests to S3. Each request is retried within limits until it is answered in full.
+"""Requests to S3. Sends requests to S3, and retries each request within limits until the request is answered in full.
 
-A request is retried if it was throttled, failed in the server, lost its connection or exceeded its deadline, or if its
-body arrived incomplete. Before each retry there is a random pause, whose upper limit doubles with each try. Only this
-module retries (botocore and s3fs are configured to try once), so a request has one deadline and one retry count. A
-caller must ensure that a repeated request is idempotent, or recognise its own first attempt.
+A request is retried if the request was throttled, failed in the server, lost its connection or exceeded its deadline,
+or if the body of the answer arrived incomplete. Before each retry of a request there is a random pause, whose upper
+limit doubles with each try. Only this module retries (botocore and s3fs are configured to try once), so a request has
+one deadline and one retry count. A caller must ensure that a repeated request is idempotent, or recognise that the
+first attempt of the request has succeeded.
 
-An object larger than `PART_BYTES` is transferred in parts, several at a time. Only the parts in transfer are
-copied into memory by this module.
+An object larger than `PART_BYTES` is transferred in parts, several at a time. Only the parts of an object that are
+being transferred are copied into memory.
 
-A connection belongs to one process and one set of AWS variables. Credentials, region and endpoint
-(`AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`) come from the standard AWS variables and files only.
+A connection belongs to one process and one set of AWS environment variables. Credentials, region and endpoint come only
+from the standard AWS environment variables (such as `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL`) and files.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Stores records beside a run's log: recoveries, weight updates, CPU seconds and stop requests."""
+"""Stores the records of a run that are not in its log: recoveries, weight updates, CPU seconds and stop requests."""

@@ -1,9 +1,10 @@
-"""Stores what the adaptive deadlines of test cases have learned: `case_anchors/<section>.json` for each scorer.
+"""Stores the run times from which the adaptive deadlines of test cases are computed: `case_anchors/<section>.json` for
+each scorer.
 
-The reward actor decides by this record: after a restart, its deadlines continue with the stored anchors. The record may
-be missing, damaged or up to a minute old; then the deadlines of some cases begin again at their maximum, so no program
-is killed that would have lived. No score depends on this record alone: a score that an adaptive deadline decided says
-so, with the deadline.
+After a restart, the reward actor (the Ray actor that scores responses) computes the deadlines of test cases from the
+stored run times. If the record of run times is missing, damaged or old, the deadlines of some test cases begin again at
+the maximum, so no program is killed too early. A score that an adaptive deadline of a test case decided says so, and
+names the deadline.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Stores the recoveries of a run: one object, `recoveries/<n>.json`, each time a dead process was restarted and made
-progress again.
+"""Stores the recoveries of a run: one object, `recoveries/<n>.json`, for each time that a dead process was restarted
+and made progress again.
 
-These records limit further restarts: a supervising process that was itself restarted reads from them how many restarts
-of each role were already used. The summary, `rollflow inspect` and MLflow only show the records. Any process may append
-a recovery under the next free number; if another process has created that number first, the append tries the number
-after it. A background thread stores recoveries (see `Notes`), so that no restart waits for storage. A damaged recovery
-is skipped.
+The records of recoveries limit further restarts: a restarted supervisor reads from the records how often the processes
+of each role were restarted. The run's summary, `rollflow inspect` and MLflow show the recoveries of a run. Any process
+may append a recovery under the next free number; if another process has used that number first, the append tries the
+following number. A background thread stores the recoveries (see `Notes`), so that no restart of a process waits for
+storage. A damaged recovery is skipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Stores what each version of a run's scorers was made of: one object, `scorers/<section>/<version>.json`, for each
-version.
+"""Stores a description of each version of a run's scorers: one object, `scorers/<section>/<version>.json`, for each
+scorer version.
 
-The reward actor writes the objects of its scorers when it starts. No code decides by these objects: they explain the
-scorer versions in the rows of batches.
+The reward actor (the Ray actor that scores responses) stores the descriptions of its scorers when the actor starts. The
+descriptions of scorers tell a user what the scorer versions in the rows of batches mean; no code reads them to decide
+anything.
 """
 
 from __future__ import annotations

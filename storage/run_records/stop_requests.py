@@ -1,9 +1,8 @@
 """Stores a user's request to end a run as `stop.json` in the run's storage, so that any machine that reaches the
 storage can end the run.
 
-The run's supervisor decides by the request, which it reads about once a second. When a run is started or resumed,
-requests from before the start are removed. Nothing committed is lost, because a run that was ended can be resumed from
-its storage.
+The run's supervisor looks for a stop request about once a second. When a run is started or resumed, earlier stop
+requests are removed. A stop request loses no committed data, because a stopped run can be resumed from its storage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Stores how long each weight update paused the engines: one object per policy version, `updates/<version>.json`.
+"""Stores how long each weight update paused the inference engines: one object per policy version,
+`updates/<version>.json`.
 
-The rollout stage writes an object for each version that the engines loaded; the engines may skip versions. No code
-decides by these objects: only `rollflow plan` reads them, to fit its simulation to a recorded run.
+The rollout stage stores one such object for each policy version that the engines loaded; the engines may skip versions.
+Only `rollflow plan` reads the records of weight updates, to fit its simulation to a recorded run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Stores the CPU seconds of a run by role and process: one object, `usage/<writer>.json`, for each process that
 measures.
 
-No code decides by CPU seconds: the run's summary, `rollflow compare` and MLflow only show them. A process may be
-measured several times, also by several writers; the largest measurement of each process counts. The sum of a role's CPU
-time stays right when a measured process or a writer is restarted. CPU time after the last measurement of a process is
-not counted.
+The CPU seconds are only shown to users, in the run's summary, in `rollflow compare` and in MLflow. The CPU time of a
+process may be measured several times, even by several measuring processes; the largest measurement counts. The sum of a
+role's CPU time stays right when a measured or a measuring process is restarted. The CPU time that a process uses after
+its last measurement is not counted.
 """
 
 from __future__ import annotations
