@@ -25,8 +25,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class ForeignPart:
-    """A part of an input that is not an array of tokens, such as an image. `kind` is the type of the part, such as
-    "image", and `sha256` is the hash of its content.
+    """A part of the policy's input that is not an array of tokens, such as an image. The field `kind` is the type of
+    the part, such as "image", and `sha256` is the hash of the part's content.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class ForeignPart:
 
 
 class PlacedPart(NamedTuple):
-    """A part that is not tokens (a foreign part), and the position at which it begins."""
+    """A part of the policy's input that is not tokens, such as an image, and the position at which the part begins."""
 
     position: int
     part: ForeignPart
@@ -46,14 +46,15 @@ Part: TypeAlias = Int32s | ForeignPart
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """An immutable, ordered list of parts, stored in its flat form. Two inputs are equal if their parts are equal."""
+    """An immutable input of the policy: an ordered list of parts, stored in its flat form. Two objects of type
+    `ModelInput` are equal if their parts are equal."""
 
     flat: Int32s  # tokens by position, with `NO_TOKEN` at each position of a part that is not tokens, such as an image
     placed: tuple[PlacedPart, ...] = ()  # parts that are not tokens, such as images, with their positions, in order
 
     @classmethod
     def of(cls, tokens: Iterable[int]) -> ModelInput:
-        """Create an input of tokens alone.
+        """Create an input that consists of tokens alone.
 
         Raises:
             TypeError: an item is not a token id.
@@ -62,7 +63,7 @@ class ModelInput:
 
     @classmethod
     def from_parts(cls, parts: Iterable[Part]) -> ModelInput:
-        """Create an input from its parts. Adjacent token parts are merged into one part."""
+        """Create an input from a list of its parts. Adjacent token parts are merged into one part."""
         arrays, placed, position = list[Int32s](), list[PlacedPart](), 0
         for part in parts:
             if isinstance(part, ForeignPart):
@@ -75,10 +76,10 @@ class ModelInput:
 
     @classmethod
     def from_flat(cls, flat: Int32s, placed: Iterable[PlacedPart]) -> ModelInput:
-        """Create an input from a flat form that another process wrote.
+        """Create an input from its flat form, which another process wrote.
 
-        Raises:
-            ValueError: a foreign part overlaps the previous foreign part, or reaches beyond the end of the input.
+        Raises: ValueError: a part that is not tokens overlaps the previous such part, or reaches beyond the end of the
+            input.
         """
         placed, end = tuple(placed), 0
         for position, part in placed:
@@ -91,7 +92,7 @@ class ModelInput:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts, in order. No token part is empty, and no two token parts are adjacent."""
+        """The parts, in order. In the list of parts, no token array is empty, and no two token arrays are adjacent."""
         found, end = list[Part](), 0
         for position, part in self.placed:
             found += [self.flat[end:position], part]
@@ -105,14 +106,13 @@ class ModelInput:
 
     @property
     def tokens(self) -> Int32s:
-        """The input's tokens. Raises `ConfigError` if the input has a foreign part."""
+        """The input's tokens. Raises `ConfigError` if the input has an image or another part that is not tokens."""
         return self.read_tokens("this part of rollflow")
 
     def read_tokens(self, reader: str) -> Int32s:
-        """Return the input's tokens, for a reader that cannot read foreign parts.
+        """Return the tokens of the input, for a component that cannot read images or other parts that are not tokens.
 
-        Raises:
-            ConfigError: the input has a foreign part; the message names the reader and the part.
+        Raises: ConfigError: the input has a part that is not tokens; the message names the component and the part.
         """
         if self.placed:
             raise refuse(reader, self.placed[0])
@@ -124,7 +124,7 @@ class ModelInput:
 
 
 def refuse(reader: str, placed: PlacedPart) -> ConfigError:
-    """Create the error of a reader that cannot read a part other than tokens, such as an image."""
+    """Create the error that a component raises if it cannot read an image or another part that is not tokens."""
     position, part = placed
     return ConfigError(
         f"{reader} reads tokens alone, but the input has a part of the kind {part.kind!r} at position {position} "

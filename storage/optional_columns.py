@@ -43,7 +43,8 @@ _values = attrgetter(*NAMES)
 
 
 def pack(rows: Sequence[Trajectory]) -> Arrays:
-    """Return an array for each column that has a value in at least one row."""
+    """Convert optional values of rows to Arrow; return one array for each column that has a value in at least one
+    row."""
     values = list(map(_values, rows))
     if all(row == NOTHING for row in values):
         return {}
@@ -52,7 +53,7 @@ def pack(rows: Sequence[Trajectory]) -> Arrays:
 
 
 def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
-    """Join the arrays of several groups, each given as its number of rows and its arrays; return one array per column.
+    """Join the Arrow arrays of several groups; each group is given by its number of rows and its arrays by column.
 
     Raises:
         OverflowError: a column has more values than Arrow's 32-bit offsets can address.
@@ -70,20 +71,20 @@ def join(groups: Sequence[tuple[int, Arrays]]) -> dict[str, pa.Array]:
 
 
 def fields(names: Collection[str]) -> list[pa.Field]:
-    """Return the fields of the optional columns with these names, in the order of `COLUMNS`."""
+    """Return the Arrow fields of the optional columns with the given names, in the order of `COLUMNS`."""
     return [field for field in COLUMNS if field.name in names]
 
 
 def has_inner_nulls(column: pa.Array) -> bool:
-    """Return whether a value of the column contains a null, which rollflow never writes."""
+    """Return whether a value in the column contains a null, which rollflow never writes."""
     return any(part.null_count > 0 or has_inner_nulls(part) for part in _parts(column))
 
 
 def read(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the optional values of one row from Arrow's types to the types of a `Trajectory`.
+    """Convert the optional values of one row of a batch from Arrow's types to the types of a `Trajectory`.
 
     Raises:
-        Corrupt: the row has a value that no trajectory can have.
+        Corrupt: the row contains a value that no trajectory can have.
     """
     return {name: _READERS[name](row[name]) for name in NAMES if row.get(name) is not None}
 
@@ -97,7 +98,7 @@ def read_outcome(name: str) -> Outcome:
 
 
 def read_parts(column: pa.Array) -> list[tuple[PlacedPart, ...]]:
-    """Return the foreign parts of each row."""
+    """Return the parts of each row that are not tokens, such as images."""
     return [_read_placed(row or ()) for row in column.to_pylist()]
 
 
@@ -118,7 +119,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
-    """Build one column. Numbers are joined as bytes; values of other types are few, and are converted one by one."""
+    """Build one column. Columns of numbers are built by joining bytes; values of other types are few, and are converted
+    one by one."""
     if pa.types.is_map(kind):
         return pa.array([None if row is None else list(row.items()) for row in rows], kind)
     if pa.types.is_struct(kind):
@@ -145,7 +147,7 @@ _NO_NUMBERS, _NO_SETS = Int32s(), TokenSets(Int32s(), Int32s())
 
 
 def _lists(kind: pa.DataType, rows: Sequence[Any], values: pa.Array) -> pa.Array:
-    """Build a column of lists; a row that is None becomes a null."""
+    """Build an Arrow column of lists; None becomes a null."""
     valid = np.packbits([row is not None for row in rows], bitorder="little")
     lengths = [0 if row is None else len(row) for row in rows]
     return pa.Array.from_buffers(
@@ -159,7 +161,7 @@ def _array(kind: pa.DataType, arrays: Iterable[TokenArray[Any]]) -> pa.Array:
 
 
 def _parts(column: pa.Array) -> list[pa.Array]:
-    """Return the child arrays of a column, without the elements of values that are null."""
+    """Return the child arrays of an Arrow column, without the elements that belong to null values."""
     if pa.types.is_map(column.type):
         return [column.items]
     if pa.types.is_list(column.type):

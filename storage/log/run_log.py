@@ -1,5 +1,4 @@
-"""A run's log: a sequence of numbered entries, each created atomically. If other records of a run contradict the run's
-log, the log is right.
+"""A run's log: a sequence of numbered entries, each created atomically. The log decides what has happened in the run.
 
     append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |
@@ -77,11 +76,9 @@ def read_creation(run: ObjectStore) -> Entry:
 
 
 def read_origin(run: ObjectStore) -> tuple[int, str] | None:
-    """Read a run's format number and the release that created the run; return None if log entry 0 is missing or
-    damaged.
+    """Read a run's format number and the release that created the run; return None if log entry 0 cannot be read.
 
-    Only the format number and the release are parsed from log entry 0, so the function can also read runs of other
-    releases.
+    Only the format number and the release are parsed, so the function can also read runs of other releases.
     """
     try:
         body = open_sealed(run.get(entry_path(0)))["body"]
@@ -91,8 +88,7 @@ def read_origin(run: ObjectStore) -> tuple[int, str] | None:
 
 
 class Log:
-    """One process's view of a run's log. Threads may share a `Log`, because the object `state` is never changed in
-    place."""
+    """One process's view of a run's log. Threads may share a `Log`: `state` is never changed in place."""
 
     def __init__(self, store: ObjectStore) -> None:
         """Open the log: load the newest snapshot, and apply the log entries after the snapshot.
@@ -150,8 +146,7 @@ class Log:
         """Claim a role for this process; the process that had the role before can append no more log entries.
 
         Args:
-            under: the number of the log entry by which this process's supervisor claimed its role; by default the
-            newest such entry.
+            under: the log entry by which this process's supervisor claimed its role; by default the newest such entry.
             who: fields of `Claimed`: `who`, `cluster`, `host`, `process`.
 
         Raises:
@@ -172,8 +167,7 @@ class Log:
     # --- appending ----------------------------------------------------------------------------------------------
 
     def _append(self, role: Role, claim: int | None, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append a log entry, as `Writer.append` describes. If the argument `claim` is None, the log entry itself
-        claims the role."""
+        """Append a log entry, as `Writer.append` describes. If `claim` is None, the log entry claims the role."""
         draft = _Draft(role, claim, body, attached)
         self._drafts[draft.id] = draft
         try:
@@ -205,8 +199,7 @@ class Log:
         raise Unreachable(f"an entry could not be appended to {self.store.uri} in {TRIES} tries: {lost}") from lost
 
     def _try_write(self, draft: _Draft, n: int) -> tuple[WrittenEntry | None, Exception]:
-        """Try once to write log entry `n`; return the log entry that now has this number (if any), and the error of the
-        try."""
+        """Try once to write log entry `n`; return the log entry that now has the number `n`, if any, and the error."""
         try:
             return self._write(draft, n), Exception()
         except (Conflict, Unreachable) as error:
@@ -230,8 +223,8 @@ class Log:
         return draft.written
 
     def _write_both(self, draft: _Draft, n: int, attached: AttachedObject) -> tuple[Entry, EncodedEntry]:
-        """Write the attached data object, then log entry `n`, which names that object. If the log's rules refuse the
-        log entry, nothing is written.
+        """Write the attached data object, then log entry `n`, which names the object. If the log's rules refuse the log
+        entry, nothing is written.
         """
         unhashed = self._propose_entry(draft, n, StoredObject(attached.path, attached.size, ""))
         made: list[tuple[StoredObject, Entry, EncodedEntry]] = []
@@ -271,8 +264,7 @@ class Log:
         return decode(data, n, self.store.get)
 
     def _follow(self, last: float = math.inf) -> tuple[list[WrittenEntry], RunState | None]:
-        """Read the new log entries up to `last`; return the entries, and the newest state for which a snapshot must be
-        written."""
+        """Read the new log entries up to `last`; return the entries, and the newest state that needs a snapshot."""
         found, due = [], None
         with self._lock:
             while self._state.n < last and (written := self.read(self._state.n + 1)) is not None:
@@ -290,8 +282,7 @@ class Log:
             raise Corrupt(f"{entry_path(written.entry.n)} is refused by the log's rules: {error}") from error
 
     def _restore_entry(self, n: int, why: str) -> WrittenEntry:
-        """Read the copy of log entry `n` in a segment; raise `Corrupt` unless the copy has the hash that log entry
-        `n + 1` names."""
+        """Read log entry `n` from its copy in a segment; raise `Corrupt` if log entry `n + 1` names another hash."""
         found = restore_segment(self.store, n, n + 1)
         if found is None:
             raise Corrupt(
@@ -300,8 +291,7 @@ class Log:
         return self._decode_entry(found[0], n)
 
     def _list_entries(self) -> list[int]:
-        """List the numbers of the log entries after the snapshot, which are read in advance; return an empty list for a
-        local store."""
+        """List the numbers of the log entries to read in advance; return an empty list for a local store."""
         if self._is_near:
             return []
         paths = self.store.list(FOLDER, after=entry_path(self._state.n) if self._state.n >= 0 else "")
@@ -313,11 +303,9 @@ class Log:
             self._ahead |= zip(numbers, readers.map(self.store.get, map(entry_path, numbers)), strict=True)
 
     def _goes_on(self) -> bool:
-        """Apply the next log entry if the entry was not found although a later one exists; return whether an entry was
-        applied.
+        """Apply the next log entry if a later log entry exists; return whether an entry was applied.
 
-        If a log entry was not found although a later one exists, either the entry was written after the last read, or
-        it was lost and is restored from a segment.
+        The next log entry was written after the last read, or it was lost and is restored from a segment.
         """
         n = self._state.n + 1
         if self._is_near:  # probing some names is faster than listing the folder of a long run
@@ -379,16 +367,14 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The writer of a claimed role. After another process has claimed the writer's role, the methods `append` and
-    `check` raise `Deposed`."""
+    """The writer of a claimed role. If another process claims the role, `append` and `check` raise `Deposed`."""
 
     log: Log
     role: Role
     claim: int
 
     def append(self, body: Decide, attached: AttachedObject | None = None) -> Entry:
-        """Append a log entry; the function `body` builds the entry for each try, from the run's state and the attached
-        object.
+        """Append a log entry, which the function `body` builds for each try from the run's state and the attachment.
 
         Raises:
             Deposed: another process has claimed the role.

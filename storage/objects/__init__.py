@@ -11,9 +11,10 @@ from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore
 def open_store(uri: str, patience: float | None = None) -> ObjectStore:
     """Open the store that `uri` names: `s3://bucket/prefix`, `memory://name`, or a local folder.
 
-    `patience` is how long a request to a silent store is retried (seconds); by default some minutes.
+    The argument `patience` is the time in seconds for which a request to an unresponsive store is retried; the default
+    is some minutes.
 
-    A backend is imported only when it is used, so a local run never loads s3fs.
+    A backend's module is imported only when the backend is used, so a local run never loads s3fs.
     """
     scheme, sep, rest = uri.partition("://")
     if not sep or scheme == "file":

@@ -29,7 +29,7 @@ CHUNK = 1 << 20  # bytes that are hashed and written at a time, so that they sta
 
 @dataclass(frozen=True, slots=True)
 class ObjectStat:
-    """The metadata of an object, which a store gives without reading the object."""
+    """The metadata of a stored object, which is available without reading the object."""
 
     size: int  # bytes
     modified: float  # seconds since the epoch, by the store's clock
@@ -37,7 +37,8 @@ class ObjectStat:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedWrite:
-    """A write that was begun and not finished. If its writer was killed, the write never becomes an object."""
+    """A write of an object that has begun and is not finished. If the writing process was killed, the unfinished write
+    never becomes an object."""
 
     name: str
     size: int  # bytes
@@ -68,7 +69,7 @@ def check_path(path: str) -> str:
 
 
 class ObjectStore(ABC):
-    """A store of named byte strings. The module's docstring lists what every store guarantees."""
+    """A store of named byte strings. The docstring of this module lists what every object store guarantees."""
 
     patience: float | None = None  # how long a request to a silent store is retried (seconds); None: some minutes
 
@@ -86,7 +87,7 @@ class ObjectStore(ABC):
         """Write or replace an object; return the sha256 of its bytes.
 
         Raises:
-            StoreFailed: the store refuses writes; the object is unchanged.
+            StoreFailed: the store refuses writes, and the object is unchanged.
             Unreachable: it is unknown whether this call wrote the object, or whether the write survives a power cut.
         """
 
@@ -95,24 +96,24 @@ class ObjectStore(ABC):
         """Write an object that must not exist yet.
 
         Raises:
-            Conflict: an object of that name exists, and this call did not write it.
-            StoreFailed: the store refuses writes; the object does not exist.
+            Conflict: another call has already written an object of this name.
+            StoreFailed: the store refuses writes, and the object does not exist.
             Unreachable: it is unknown whether this call wrote the object.
         """
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write `data` to `file`, then create the object `path`, whose content names `file`; return the sha256 of
-        `data`.
+        """Write `data` to the path `file`, then create the object `path`, whose content names `file`; return the sha256
+        of `data`.
 
-        `path` never exists without the whole `file`, even after a power cut.
+        The object `path` never exists without the complete object `file`, even after a power cut.
 
         Args:
-            content: a function from the sha256 of `data` to the content of `path`.
+            content: a function that returns the content of the object `path`, given the sha256 of `data`.
             file: a path that was never used; a failed call may leave an incomplete file at this path.
 
         Raises:
             Conflict, StoreFailed, Unreachable: as in `create`. If `Conflict` is raised after `content` was called, the
-                whole `file` is stored durably.
+                complete object `file` is stored durably.
         """
         sha256 = self.put(file, data)
         self.create(path, content(sha256))
@@ -124,8 +125,9 @@ class ObjectStore(ABC):
 
         Raises:
             Missing: the object does not exist.
-            Unreachable: the object cannot be read now, but may be undamaged; every reading method may raise this error.
-            Corrupt: repeated reads gave other bytes than were written; only a store with checksums detects this.
+            Unreachable: the object cannot be read now, but may be undamaged; every method that reads may raise this
+            error.
+            Corrupt: the bytes that were read differ from the written bytes; only a store with checksums detects this.
         """
 
     @abstractmethod
@@ -148,13 +150,13 @@ class ObjectStore(ABC):
     def list(self, prefix: str = "", after: str = "") -> Iterator[str]:
         """List the paths of all objects below the folder `prefix` ("" for all), relative to the store and sorted.
 
-        Only paths that sort after `after` are listed.
+        Only paths that come after `after` in sorted order are listed.
         """
 
     def folders(self, prefix: str) -> Sequence[str]:
         """List the names of the folders directly below `prefix`, sorted.
 
-        The default implementation lists all objects below `prefix`.
+        The default implementation of `folders` lists all objects below `prefix`.
         """
         depth = prefix.count("/") + 1
         parts = (path.split("/") for path in self.list(prefix))
@@ -162,18 +164,18 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object if it exists. After a power cut the removed object may exist again."""
+        """Remove an object if it exists. A removed object may exist again after a power cut."""
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
-        """List the writes in progress, and the unfinished writes of killed writers."""
+        """List the writes in progress, and the unfinished writes of killed processes."""
         return iter(())
 
     def discard(self, left: UnfinishedWrite) -> None:  # noqa: B027 - nothing to do for a backend whose writers leave nothing
-        """Remove an unfinished write that its writer has abandoned."""
+        """Remove an unfinished write that the writing process has abandoned."""
 
     @abstractmethod
     def check(self) -> None:
-        """Check with one probe object that the store can be written, read and deleted from.
+        """Check that objects can be written, read and deleted in the store, by doing so with one small object.
 
         Raises:
             ConfigError: the store cannot be used; the message names the address, the reason and the fix.
@@ -181,19 +183,21 @@ class ObjectStore(ABC):
 
     @property
     def waits(self) -> str:
-        """A description of the longest pending request of this process if the request is late, else ""."""
+        """A description of this process's oldest pending request, if the request has waited for a long time, else
+        ""."""
         return ""
 
     def local_path(self, path: str) -> Path | None:
-        """Return the object's file on this machine, or None if the object must be fetched first."""
+        """Return the path of the object's file on this machine, or None if the object must be fetched first."""
         return None
 
 
 def first_missing(store: ObjectStore, path: Callable[[int], str], start: int = 0) -> int:
-    """Return the first number from `start` on whose object does not exist; existing numbers must be contiguous.
+    """Return the first number from `start` on for which no object exists; the numbers of existing objects must be
+    contiguous.
 
-    The search doubles its strides, then bisects. The search lists no folder, and needs few requests even for a long
-    sequence.
+    The search for the first missing number doubles its steps, then bisects. The search for the first missing number
+    lists no folder, and needs few requests even for a long sequence.
     """
     if not store.exists(path(start)):
         return start

@@ -35,7 +35,8 @@ SYNC_FILE_RANGE_WRITE = 2
 
 
 def _early() -> Callable[[int, int, int, int], int] | None:
-    """Load Linux's `sync_file_range`, which starts writing to the disk before `fsync`; return None on other systems."""
+    """Load Linux's function `sync_file_range`, which starts writing to the disk before `fsync`; return None on other
+    systems."""
     try:
         found = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -49,7 +50,7 @@ _sync_file_range = _early()
 
 @contextmanager
 def raise_store_failed(target: Path) -> Iterator[None]:
-    """Turn the errors in `CURES` (a full disk, for example) into `StoreFailed`; other errors pass through."""
+    """Turn the operating system's errors that `CURES` lists (a full disk, for example) into `StoreFailed`."""
     try:
         yield
     except OSError as error:
@@ -63,7 +64,7 @@ def raise_store_failed(target: Path) -> Iterator[None]:
 
 @contextmanager
 def raise_missing(target: Path) -> Iterator[None]:
-    """Turn the error of a missing file into `Missing`, and other read errors into `Unreachable`."""
+    """Turn the operating system's error for a missing file into `Missing`, and other read errors into `Unreachable`."""
     try:
         yield
     except NO_FILE as error:
@@ -75,7 +76,7 @@ def raise_missing(target: Path) -> Iterator[None]:
 
 
 def map_file(path: Path) -> memoryview:
-    """Memory-map a file: pages are loaded when they are read, and writes to the pages stay in this process.
+    """Memory-map a file; pages are loaded when they are read, and writes to the memory do not change the file.
 
     Raises `Missing` or `Unreachable`.
     """
@@ -86,13 +87,14 @@ def map_file(path: Path) -> memoryview:
 
 
 def sha256_of(path: Path) -> str:
-    """Hash a file, reading it in chunks. Raises `Missing` or `Unreachable`."""
+    """Return the sha256 of a file, which is read in chunks. Raises `Missing` or `Unreachable`."""
     with raise_missing(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_out(file: int, parts: Sequence[memoryview]) -> None:
-    """Write buffers to a new file in order. The disk starts writing at once, so a later `fsync` takes less time."""
+    """Write buffers to a new file in order. The operating system starts writing to the disk at once, so a later `fsync`
+    takes less time."""
     start = 0
     for group in _groups(parts):
         size = sum(map(len, group))
@@ -104,7 +106,8 @@ def write_out(file: int, parts: Sequence[memoryview]) -> None:
 
 
 def _groups(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Split the parts into groups of at most `MOST_PARTS` buffers and about `AHEAD` bytes; larger parts are cut."""
+    """Split a list of buffers into groups of at most `MOST_PARTS` buffers and about `AHEAD` bytes; larger buffers are
+    cut."""
     group, room = list[memoryview](), AHEAD
     for part in parts:
         for start in range(0, len(part), AHEAD):
@@ -118,7 +121,8 @@ def _groups(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:
-    """Write all parts, with as many `writev` calls as are needed, because one call may write only a part."""
+    """Write all buffers, with as many `writev` calls as are needed, because one call may write only some of the
+    bytes."""
     while parts:
         written = os.writev(file, parts)
         while parts and written >= len(parts[0]):
@@ -129,9 +133,10 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 @contextmanager
 def hash_in_thread(parts: Sequence[memoryview]) -> Iterator[Callable[[], str]]:
-    """Yield a function that returns the sha256 of `parts`; long data is hashed in a thread while the block runs.
+    """Yield a function that returns the sha256 of the buffers; long data is hashed in a thread while the `with` block
+    runs.
 
-    Hashing and writing release Python's global lock, so they run in parallel.
+    Hashing and writing release Python's global interpreter lock, so they run in parallel.
     """
     if sum(map(len, parts)) < CHUNK:
         yield cache(partial(hash_pieces, parts))

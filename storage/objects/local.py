@@ -42,7 +42,7 @@ NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 @dataclass(frozen=True)
 class LocalStore(ObjectStore):
-    """A store whose objects are files below `root`; the first write creates the folder."""
+    """An object store whose objects are files below the folder `root`; the first write creates the folder."""
 
     root: Path
     scratch: Path | None = field(default=None, compare=False)  # the folder of temporary files, which child stores share
@@ -85,8 +85,8 @@ class LocalStore(ObjectStore):
             _sync_name(target)
 
     def create_naming(self, path: str, content: Callable[[str], Data], file: str, data: Data) -> str:
-        """Write the data object and the object that names it, and sync both together. `file` gets its name before it is
-        synced, because no reader knows the name.
+        """Write a data object and a second object that names the data object, and sync both together. The data object
+        gets its name `file` before it is synced, because no reader knows the name yet.
         """
         target, named, parts = self._free(path), self.local_path(file), split_buffers(data)
         with (
@@ -190,18 +190,18 @@ class LocalStore(ObjectStore):
         return self.scratch or self.root / SCRATCH
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the store without `_synced`, because each process must sync folder names itself."""
+        """Pickle the store without the set `_synced`, because each process must sync the names of folders itself."""
         return LocalStore, (self.root, self.scratch)
 
     def _make_room(self, target: Path) -> None:
-        """Create the folders above `target`; `_sync_above` syncs them."""
+        """Create the folders above `target`; the method `_sync_above` syncs these folders later."""
         _make_folder(self.root)
         if not target.parent.is_dir():
             self._synced.difference_update(target.parents)
             target.parent.mkdir(parents=True, exist_ok=True)
 
     def _sync_above(self, target: Path) -> None:
-        """Sync the names of all folders above `target`. A process syncs each folder name only once."""
+        """Sync the names of all folders above `target` to the disk. A process syncs each folder name only once."""
         folder = target.parent
         if folder not in self._synced and folder != folder.parent:
             self._sync_above(folder)
@@ -218,7 +218,7 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _write_temporary(self, parts: Sequence[memoryview]) -> Iterator[tuple[Path, int]]:
-        """Write `parts` to a temporary file without syncing it, yield its path and descriptor, and remove it
+        """Write buffers to a temporary file without syncing, yield the file's path and descriptor, and remove the file
         afterwards.
         """
         _make_folder(self._scratch)
@@ -245,7 +245,8 @@ class LocalStore(ObjectStore):
                 raise
 
     def _rename_once(self, temporary: Path, file: int, target: Path) -> None:
-        """Rename under a lock, for file systems without hard links. The kernel releases a killed process's lock."""
+        """Rename a temporary file to a new name under a lock, for file systems without hard links. The kernel releases
+        the lock of a killed process."""
         with open(self._scratch / TURN, "ab") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)
             if target.exists():
@@ -261,7 +262,7 @@ def _chunks(source: Path) -> Iterator[bytes]:
 
 
 def _lock(file: int) -> None:
-    """Lock a file, either as its writer or to check that its writer has ended.
+    """Lock a temporary file, either as its writer or to check that the writing process has ended.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -283,13 +284,14 @@ def _files(top: Path) -> Iterator[Path]:
 
 
 def _unless_gone(error: OSError) -> None:
-    """Ignore the error of a folder that vanished during the listing; raise it for a folder that cannot be read."""
+    """Ignore the error of a folder that was removed while the store was listed; raise the error of a folder that cannot
+    be read."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 def _make_folder(folder: Path) -> None:
-    """Create a folder and its parents, and sync each new name."""
+    """Create a folder and its parents, and sync the name of each new folder to the disk."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -302,10 +304,10 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _unless_done(file: int, target: Path) -> Iterator[None]:
-    """Ignore an error of a link or rename if it has succeeded nevertheless, so that `target` names the open file
-    `file`.
+    """Ignore an error of a link or rename call if the call has succeeded nevertheless, so that `target` names the open
+    file `file`.
 
-    A network file system repeats a request whose answer was lost, and then reports that the name exists.
+    A network file system may repeat a request whose answer was lost, and then report that the name exists.
     """
     try:
         yield
@@ -315,7 +317,7 @@ def _unless_done(file: int, target: Path) -> Iterator[None]:
 
 
 def _lies_at(file: int, target: Path) -> bool:
-    """Return whether `target` names the open file `file`."""
+    """Return whether the path `target` names the open file `file`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(target))
     except NO_FILE:
@@ -327,16 +329,16 @@ def _lies_at(file: int, target: Path) -> bool:
 
 
 def _name_conflict(target: Path) -> Conflict:
-    """Sync an existing name, which its writer may not have synced before it was killed; return a `Conflict` for the
-    name.
+    """Sync an existing file name, in case the writing process was killed before it synced the name; return a `Conflict`
+    for the name.
     """
     _sync_name(target)
     return Conflict(f"{target} exists")
 
 
 def _sync_name(created: Path) -> None:
-    """Sync the folder of a new name. If the sync fails, raise `Unreachable`, because other processes may have read the
-    object.
+    """Sync the folder of a new name. If the sync fails, raise `Unreachable`, because other processes may already have
+    read the object.
     """
     try:
         _sync_folder(created.parent)

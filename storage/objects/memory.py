@@ -22,7 +22,7 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class MemoryStore(ObjectStore):
-    """The objects of this process below `name` ("name" or "name/prefix")."""
+    """An object store in this process's memory, which contains the objects below `name` ("name" or "name/prefix")."""
 
     name: str
 

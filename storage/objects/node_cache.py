@@ -47,18 +47,20 @@ class HeldFolder:
         self.release = weakref.finalize(self, os.close, descriptor)
 
     def for_good(self) -> Path:
-        """Protect the folder until this process ends; return the folder."""
+        """Protect the cached folder from removal until this process ends; return the folder."""
         self.release.detach()
         return self.folder
 
 
 class NodeCache:
-    """The cached folders of one store on this node."""
+    """The cached folders of one object store on this machine."""
 
     def __init__(self, cache: Path, store: str, patience: float | None = None) -> None:
-        """Open the cache of the store `store` in the node's folder `cache`, which all stores share.
+        """Open the cache of the object store `store` in the machine's cache folder `cache`, which all object stores
+        share.
 
-        `patience` is the additional time, in seconds, that a process may wait for the store while it fills a folder.
+        The argument `patience` is the additional time, in seconds, that a process may wait for the object store while
+        it fills a folder.
         """
         self._cache, self._store = cache, store
         self._wait = WAIT_SECONDS + (patience or 0.0)
@@ -69,13 +71,13 @@ class NodeCache:
         return self._cache / hashlib.sha256(f"{self._store} {boot}".encode()).hexdigest()[:16]
 
     def hold(self, name: str, fill: Callable[[Path], None], whole: Callable[[Path], bool]) -> HeldFolder:
-        """Return the cached folder `name`; first fill it by calling `fill` if it does not exist, or if `whole` returns
-        false.
+        """Return the cached folder `name`; if the folder does not exist or `whole` returns false, call `fill` first to
+        fill the folder.
 
         Raises:
-            Unreachable: another process of this node takes too long to fill the folder, or the cache cannot be used.
-            StoreFailed: this node's disk is full.
-            Any error of `fill`; then the folder does not exist.
+            Unreachable: another process of this machine takes too long to fill the folder, or the cache cannot be used.
+            StoreFailed: the disk of this machine is full.
+            Any error of `fill`, after which the folder does not exist.
         """
         try:
             return self._hold(self._mine / name, fill, whole)
@@ -122,10 +124,10 @@ class NodeCache:
             yield
 
     def _make_room(self, folder: Path, most: int) -> bool:
-        """Remove files of killed processes, and the least recently used of the unused folders, until at most `most`
-        remain.
+        """Remove files of killed processes, and remove the least recently used folders that no process uses, until at
+        most `most` folders remain.
 
-        Return whether a complete folder was removed.
+        Return whether the method has removed a complete folder.
         """
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
@@ -137,8 +139,8 @@ class NodeCache:
 
 
 def _sweep(store: Path, *, locked: bool) -> None:
-    """Remove incomplete folders of killed processes. A living process holds the lock of its store's cache while it
-    fills a folder.
+    """Remove the incomplete cache folders of killed processes. A process that fills a cache folder holds the lock of
+    the store's cache, so any other incomplete folder is abandoned.
     """
     with contextlib.suppress(FileNotFoundError), (store / LOCK).open("rb") as lock:
         if locked or _lock(lock.fileno(), fcntl.LOCK_EX):
@@ -147,7 +149,7 @@ def _sweep(store: Path, *, locked: bool) -> None:
 
 
 def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
-    """Lock and return the folder if it exists and is complete; else return None."""
+    """Lock and return a cached folder if the folder exists and is complete; else return None."""
     try:
         descriptor = _lock_shared(folder)
     except FileNotFoundError:
@@ -161,14 +163,15 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
 
 
 def _lock_shared(folder: Path) -> int:
-    """Open `folder` with a shared lock; wait for a process that is removing the folder, which takes only moments."""
+    """Open a folder with a shared lock; if another process is removing the folder, wait the short time that this
+    takes."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder unless a process uses it; return whether it is gone."""
+    """Remove a cached folder unless a process uses the folder; return whether the folder is gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -183,7 +186,7 @@ def _remove(folder: Path) -> bool:
 
 
 def _rename_away(folder: Path) -> None:
-    """Free the folder's name in one step, then remove its files."""
+    """Rename a folder, so that its name is free in one step, then remove the folder's files."""
     gone = folder.with_name(f"{FILLING}{folder.name}-{os.getpid()}")
     folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

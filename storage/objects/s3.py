@@ -56,7 +56,8 @@ SKEWED = "RequestTimeTooSkewed"
 
 @dataclass(frozen=True)
 class S3Store(ObjectStore):
-    """The objects below `root` ("bucket" or "bucket/prefix"). Requests are retried for `patience` seconds."""
+    """An object store that contains the objects of an S3 bucket below `root` ("bucket" or "bucket/prefix"). Requests to
+    S3 are retried for `patience` seconds."""
 
     root: str
     patience: float | None = field(default=None, compare=False)  # None: the time limit of `s3_requests.PATIENT`
@@ -139,7 +140,7 @@ class S3Store(ObjectStore):
             self._call("delete_object", Key=self._key(path))
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
-        """List the multipart uploads that have parts; an upload without parts occupies no storage."""
+        """List the unfinished multipart uploads that have parts; an upload without parts occupies no storage."""
         with self._translate_errors("uploads"):
             pages = self._pages("list_multipart_uploads", ["KeyMarker", "UploadIdMarker"], Prefix=self._prefix)
             for upload in [upload for page in pages for upload in page.get("Uploads", ())]:
@@ -171,7 +172,8 @@ class S3Store(ObjectStore):
         return self._connection.late
 
     def check(self) -> None:
-        """Check the store as `ObjectStore.check` does, in at most about 15 s even if the service is silent."""
+        """Check the store as `ObjectStore.check` does, in at most about 15 seconds even if the S3 service does not
+        answer."""
         if not self._bucket:
             raise ConfigError(f"store.uri = {self.uri!r} names no bucket; write s3://bucket/prefix")
         try:
@@ -216,9 +218,10 @@ class S3Store(ObjectStore):
         here.wait(lambda: here.upload(self._target(path), parts, Metadata=metadata, **condition))
 
     def _read(self, path: str, begin: Callable[[], object], take: Callable[[bytes], object]) -> str:
-        """Read the object until its bytes match the stored sha256; return that sha256.
+        """Read the object, several times if necessary, until its bytes match the stored sha256; return the sha256.
 
-        `begin` is called before each attempt, and `take` is called with each part of the object.
+        The function `begin` is called before each attempt to read the object, and `take` is called with each part of
+        the object.
         """
         here = self._connection
         for _ in range(READS):
@@ -241,7 +244,8 @@ class S3Store(ObjectStore):
         raise Corrupt(f"{self.uri}/{path} does not contain what was written (the sha256 differs in {READS} reads)")
 
     def _writer(self, path: str) -> str | None:
-        """Return the token of the object's writer ("" if it has none); None if there is no object."""
+        """Return the unique token that the object's writer stored with the object ("" if there is none); return None if
+        there is no object."""
         try:
             head = self._call("head_object", Key=self._key(path))
         except FileNotFoundError:
@@ -275,7 +279,7 @@ class S3Store(ObjectStore):
 
     @property
     def _prefix(self) -> str:
-        """The start of every key: "" or "prefix/"."""
+        """The prefix of every S3 key in this store: "" or "prefix/"."""
         prefix = self.root.partition("/")[2]
         return prefix and f"{prefix}/"
 
@@ -287,7 +291,7 @@ class S3Store(ObjectStore):
 
     @contextmanager
     def _translate_errors(self, path: str) -> Iterator[None]:
-        """Turn the errors of a request into rollflow's errors."""
+        """Turn the errors of an S3 request into rollflow's errors."""
         try:
             yield
         except FAILURES as error:
@@ -298,7 +302,7 @@ class S3Store(ObjectStore):
 
 
 def _translate_error(error: Exception, store: S3Store, path: str) -> RollflowError | None:
-    """Return rollflow's error for a failed request; None if the original error is clear enough."""
+    """Return rollflow's error for a failed S3 request; return None if the original error is clear enough."""
     where, code = f"store.uri = {store.uri!r}", code_of(error)
     bucket = store.root.partition("/")[0]
     if isinstance(error, WRONG):

@@ -70,8 +70,8 @@ BUSY = (429, 500, 502, 503, 504)  # HTTP statuses to retry, whatever error code 
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """The retry limits of a request. Apart from the pause before a try, no try begins later than `seconds` after the
-    first try.
+    """The retry limits of a request. A try of the request begins at most `seconds` after the first try, not counting
+    the pause before the try.
     """
 
     tries: int = 12
@@ -83,11 +83,13 @@ class RetryLimits:
     longest_pause_seconds: float = 10.0
 
     def with_seconds(self, seconds: float) -> RetryLimits:
-        """Return the same limits with `seconds` as the time limit, and without a limit on the number of tries."""
+        """Return a copy of the retry limits with `seconds` as the time limit, and without a limit on the number of
+        tries."""
         return replace(self, tries=sys.maxsize, seconds=seconds)
 
     def pause(self, tried: int) -> float:
-        """Draw a random pause after `tried` failures, so that many clients do not retry at the same moment."""
+        """Return a random pause (seconds) after `tried` failed tries, so that many clients do not retry at the same
+        moment."""
         return random.uniform(0.0, min(self.longest_pause_seconds, self.pause_seconds * 2.0 ** min(tried - 1, 30)))
 
 
@@ -96,8 +98,8 @@ HASTY = RetryLimits(tries=1, try_seconds=10.0, connect_seconds=3.0, silence_seco
 
 
 def get_connection(patience: RetryLimits | None = None) -> S3Connection:
-    """Return this process's connection. A forked process gets a connection of its own, because threads do not survive a
-    fork.
+    """Return the connection of this process to the S3 service. A forked process gets a new connection, because threads
+    do not survive a fork.
     """
     variables = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     return _connection(os.getpid(), variables, patience or PATIENT)
@@ -109,7 +111,8 @@ def _connection(pid: int, variables: tuple[tuple[str, str], ...], patience: Retr
 
 
 class S3Connection:
-    """Sends requests. `call` and `wait` block any thread; the other methods run in the connection's event loop."""
+    """Sends requests. The methods `call` and `wait` block the calling thread; all other methods run in the connection's
+    event loop."""
 
     def __init__(self, patience: RetryLimits) -> None:
         self.patience = patience
@@ -139,7 +142,8 @@ class S3Connection:
 
     @property
     def late(self) -> str:
-        """A description of the longest pending request if that request is late, else ""; any thread may read this."""
+        """A description of the oldest pending request if its answer is late, else ""; any thread may read this
+        property."""
         now = time.monotonic()
         began, method = min(list(self._asked.values()), default=(now, ""))
         return f"object storage: no answer to {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
@@ -182,7 +186,7 @@ class S3Connection:
         return {**answer, "Body": body}
 
     async def upload(self, target: dict[str, str], parts: Sequence[memoryview], **described: Any) -> None:
-        """Write an object; `described` are further arguments of the request (`Metadata`, `IfNoneMatch`)."""
+        """Write an object to S3; `described` contains further arguments of the request (`Metadata`, `IfNoneMatch`)."""
         condition = {name: value for name, value in described.items() if name != "Metadata"}
         if sum(map(len, parts)) <= PART_BYTES:
             await self.ask("put_object", **target, Body=b"".join(parts), **described)
@@ -206,14 +210,15 @@ class S3Connection:
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     async def _abort(self, upload: dict[str, str]) -> None:
-        """Try to abort an upload. Errors are ignored, because garbage collection removes the upload later."""
+        """Try to abort an upload. Errors of aborting an upload are ignored, because garbage collection removes the
+        upload later."""
         try:
             await self.ask("abort_multipart_upload", **upload)
         except FAILURES:
             return
 
     async def download(self, target: dict[str, str], take: Callable[[bytes], object]) -> dict[str, str]:
-        """Pass the object's bytes to `take` in order; return the object's metadata."""
+        """Download an object: pass its bytes to the function `take` in order, and return the object's metadata."""
         try:
             first = await self.ask("get_object", **target, Range=f"bytes=0-{PART_BYTES - 1}")
         except OSError as error:
@@ -237,8 +242,8 @@ class S3Connection:
         return dict(first["Metadata"])
 
     async def _range(self, target: dict[str, str], start: int, size: int, etag: str) -> bytes:
-        """Read one more part of an object; the service refuses this if the object was replaced after the first part was
-        read.
+        """Read one more part of an object; the S3 service refuses the request if the object was replaced after the
+        first part was read.
         """
         stop = min(start + PART_BYTES, size)
         async with self._gate:
@@ -253,7 +258,7 @@ async def _await_end(tasks: Any) -> None:
 
 
 def cut_parts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Split `parts` without copying into pieces of `size` bytes; the last piece may be shorter."""
+    """Split buffers into pieces of `size` bytes without copying; the last piece may be shorter."""
     run: list[memoryview] = []
     room = size
     for part in parts:
@@ -268,17 +273,17 @@ def cut_parts(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryvie
 
 
 def code_of(error: BaseException | None) -> str:
-    """Return the service's error code, or "" if there was no answer."""
+    """Return the error code with which the S3 service answered, or "" if there was no answer."""
     response = getattr(getattr(error, "__cause__", None), "response", None)
     return str(response["Error"].get("Code", "")) if response else ""
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of a failure; None if there was no answer."""
+    """Return the HTTP status of a failed request; return None if there was no answer."""
     response = getattr(error.__cause__, "response", None)
     return response["ResponseMetadata"].get("HTTPStatusCode") if response else None
 
 
 def is_transient(error: Exception) -> bool:
-    """Return whether a retry of the same request may succeed."""
+    """Return whether a failed request may succeed if it is repeated."""
     return isinstance(error, LOST) or code_of(error) in UNSERVED or _status_of(error) in BUSY
