@@ -1,6 +1,6 @@
-"""Defines the `[cluster]` section of a recipe: the Ray cluster, the placement of actors, and their environment.
+"""Defines the `[cluster]` section of a run's config: the Ray cluster, and the nodes and environment of its Ray actors.
 
-A run's config is stored, so this section of the config rejects secrets. This module imports only pydantic.
+The config of a run is stored, so this section of the config rejects secrets. This module imports only pydantic.
 """
 
 from __future__ import annotations
@@ -116,5 +116,5 @@ def _list_texts(tree: object) -> Iterator[str]:
 
 
 def has_password(text: str) -> bool:
-    """Return whether a text contains an address with a password."""
+    """Return whether a text contains a URL with a password."""
     return bool(re.search(r"://[^/@\s]*:[^/@\s]+@", text))

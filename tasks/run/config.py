@@ -1,8 +1,9 @@
-"""Defines the config tree of a run: all settings that a user may choose, with their types and defaults.
+"""Defines the config of a run: all settings that a user may choose, with their types and defaults.
 
-One recipe is one `RunConfig`. Each folder of `tasks` defines its own part of the config tree (`engines/config.py`,
-`rollout/config.py`, ...). The config tree is also the parameter form of the Prefect deployment. MLflow and the run's
-log record the config tree. This module imports only pydantic, so that checking a recipe needs no torch, Ray or vLLM.
+One recipe (the TOML file of a run) is one `RunConfig`. Each folder of `tasks` defines its own section of the config
+(`engines/config.py`, `rollout/config.py`, ...). The parameter form of the Prefect deployment is generated from the same
+config classes. MLflow and the run's log record the whole config of the run. This module imports only pydantic, so that
+checking a config file needs no torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class TrackingConfig(Section):
 
 
 def _read_key(section: object, key: str) -> object:
-    """Return the value of a key of a section, which is a pydantic model or a mapping."""
+    """Return the value of a key of a config section, which is a pydantic model or a mapping."""
     return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
 
 
@@ -188,7 +189,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_fitting_reward(cls, tree: Any) -> Any:
-        """Choose the scorer of reasoning-gym for prompts of reasoning-gym if the recipe names no verifier."""
+        """Choose the scorer of reasoning-gym for prompts of reasoning-gym if the config names no verifier."""
         if not isinstance(tree, Mapping) or not isinstance(sources := tree.get("prompts", ()), Sequence):
             return tree
         reward = tree.get("reward", {})
@@ -199,7 +200,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        """Check the rules that concern several sections, and report all violations together."""
+        """Check the rules that concern several sections of the config, and report all violations together."""
         rules = (
             self._batches,
             self._policy,
@@ -259,7 +260,7 @@ class RunConfig(Section):
             yield refusal("rollout.max_batches_ahead", rollout.max_batches_ahead, cure)
 
     def _places(self) -> Refusals:
-        """Check the engine for evaluations and the tracking server."""
+        """Check the settings of the evaluation engine and of the tracking server."""
         if self.evaluation.engine == "lent" and self.engine.replicas < 2:
             cure = (
                 f'with engine.replicas = {self.engine.replicas} no engine would be left to generate; set "own" '
@@ -275,7 +276,7 @@ class RunConfig(Section):
             yield refusal("tracking.uri", f"{place.scheme}://...@{place.hostname}", cure)
 
     def _check_names(self) -> Refusals:
-        """Check the names of scorers, and that every scorer that a source names exists."""
+        """Check the names of scorers, and check that every scorer named by a prompt source exists."""
         for name in self.rewards:
             if not re.fullmatch(r"[A-Za-z][\w-]*", name, re.ASCII):
                 yield refusal("rewards", name, "the name of a scorer has letters, digits, - and _; rename the scorer")
@@ -288,11 +289,11 @@ class RunConfig(Section):
             yield refusal("reward.judge_tries", self.reward.judge_tries, cure)
 
     def explain_missing(self, name: str) -> str:
-        """Return the cure for a name of a scorer that does not exist."""
+        """Return what the user can do about a scorer name that does not exist."""
         return f"there is no scorer of this name; add [rewards.{name}], or name one of {sorted(self.rewards)}"
 
     def _check_scorer(self) -> Refusals:
-        """Check that each source's scorer can score the responses to the source, instead of always returning 0."""
+        """Check that each prompt source has a scorer that can score its responses, instead of always returning 0."""
         refused = dict[str, PydanticCustomError]()
         for source in self.prompts:
             for error in self._check_source(source):
@@ -325,12 +326,12 @@ class RunConfig(Section):
             yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:
-        """Return whether `version` is to be evaluated."""
+        """Return whether policy version `version` is to be evaluated."""
         every = self.evaluation.every
         return version in (0, self.versions) or bool(every and version % every == 0)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig | None:
-        """Return the separate engine for evaluations; None if evaluations borrow one of the run's engines."""
+        """Return the config of the separate engine for evaluations, or None if evaluations borrow an engine."""
         choice, engine = self.evaluation.engine, self.engine
         if choice == "lent" or (choice == "auto" and engine.replicas > 1):
             return None
@@ -344,22 +345,23 @@ class RunConfig(Section):
         """The largest accepted difference, in nats, between the log-probs of an engine and those of the learner.
 
         In bfloat16 a logit of 16 is rounded by up to 0.06, and engine and learner round in different orders. In
-        measurements, the log-probs of correct engines differed from the learner's by up to 0.5 nats on single tokens.
-        The log-probs of engines whose weights were not loaded differed from the learner's by more than one nat.
+        measurements, the log-probs of correct engines differed from those of the learner by up to 0.5 nats on single
+        tokens. The log-probs of engines that had not loaded the new weights differed from those of the learner by more
+        than one nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
 
     @property
     def capacity(self) -> int:
-        """The largest number of batches in the channel: `async_ratio`, rounded down, plus one."""
+        """The largest number of batches between rollout and learner: `async_ratio`, rounded down, plus one."""
         return math.floor(self.async_ratio) + 1
 
     @property
     def scorers(self) -> dict[str, RewardConfig]:
-        """The scorers that the run uses, by name; "" names the scorer of `[reward]`.
+        """The scorers that the run uses, by name; the name "" is that of the scorer in `[reward]`.
 
-        A file whose rows may name their scorers uses every scorer of `[rewards]`.
+        A prompt file whose rows may name their scorers uses every scorer of the config section `[rewards]`.
         """
         used = {source.reward or "" for source in self.prompts}
         if any(isinstance(source, FileBase) and source.reward_column for source in self.prompts):
@@ -368,27 +370,28 @@ class RunConfig(Section):
 
     @property
     def scorer_sections(self) -> dict[str, RewardConfig]:
-        """All scorers that the recipe configures, by the names of their sections: `reward` and `rewards.<name>`."""
+        """All scorers that the config defines, by the names of their sections: `reward` and `rewards.<name>`."""
         return {name_section(name): reward for name, reward in {"": self.reward, **self.rewards}.items()}
 
     @property
     def judges_again(self) -> bool:
-        """True if a response that nobody can judge is judged again; otherwise its reward is 0."""
+        """True if a response that could not be judged is judged again; otherwise such a response gets reward 0."""
         return all(reward.judge_tries > 0 for reward in self.scorers.values())
 
     @property
     def scorer_workers(self) -> int:
-        """Number of worker processes of all scorers that the run uses."""
+        """Number of worker processes of all scorers that the run uses together."""
         return sum(reward.worker_processes for reward in self.scorers.values())
 
     @property
     def accuracy_shares(self) -> dict[str, float]:
-        """The weight of each domain in an evaluation's accuracy; empty if every response has the same weight."""
+        """The weight of each prompt domain in the accuracy of an evaluation; empty if every response has the same
+        weight."""
         return self.shares if self.evaluation.mean == "share" and len(self.shares) > 1 else {}
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of the trained groups that each domain should get, by domain."""
+        """The share of the training data that each prompt domain should get, by domain."""
         total = sum(source.share for source in self.prompts)
         shares: dict[str, float] = {}
         for source in self.prompts:
@@ -396,5 +399,5 @@ class RunConfig(Section):
         return shares
 
     def sha256(self) -> str:
-        """Hash the canonical JSON of the tree."""
+        """Compute the SHA-256 hash of the config's canonical JSON."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Changes a recorded run's config: decides which keys may change, and appends the log entry of the change.
+"""Changes the config of an existing run: decides which keys may change, and records the change in the run's log.
 
     rollflow resume RUN --set key=value --> config before, config after --> rejected, by key
                                                                         --> claim, ConfigChanged
@@ -37,16 +37,16 @@ from rollflow.tasks.scorers.config import name_section
 
 ANEW = "or start another run from the policy that `rollflow export` writes"
 WHO = "rollflow resume --set"
-LONGEST = 60  # largest number of characters of a section or list in an error message
+LONGEST = 60  # largest number of characters of a config value in an error message
 
 
 def tree_of(config: RunConfig) -> dict[str, Any]:
-    """Return a config as the tree that the log records."""
+    """Return a config as nested dictionaries, which is how the run's log records the config."""
     return config.model_dump(mode="json")
 
 
 def check_change(context: RunContext, after: RunConfig) -> None:
-    """Raise `ConfigError` with one sentence for each changed key that can never change, or cannot change at present."""
+    """Raise `ConfigError` with one sentence for each changed key that may not change now or ever."""
     first, before, state = context.all_configs[0], context.config, context.log.state
     changes = diff_trees(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
@@ -61,11 +61,11 @@ def check_change(context: RunContext, after: RunConfig) -> None:
 
 
 def change_config(context: RunContext, after: RunConfig) -> bool:
-    """Record a new config of the run; return False if the run has that config already.
+    """Record a new config of the run; return False if the run already has this config.
 
     Raises:
-        ConfigError: the log has grown meanwhile and no longer allows the change.
-        Deposed: another supervisor has claimed the run meanwhile.
+        ConfigError: the run's log has grown meanwhile and no longer allows the change.
+        Deposed: another supervisor process has taken over the run meanwhile.
     """
     context.log.follow()
     if tree_of(context.config) == tree_of(after):
@@ -81,7 +81,7 @@ def change_config(context: RunContext, after: RunConfig) -> bool:
         raise
     except EntryRefused as error:
         if tree_of(context.config) == tree_of(after):
-            return False  # another process has recorded the same change
+            return False  # another process has recorded the same config change
         raise ConfigError(
             f"the run continued while its config was being changed ({error}); stop the run first: rollflow "
             f"stop {context.uri}"
@@ -99,14 +99,14 @@ def _build_change(context: RunContext, after: RunConfig, state: RunState) -> Con
 def _name_person() -> str:
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # the system knows no name for the user
+    except (KeyError, OSError):  # the operating system has no name for the user
         name = f"user {os.getuid()}"
     return f"{name} on {socket.gethostname()}"
 
 
 def _merge_recorded(recorded: Mapping[str, Any], before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """Merge the differences between `before` and `after` into the recorded tree; all other recorded keys and values
-    stay. If the merged tree does not parse to `after`, return the whole tree of `after`.
+    """Merge the differences between two configs into the recorded config, and keep all other values. If the merged
+    config does not parse to `after`, return all of `after` instead of the merged config.
     """
     old, new = (RECIPE.undo(tree_of(config), recorded) for config in (before, after))
     tree = _merge_trees(recorded, old, new)
@@ -131,7 +131,7 @@ def _merge_trees(recorded: Mapping[str, Any], before: Mapping[str, Any], after: 
 
 
 def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
-    """Return the error for a fixed key; "" for a key that may change."""
+    """Return an error message for a config key that can never change; return "" for a key that may change."""
     for config in (before, after):
         if why := explain_fixed(config, change.key):
             cure = _suggest_fix(before, change.key)
@@ -140,10 +140,10 @@ def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
 
 
 def explain_fixed(config: RunConfig, key: str) -> str:
-    """Return why a key, or a section above the key, is fixed; "" if the key may change."""
+    """Return why a config key, or a section that contains the key, can never change; "" if the key may change."""
     place: Any = config
     for name in key.split("."):
-        if isinstance(place, Mapping):  # sections by name, such as `rewards`
+        if isinstance(place, Mapping):  # a section with a name for each entry, such as `rewards`
             place = place.get(name)
             continue
         if not isinstance(place, Section):
@@ -168,7 +168,7 @@ def _refuse_stored_parts(before: RunConfig, after: RunConfig) -> Iterator[str]:
 
 
 def _list_stored_parts(config: RunConfig) -> dict[str, str]:
-    """Describe the parts that the learner stores beside the policy, by the config key that decides about the part."""
+    """Describe the parts that the learner stores in addition to the policy, by the config key that adds each part."""
     objective = config.train.objective
     found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
     found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""
@@ -181,7 +181,7 @@ def _list_stored_parts(config: RunConfig) -> dict[str, str]:
 
 
 def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str]:
-    """Reject a larger `max_new_tokens`, because the run's prompts leave room only for the original length."""
+    """Reject a larger `max_new_tokens`, because prompts were chosen to leave room only for the original length."""
     room, asked = first.engine.max_new_tokens, after.engine.max_new_tokens
     if asked > room:
         why = f"the run's prompts were chosen to leave room for {room} tokens in the policy's context"
@@ -189,13 +189,13 @@ def _refuse_longer_responses(first: RunConfig, after: RunConfig) -> Iterator[str
 
 
 def _refuse_missing_scorers(before: RunConfig, after: RunConfig) -> Iterator[str]:
-    """Reject a config without a scorer that the run's prompts may name."""
+    """Reject a config that lacks a scorer which the run's prompts may name."""
     for name in before.scorers.keys() - after.scorers.keys():
         yield f"{name_section(name)}: prompts of the run name this scorer; keep the section, {ANEW}"
 
 
 def _refuse_waiting(before: RunConfig, after: RunConfig, state: RunState) -> Iterator[str]:
-    """Yield the errors for changes that the log does not allow at present."""
+    """Yield the errors for config changes that the run's log does not allow at present."""
     if after.versions < state.version:
         yield (
             f"versions = {after.versions}: version {state.version} is already published; choose {state.version} or more"
@@ -223,7 +223,7 @@ def _suggest_fix(before: RunConfig, key: str) -> str:
 
 
 def _format_value(config: RunConfig, key: str) -> str:
-    """Format a key's value for an error message; "unset" for a key without a value."""
+    """Format the value of a config key for an error message; a key without a value is shown as "unset"."""
     place: Any = tree_of(config)
     for name in key.split("."):
         place = place.get(name) if isinstance(place, Mapping) else None

@@ -1,4 +1,4 @@
-"""Provides the learner of a run whose config was changed: each version is trained under its own config in the log.
+"""Provides the learner of a run whose config was changed: each policy version is trained with its own config.
 
     config A: version 1, 2, 3 --weights and state, as files--> config B: version 4, 5
 
@@ -24,7 +24,7 @@ from rollflow.tasks.runtime.node import node_cache
 
 
 class MappedFiles(Mapping[str, Data]):
-    """A mapping of names to local files; each file is memory-mapped when its name is looked up."""
+    """A mapping from names to local files; each file is memory-mapped when its name is looked up."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
@@ -40,7 +40,7 @@ class MappedFiles(Mapping[str, Data]):
 
 
 class ConfigSwitchLearner:
-    """Wraps a `Learner`, and switches its config between versions as the module's docstring describes."""
+    """Wraps a `Learner`, and rebuilds the learner when the config changes from one policy version to the next."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class ConfigSwitchLearner:
         config_at: Callable[[int], RunConfig],
         build: Callable[[RunConfig], Learner],
     ) -> None:
-        """Start with `learner`, which uses `config`.
+        """Start with the learner `learner`, which was built with `config`.
 
         Args:
-            config_at: returns a version's config.
-            build: builds a blank learner.
+            config_at: returns the config of a policy version.
+            build: builds a learner whose weights are loaded later.
         """
         self._learner: Learner | None = learner
         self._terms, self._config_at, self._build = _terms(config), config_at, build
@@ -64,7 +64,7 @@ class ConfigSwitchLearner:
         return self._now.model
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
-        """Train one step, as `Learner` says, under the config of version `version + 1`."""
+        """Run one train step, as `Learner.step` specifies, with the config of policy version `version + 1`."""
         config = self._config_at(version + 1)
         if _terms(config) != self._terms:
             self._change(config)
@@ -102,7 +102,8 @@ class ConfigSwitchLearner:
     def _change(self, config: RunConfig) -> None:
         (cache := node_cache()).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="change-", dir=cache) as folder:
-            state = _write_files(self._now.state(), Path(folder))  # must precede `_build`, which draws random numbers
+            # this line must precede `_build`, which draws random numbers
+            state = _write_files(self._now.state(), Path(folder))
             weights = _write_files(self._now.weights(), Path(folder))
             self._learner = None
             self._learner = self._build(config)
@@ -111,7 +112,7 @@ class ConfigSwitchLearner:
 
 
 def _terms(config: RunConfig) -> tuple[object, ...]:
-    """Return the parts of a config that a learner depends on."""
+    """Return the settings of a config that a learner depends on."""
     engine = config.engine
     return config.train, config.versions, engine.temperature, engine.max_new_tokens, config.store.shard_bytes
 

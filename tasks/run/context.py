@@ -1,6 +1,6 @@
-"""Provides the context of a run to each of its processes: storage, config, policy folder and prompts.
+"""Gives each process of a run access to the run's storage, config, policy folder and prompts.
 
-A `RunContext` is small and can be pickled; it reads everything but its address from storage.
+A `RunContext` is small and can be pickled; a process that unpickles it reads everything else from storage.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import node_cache
 from rollflow.tasks.runtime.renamed_keys import RECIPE
 
-FORMAT = 5  # incremented when any record's format changes, so that no run of an older format is changed
+FORMAT = 5  # incremented when the format of any record changes, so that no run of an older format is changed
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run. `uri` is the run's storage (`<store>/runs/<run id>`), and `cache` is this node's folder for fetched
-    files.
+    """One run. `uri` is the address of the run's storage (`<store>/runs/<run id>`), and `cache` is this node's folder
+    for fetched files.
 
-    A pickled context contains only `uri` and `patience`; on another node, `cache` is that node's own folder.
+    A pickled context contains only `uri` and `patience`; on another node, `cache` is a folder of that node.
 
     `patience` is the number of seconds to wait for a store that does not answer. A process that works for the run waits
-    for the store, and reports the wait (`store.waits`). A process that only reads the run does not wait for the store.
+    until the store answers, and reports the wait (`store.waits`). A process that only reads the run does not wait for a
+    store that does not answer.
     """
 
     uri: str
@@ -70,7 +71,7 @@ class RunContext:
         try:
             found = read_creation(self.store)
         except Missing:
-            if self.store.exists("run.json"):  # the description of an older run, from before runs had a log
+            if self.store.exists("run.json"):  # the record of a run by an older release, which wrote no log
                 raise self._build_format_error(0, "") from None
             cure = "check the run id, or name its store (--store, ROLLFLOW_STORE)"
             raise ConfigError(f"run {self.uri!r}: there is no such run; {cure}") from None
@@ -83,10 +84,11 @@ class RunContext:
         return found
 
     def check_format(self) -> None:
-        """Check that this release reads the run's format. A run whose first entry is missing or damaged passes.
+        """Check that this release of the program can read the stored run. A run whose first log entry is missing or
+        damaged passes the check.
 
         Raises:
-            ConfigError: another release recorded the run, in another format.
+            ConfigError: another release of the program recorded the run, in another format.
         """
         origin = read_origin(self.store)
         if origin is not None and origin[0] != FORMAT:
@@ -99,14 +101,14 @@ class RunContext:
 
     @property
     def created(self) -> RunCreated:
-        """The first entry of the log, which records how the run was created."""
+        """The first entry of the run's log, which records how the run was created."""
         body = self._creation.body
         assert isinstance(body, RunCreated), "entries of a run with this format must begin with its number"
         return body
 
     @property
     def created_at(self) -> float:
-        """Time of creation, in seconds since the epoch, by the clock of the machine that prepared the run."""
+        """The run's time of creation, in seconds since the epoch, by the clock of the machine that created the run."""
         return self._creation.at
 
     @property
@@ -118,8 +120,8 @@ class RunContext:
     def key(self) -> str:
         """The run's unique name on a cluster or server: runs of the same name in two stores have different keys.
 
-        The key depends on the run's time of creation, because two storage services may have a bucket of the same name.
-        If the store is a folder, symbolic links to the folder do not change the key.
+        The run's key depends on the time of creation, because two storage services may have a bucket of the same name.
+        If the store is a folder, symbolic links to the folder do not change the run's key.
         """
         local = self.store.local_path(entry_path(0))
         place = str(local.parent.parent.resolve()) if local else self.store.uri
@@ -128,7 +130,7 @@ class RunContext:
 
     @property
     def config(self) -> RunConfig:
-        """The config in force, as far as this process has read the log.
+        """The run's current config, as far as this process has read the run's log.
 
         Raises:
             Corrupt: the recorded config is invalid.
@@ -136,29 +138,29 @@ class RunContext:
         return self._get_parsed(self.configs[-1])
 
     def config_at(self, version: int) -> RunConfig:
-        """Return the config under which `version` was trained; for a future version, the config in force."""
+        """Return the config with which a policy version was trained; for a future version, the current config."""
         return self._get_parsed(self.recorded_at(version))
 
     def recorded_at(self, version: int) -> RecordedConfig:
-        """Return the config of `version` as the log records it."""
+        """Return the config of policy version `version` exactly as the run's log records it."""
         return self._config_of_entry(self.log.state.config_of(version))
 
     def config_under(self, claim: int) -> RunConfig:
-        """Return the config in force at the claim in entry `claim`; a later change of the config ends the claim."""
+        """Return the config that was current when a process claimed its role in log entry `claim`."""
         return self._get_parsed(self._config_of_entry(self.log.state.config_at(claim)))
 
     @property
     def all_configs(self) -> list[RunConfig]:
-        """The parsed configs of the run; the first is the config with which the run was created."""
+        """All configs that the run has had; the first is the config with which the run was created."""
         return [self._get_parsed(recorded) for recorded in self.configs]
 
     @property
     def configs(self) -> list[RecordedConfig]:
-        """All recorded configs of the run, as far as this process has read the log; the last config is in force.
+        """All recorded configs of the run, as far as this process has read the log; the last config is the current one.
 
-        If the log is damaged, the list has only the readable configs.
+        If the run's log is damaged, the list has only the readable configs.
         """
-        first = self._creation  # raises if there is no such run
+        first = self._creation  # raises an error if there is no such run
         try:
             places = self.log.state.configs
         except Corrupt:
@@ -173,7 +175,7 @@ class RunContext:
 
     @cached_property
     def _configs(self) -> dict[int, RecordedConfig]:
-        """The recorded configs, keyed by the numbers of their log entries."""
+        """The recorded configs of the run, keyed by the numbers of their log entries."""
         return {}
 
     def _get_parsed(self, recorded: RecordedConfig) -> RunConfig:
@@ -183,7 +185,7 @@ class RunContext:
 
     @cached_property
     def _trees(self) -> dict[int, RunConfig]:
-        """The parsed configs, keyed by the numbers of their log entries."""
+        """The parsed configs of the run, keyed by the numbers of their log entries."""
         return {}
 
     def _parse(self, recorded: RecordedConfig) -> RunConfig:
@@ -197,34 +199,33 @@ class RunContext:
 
     @property
     def probe_tokens(self) -> list[int]:
-        """The fixed tokens whose log-probs are compared after each weight update."""
+        """The fixed tokens whose log-probs are compared between engine and learner after each weight update."""
         return list(self.created.probe_tokens)
 
     @cached_property
     def log(self) -> Log:
-        """The run's log, as read by this process; all callers share this view."""
+        """The run's log, as read by this process; all callers share one copy."""
         return Log(self.store)
 
     @cached_property
     def policies(self) -> PolicyStore:
-        """The store of the run's versions."""
+        """The store of the run's policy versions."""
         return PolicyStore(self.log, in_use=self._waits_for_evaluation)
 
     @cached_property
     def batches(self) -> TrajectoryStore:
-        """The store of the run's trajectory batches."""
+        """The store of the run's batches of trajectories."""
         return TrajectoryStore(self.log)
 
     def _waits_for_evaluation(self, version: int) -> bool:
         return self.evaluates(version) and not is_evaluated(self.store, version)
 
     def evaluates(self, version: int) -> bool:
-        """Return whether `version` is to be evaluated: by its config, or because it is the last version."""
+        """Return whether policy version `version` is to be evaluated, as every n-th version or as the last version."""
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
-        """Return the config of the separate engine for evaluations, or of the run's engines if evaluations borrow an
-        engine.
+        """Return the config of the engine for evaluations; if evaluations borrow an engine, that of the run's engines.
 
         On a CPU, "auto" replaces vLLM by the transformers engine, if the transformers engine can run the policy.
         """
@@ -234,17 +235,17 @@ class RunContext:
         return config.engine if replaced and find_folder_hindrance(self.policy_folder) else found
 
     def weights(self, version: int) -> Path:
-        """Return a folder on this node with a version's weights; it exists until another version is requested."""
+        """Return a folder on this node with a policy version's weights, valid until another version is requested."""
         return self.policies.weights_folder(self.policies.find(version), self.cache / "weights")
 
     @cached_property
     def policy_folder(self) -> Path:
-        """A folder on this node with the policy's config and tokenizer."""
+        """A folder on this node with the policy's model config and tokenizer."""
         return fetch_folder(self, "policy", "policies", "config", lambda path: not is_weights(path))
 
     @cached_property
     def first_weights(self) -> Path:
-        """A folder on this node with the policy at the run's start, including the weights of `policy.path`."""
+        """A folder on this node with the policy at the start of the run, including the weights of `policy.path`."""
         return fetch_folder(self, "policy", "policies", "first")
 
     @cached_property
@@ -255,25 +256,25 @@ class RunContext:
     def prompts(self) -> RunPrompts:
         """Open the run's prompts with the run's first config, and check that the prompts have not changed.
 
-        A prompt that is too long is replaced by another prompt. The limit on a prompt's length follows from the first
-        config's `engine.max_new_tokens`, even if a later config changed the key.
+        A prompt that is too long for the policy is replaced by another prompt. The limit on a prompt's length follows
+        from `engine.max_new_tokens` in the run's first config, even if a later config changed that key.
 
         Raises:
-            ConfigError: a package, or a file that the run did not keep, has changed since the run began.
-            Corrupt: the run's own copy of a file is damaged.
+            ConfigError: a package, or a prompt file without a copy in the run's storage, has changed since the run
+            began.
+            Corrupt: the copy of a prompt file in the run's storage is damaged.
         """
         pins = PINS.validate_python(self.created.prompts)
         config = self.all_configs[0]
         prompts = open_prompts(config, self.tokenizer, open_reader(self.store, config, pins), split_of(pins))
         check_asked(config, pins, prompts)
-        if any(map(skips_solved, config.prompts)):  # prompts of other runs do not depend on the log
+        # only runs that skip solved questions have prompts that depend on the log
+        if any(map(skips_solved, config.prompts)):
             prompts.epochs = Epochs(self.log, config.prompts, prompts.sources)
         return prompts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return only the address and the patience; a process that unpickles the context reads everything else
-        again.
-        """
+        """Return only `uri` and `patience`; a process that unpickles the context reads all else from storage."""
         return {"uri": self.uri, "patience": self.patience}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,9 +284,9 @@ class RunContext:
 def fetch_folder(
     context: RunContext, prefix: str, cache: str, name: str, wanted: Callable[[str], bool] = lambda path: True
 ) -> Path:
-    """Return a folder on this node with the wanted files of a model below `prefix` in the run's storage.
+    """Return a folder on this node with the wanted files of a model, which the run stores below `prefix`.
 
-    The files of remote storage are fetched into the folder `name` of the node's cache `cache`.
+    If the run's storage is remote, the files are fetched into the folder `name` of the node's cache `cache`.
     """
     store = context.store
     local = store.local_path(f"{prefix}/config.json")
@@ -303,7 +304,7 @@ def fetch_folder(
     return NodeCache(context.cache / cache, context.key, context.patience).hold(name, fetch, whole).for_good()
 
 
-# Keys that are newer than some recorded runs, by section, with the values that match the behaviour of those runs.
+# Config keys that are newer than some recorded runs, by section, with the values that match how those runs behaved.
 BEFORE: dict[str, dict[str, Any]] = {
     "train": {
         "master_dtype": "policy",
@@ -318,9 +319,10 @@ BEFORE: dict[str, dict[str, Any]] = {
 
 
 def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
-    """Parse a config from a run's log.
+    """Parse a config that was read from a run's log.
 
-    Renamed keys get their present names. Missing keys get the values that match the behaviour of the recorded run.
+    Config keys that were renamed since the run get their present names. Missing keys of the config get the values that
+    match the behaviour of the recorded run.
 
     Raises:
         ValidationError: the recorded config is invalid.
@@ -332,13 +334,13 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
-    """Claim a role of the run for this process, on the cluster at `address`, and so depose the role's previous owner.
+    """Claim a role of the run, such as the supervisor, for this process, which replaces the role's previous process.
 
     Raises:
         ConfigError: there is no such run.
-        Deposed: the run has another supervisor on another cluster.
+        Deposed: a supervisor on another cluster has taken over the run.
     """
-    _ = context.created  # raises if there is no such run
+    _ = context.created  # raises an error if there is no such run
     host, process = socket.gethostname(), os.getpid()
     return context.log.claim(role, who=who or f"the {role}", cluster=address, host=host, process=process)
 
@@ -346,14 +348,14 @@ def claim(context: RunContext, role: Role, address: str, who: str = "") -> Write
 def open_prompts(
     config: RunConfig, tokenizer: PolicyTokenizer | None, read: Reader, split: Split = "key"
 ) -> RunPrompts:
-    """Open the prompts that a config describes; without a tokenizer, only the prompts' texts are available."""
+    """Open the prompts that a config describes; without a tokenizer, only the texts of the prompts are available."""
     longest = tokenizer.context - config.engine.max_new_tokens if tokenizer else 0
     encode = tokenizer.encode_prompt if tokenizer else None
     return RunPrompts(config.prompts, config.seed, config.evaluation.prompts, encode, longest, read, split)
 
 
 def probe_tokens(prompts: RunPrompts, count: int) -> list[int]:
-    """Return the first `count` tokens of the demonstrations, which use many rows of the embedding."""
+    """Return the first `count` tokens of the example answers, which use many rows of the embedding."""
     tokens: list[int] = []
     index = 0
     while len(tokens) < count:

@@ -1,4 +1,4 @@
-"""Builds the ports through which a run's environment uses the tokenizer, the chat template and tools."""
+"""Gives a run's environment access to the tokenizer, the chat template and the tools."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def build_ports(config: RunConfig, tokenizer: PolicyTokenizer) -> EnvironmentPorts:
-    """Build the ports of the environment, whatever its kind.
+    """Build the ports through which an environment of any kind uses the tokenizer, the chat template and the tools.
 
     Raises:
-        ConfigError: a tool cannot be imported.
+        ConfigError: a tool of the environment cannot be imported.
     """
     chat = {source.domain for source in config.prompts if source.chat}
     return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), build_toolbox(config.environment.tool_parts))

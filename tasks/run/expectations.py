@@ -1,8 +1,8 @@
-"""Builds the expectations with which an audit compares a run: the limits of its config, and its prompts.
+"""Builds the expected values with which an audit compares a stored run: the limits of its config, and its prompts.
 
-`storage.audit` checks a run by storage alone; this module adds expectations that follow from config and prompts. If
-prompts can no longer be opened (a package has another version, a file is gone), `Expected.unchecked` contains the
-reason. Prompts that cannot be opened are no violation of an invariant.
+The module `storage.audit` checks a run by its storage alone; this module adds what follows from the run's config and
+prompts. If prompts can no longer be opened (a package has another version, a file is missing), `Expected.unchecked`
+contains the reason. An audit does not report prompts that cannot be opened as a violation of an invariant.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, parse_recorded
 from rollflow.tasks.run.user_code import changed_code
 
-ROUNDING = 1e-6  # tolerance for a mean reward, because batches store rewards in float32
+ROUNDING = 1e-6  # tolerance for the mean reward of a group, because batches store rewards in float32
 UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, TypeError)
 
 
 def expected_of(context: RunContext) -> Expected:
-    """Return the expectations with which the audit compares the run's batches."""
+    """Return the expected values with which an audit compares the stored batches of a run."""
     try:
         return Expected(_read_recorded_limits, _open_prompts(context))
     except UNREADABLE as error:
@@ -46,7 +46,7 @@ def _read_recorded_limits(recorded: Mapping[str, Any]) -> BatchLimits:
 
 
 def read_limits(config: RunConfig) -> BatchLimits:
-    """Return the limits that a config sets on the batches committed under the config."""
+    """Return the limits that a config sets for the batches that are committed while the config is current."""
     rules = _loosen_filter(config.rollout.filter)
     return BatchLimits(
         sources=len(config.prompts),
@@ -64,7 +64,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
 
 
 def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
-    """Return the reasons for which a scheduler with this config discards groups; voids are separate log entries."""
+    """Return the reasons for which a scheduler with this config may discard a group of responses."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     filtered = {DiscardReason.FILTERED} if config.rollout.filter else set()
     unjudged = {DiscardReason.UNJUDGED} if config.judges_again else set()
@@ -72,7 +72,7 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
 
 
 def _loosen_filter(rules: FilterConfig | None) -> FilterConfig | None:
-    """Loosen the filter's limits by the tolerance for rounding."""
+    """Widen the filter's limits on mean rewards by the tolerance for rounding."""
     if rules is None:
         return None
     return rules.model_copy(
@@ -104,7 +104,7 @@ def _open_prompts(context: RunContext) -> ExpectedPrompts:
 
 
 def _check_clock(context: RunContext) -> None:
-    """Raise `ConfigError` if the chat template shows the time and the run did not record that time."""
+    """Raise `ConfigError` if the chat template shows the time, and the run did not record which time it showed."""
     if context.created.single_start:
         return
     for source in context.all_configs[0].prompts:
@@ -113,9 +113,11 @@ def _check_clock(context: RunContext) -> None:
 
 
 def _check_own_sources(context: RunContext) -> None:
-    """Raise `ConfigError` if a user-defined source has changed, because it may ask other questions than before.
+    """Raise `ConfigError` if the code of a user-defined prompt source has changed, because its questions may differ
+    now.
 
-    The run itself may continue with a changed source, as long as the source's first questions are the same.
+    The run itself may continue with changed code of a prompt source, as long as the first questions of the source are
+    the same.
     """
     for key in changed_code(context.all_configs[0], context.created.own_code):
         if key.startswith("prompts."):

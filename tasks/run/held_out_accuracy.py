@@ -11,7 +11,7 @@ from rollflow.tasks.scorers.verifier import close_thread_runner, judge_correct
 
 
 class HeldOutJudge:
-    """Generates and judges answers to the held-out prompts. It must be used, and closed, in one thread."""
+    """Generates and judges answers to the held-out prompts. The object must be used, and closed, in one thread."""
 
     def __init__(self, context: RunContext) -> None:
         self._config, self._tokenizer = context.config, context.tokenizer
@@ -24,11 +24,11 @@ class HeldOutJudge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the sandboxes in which programs were judged."""
+        """End the sandboxes that ran the programs in the answers."""
         close_thread_runner()
 
     def __call__(self, model: Any) -> HeldOutAccuracy:
-        """Measure the accuracy of a model."""
+        """Return the accuracy of a model on the held-out prompts."""
         config, asked = self._config, [prompt.tokens for prompt in self._prompts]
         responses = generate_answers(
             model,

@@ -1,4 +1,4 @@
-"""Builds the scheduler's limits from a run's config."""
+"""Builds the limits of the rollout scheduler from a run's config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def build_limits(config: RunConfig) -> RolloutLimits:
-    """Build the scheduler's limits from a run's config."""
+    """Build the limits of the rollout scheduler from a run's config."""
     engine, rollout = config.engine, config.rollout
     slots = engine.max_concurrent_requests * engine.replicas
     return RolloutLimits(

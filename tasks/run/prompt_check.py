@@ -1,4 +1,4 @@
-"""Checks that a run's prompts can be asked and scored, row by row, before the run begins.
+"""Checks, before a run begins, that the policy can be asked each prompt and that each response can be scored.
 
     read_files    checks every row of every file: types, emptiness, and a reference that the verifier can score
     fit_files     checks every row as the policy reads it: it is not empty and leaves room for a response
@@ -40,19 +40,19 @@ from rollflow.tasks.scorers.config import (
 from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
 
-PROBED = 256  # number of questions that are checked for a source that generates them
-TELL_SECONDS = 3.0  # seconds between two progress lines
+PROBED = 256  # number of questions that are checked of a prompt source that generates questions
+TELL_SECONDS = 3.0  # seconds between two lines of progress
 CURE = 'shorten it, lower engine.max_new_tokens, or set prompts.too_long = "drop"'
-WORKED = "####"  # mark before the answer of a worked solution in GSM8K and similar data sets
+WORKED = "####"  # marks the final answer of a worked solution in GSM8K and similar data sets
 Rows = Mapping[FileBase, list[PromptRow]]
 Tell = Callable[[str], None]
 
 
 def read_files(config: RunConfig, read: Reader) -> Rows:
-    """Read the rows of every prompt file.
+    """Read and check the rows of every prompt file of the run.
 
     Raises:
-        ConfigError: a row cannot be asked or scored.
+        ConfigError: a row of a prompt file has no usable prompt, or its responses cannot be scored.
     """
     sources = [source for source in config.prompts if isinstance(source, FileBase)]
     files = dict.fromkeys(file for source in sources for file in source.files)
@@ -74,10 +74,10 @@ def _find_reward(config: RunConfig, source: PromptBase, reference: Mapping[str, 
 def fit_files(
     config: RunConfig, rows: Rows, tokenizer: PolicyTokenizer, read: Reader, tell: Tell
 ) -> tuple[Reader, list[str]]:
-    """Return a reader of the prompt files without the dropped rows, and notes for the user.
+    """Drop the rows of prompt files that are too long; return a reader of the remaining rows, and notes for the user.
 
     Raises:
-        ConfigError: a row is too long, or the policy cannot generate any of the references in a file.
+        ConfigError: a prompt is too long, or the policy cannot generate any of the reference answers in a file.
     """
     notes, kept = list[str](), dict[FileBase, bytes]()
     for source, found in rows.items():
@@ -91,15 +91,16 @@ def fit_files(
 
 
 def describe_files(prompts: RunPrompts) -> list[str]:
-    """Return a note on each prompt file: how many rows are trained on, held out and left out."""
+    """Describe for each prompt file how many rows are trained on, held out and left out."""
     return [source.describe_rows() for source in prompts.sources if isinstance(source, JsonlSource)]
 
 
 def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
-    """Check the first questions of sources that generate them; return notes for the user.
+    """Check the first questions of prompt sources that generate questions; return notes for the user.
 
     Raises:
-        ConfigError: a question cannot be scored, or is too long and `prompts.too_long` is "refuse".
+        ConfigError: responses to a question cannot be scored, or the question is too long and `prompts.too_long` is
+        "refuse".
     """
     notes = list[str]()
     for which, source in enumerate(config.prompts):
@@ -127,12 +128,12 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     return notes
 
 
-OWN_KEY = re.compile(r"\breward\.(kind|answer)(?= = )")  # a key of a scorer in a sentence about a row
+OWN_KEY = re.compile(r"\breward\.(kind|answer)(?= = )")  # a config key of a scorer in an error message about a row
 
 
 @dataclass(frozen=True, slots=True)
 class _Judgeable:
-    """A callable that returns why no response can match a reference, or None if a response can match it."""
+    """A callable that returns why no response can match a reference answer, or None if a response can match it."""
 
     config: RunConfig
     source: PromptBase
@@ -151,7 +152,7 @@ class _Judgeable:
         return name_section(self.source.scorer_of(reference))
 
     def find(self, reward: RewardConfig, section: str, reference: Mapping[str, Any]) -> str | None:
-        """Return why no response can match a reference under this reward or part of one, or None."""
+        """Return why this reward cannot be positive for any response to this reference answer, or None if it can."""
         fault = self._find_fault(reward, reference)
         return fault and OWN_KEY.sub(rf"{section}.\1", fault)
 
@@ -165,7 +166,7 @@ class _Judgeable:
         return self.checker.find(reward, reference)
 
     def _find_name_fault(self, reference: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with the name of a scorer in a row's `reward_column`, or None."""
+        """Return what is wrong with the scorer name in a prompt row's `reward_column`, or None."""
         column = self.source.reward_column if isinstance(self.source, FileBase) else None
         name = reference.get(column) if column else None
         if not name or (isinstance(name, str) and name in self.config.rewards):
@@ -217,7 +218,7 @@ def _find_family_fault(family: str) -> str | None:
 
 
 def _check_worked(source: FileBase, rows: Sequence[PromptRow], kind: str) -> None:
-    """Reject a file of worked solutions, because the verifier would compare responses with whole solutions."""
+    """Reject a file whose references are worked solutions, because responses would be compared with whole solutions."""
     if source.answer_after is None and all(WORKED in row.reference["answer"] for row in rows):
         raise source.refusal(
             f"every answer contains {WORKED!r}, as worked solutions do, and "
@@ -229,7 +230,7 @@ def _check_worked(source: FileBase, rows: Sequence[PromptRow], kind: str) -> Non
 def _find_too_long(
     config: RunConfig, source: FileBase, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer, tell: Tell
 ) -> set[int]:
-    """Return the lines of a file whose prompts are too long and are to be dropped."""
+    """Return the line numbers of a prompt file whose prompts are too long and have to be dropped."""
     room, empty, long = _compute_room(config, tokenizer), list[tuple[int, str]](), list[tuple[int, str]]()
     last_told, count = time.monotonic(), _count_tokens(source, tokenizer)
     for number, row in enumerate(rows, 1):
@@ -251,7 +252,7 @@ def _find_too_long(
 def _count_tokens(source: FileBase, tokenizer: PolicyTokenizer) -> Callable[[PromptRow], int]:
     """Return a function that counts the tokens of a row's prompt; an error of the chat template names the row.
 
-    The first system message of a row is also checked against the template, which may leave system messages out.
+    The function also checks that the chat template does not leave out the first system message of a row.
     """
     checked = False
 
@@ -276,9 +277,7 @@ def _drop_lines(source: FileBase, content: bytes, dropped: set[int]) -> bytes:
 def _note_unreachable(
     config: RunConfig, source: FileBase, rows: Sequence[PromptRow], tokenizer: PolicyTokenizer
 ) -> list[str]:
-    """Describe the references that no response can equal, because they are too long or not in the policy's
-    vocabulary.
-    """
+    """Describe the reference answers that no response of the policy can equal, because of length or vocabulary."""
     most, lost, compared = config.engine.max_new_tokens, list[PromptRow](), 0
     for row in rows:
         reward = _find_reward(config, source, row.reference)

@@ -1,4 +1,4 @@
-"""Records the inputs that determine a run's prompts, and checks them whenever a process opens the prompts.
+"""Records which inputs determine a run's prompts, and checks these inputs whenever a process opens the prompts.
 
     jsonl          the sha256 of the file; a file below `store.keep_prompts_bytes` is also copied into the run's
                    storage, and only the copy is read from then on
@@ -45,8 +45,8 @@ PACKAGE = "reasoning-gym"
 
 
 class PinBase(BaseModel):
-    """The record of one prompt source. `split` is the attribute by which held-out questions are recognised: "key", or
-    "text" in older runs.
+    """The record of one prompt source, by which a later change of the source is detected. `split` is the attribute that
+    decides which questions are held out: "key", or "text" in older runs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,32 +55,31 @@ class PinBase(BaseModel):
 
 
 class KeptFile(PinBase):
-    """The record of a prompt file; `kept` is the path of its copy in the run's storage, or "" if the file was not
-    copied.
-    """
+    """The record of a prompt file; `kept` is the path of the copy in the run's storage, or "" if there is no copy."""
 
-    path: str  # absolute path, because each process of a run has its own working directory
+    path: str  # absolute path of the file, because each process of a run has its own working directory
     sha256: str
     size: int  # size in bytes
     kept: str
 
 
 class FilePin(KeptFile):
-    """The record of a file of JSON lines."""
+    """The record of a prompt file in JSON lines, by which a later change of the file is detected."""
 
     kind: Literal["jsonl"] = "jsonl"
 
 
 class TablePin(KeptFile):
-    """The record of a table and of the table with the held-out questions, if there is one."""
+    """The record of a prompt table, and of the table with its held-out questions if there is one."""
 
     kind: Literal["file"] = "file"
     held_out: KeptFile | None = None
-    evaluation_sets: Mapping[str, KeptFile] = Field(default_factory=dict)  # name of the set -> the record of its file
+    # name of the evaluation set -> the record of its file
+    evaluation_sets: Mapping[str, KeptFile] = Field(default_factory=dict)
 
 
 class FamilyPin(PinBase):
-    """The record of a reasoning-gym family: the version of the package reasoning-gym, and a hash of questions."""
+    """The record of a reasoning-gym task: the version of the package reasoning-gym, and a hash of sample questions."""
 
     kind: Literal["reasoning-gym"] = "reasoning-gym"
     version: str
@@ -88,21 +87,21 @@ class FamilyPin(PinBase):
 
 
 class ColumnSumsPin(PinBase):
-    """The record of a source of column sums: a hash of its held-out and first training questions."""
+    """The record of a prompt source of column sums: a hash of its held-out and first training questions."""
 
     kind: Literal["column-sums"] = "column-sums"
     sha256: str
 
 
 class SortingPin(PinBase):
-    """The record of a source of digits to sort: a hash of its held-out and first training questions."""
+    """The record of a prompt source of digits to sort: a hash of its held-out and first training questions."""
 
     kind: Literal["sorting"] = "sorting"
     sha256: str
 
 
 class ImportPin(PinBase):
-    """The record of a user-defined source: a hash of its held-out and first training questions."""
+    """The record of a user-defined prompt source: a hash of its held-out and first training questions."""
 
     kind: Literal["import"] = "import"
     sha256: str
@@ -113,7 +112,7 @@ PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
 def read_once() -> Reader:
-    """Return a reader that reads each file only once, so that the same bytes are checked, hashed and copied."""
+    """Return a reader that reads each prompt file only once, so that the same bytes are checked, hashed and copied."""
     return functools.cache(read_file)
 
 
@@ -144,9 +143,10 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
 
 
 def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Split) -> dict[str, Any]:
-    """Return the fields of the record of a prompt file.
+    """Return the fields of the record of a prompt file: its path, its hash, and the path of its copy.
 
-    Converted content, or content with dropped lines, differs from the user's file, so a copy of it is always stored.
+    A prompt file that was converted, or from which rows were dropped, differs from the user's file, so a copy is always
+    stored.
     """
     content = read(source)
     sha256, differs = hashlib.sha256(content).hexdigest(), isinstance(source, FilePrompts) or source.too_long == "drop"
@@ -157,7 +157,7 @@ def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Spl
 
 
 def split_of(pins: Sequence[Pin]) -> Split:
-    """Return the attribute that separates the run's held-out questions from other questions."""
+    """Return the attribute that decides which questions of the run are held out."""
     return pins[0].split if pins else "text"
 
 
@@ -172,14 +172,14 @@ def store_prompts(store: ObjectStore, config: RunConfig, pins: Sequence[Pin], re
 
 
 def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> Reader:
-    """Return a reader of a run's prompt files as the files were when the run began.
+    """Return a reader of a run's prompt files that returns the files as they were when the run began.
 
-    The reader raises `ConfigError` if a file without a copy in the run's storage has changed, and `Corrupt` if a copy
-    has changed.
+    The reader raises `ConfigError` if a prompt file without a copy in the run's storage has changed, and `Corrupt` if a
+    copy has changed.
     """
 
     def read(source: FileBase) -> bytes:
-        # equal sources have equal records
+        # equal prompt sources have equal records
         owner, found = next(
             (owner, pin)
             for owner, pin in zip(config.prompts, pins, strict=True)
@@ -192,7 +192,7 @@ def open_reader(store: ObjectStore, config: RunConfig, pins: Sequence[Pin]) -> R
 
 
 def _find_record(file: FileBase, source: FileBase, pin: Pin) -> KeptFile:
-    """Return the record of a source's file: of the source itself, of its held-out questions, or of a set."""
+    """Return the record of a file of a prompt source: its training, held-out or evaluation questions."""
     record: object = pin
     if isinstance(pin, TablePin) and file != source:
         sets = (pin.evaluation_sets[name] for name, one in source.set_files.items() if one == file)

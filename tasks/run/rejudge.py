@@ -1,4 +1,4 @@
-"""Judges stored responses again with the scorers of a config, and compares the verdicts with the stored ones.
+"""Judges stored responses again with the scorers of a config, and compares the new verdicts with the stored verdicts.
 
     stored batch --rows--> requests, as the run made them --scorers of today--> verdicts --compare--> changes
 
@@ -32,18 +32,19 @@ from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import name_section
 
-AT_A_TIME = 512  # largest number of responses that wait for a score
-TICK_SECONDS = 1.0  # longest time between two reports of the progress
-UNRECORDED = "not recorded"  # stands for the outcome, or the scorer version, of a row of an older run
+AT_A_TIME = 512  # largest number of responses that wait for a score at the same time
+TICK_SECONDS = 1.0  # longest time in seconds between two reports of the progress
+UNRECORDED = "not recorded"  # shown for the outcome or scorer version of a response if an older run did not record it
 
-Progress = Callable[[int, int, int], None]  # called with a version, its number of responses, and how many have a score
+# called with a policy version, its number of responses, and the number of responses that have a score
+Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredVerdict:
-    """A response of a stored batch, with its verdict and with the request by which it can be judged again."""
+    """A response of a stored batch, with its recorded verdict and the request with which it can be judged again."""
 
-    version: int  # the version that was trained on the response
+    version: int  # the policy version that was trained on the response
     key: GroupKey
     domain: str
     trajectory: Trajectory
@@ -51,7 +52,7 @@ class StoredVerdict:
 
     @property
     def name(self) -> str:
-        """The name of the trajectory for `rollflow inspect`."""
+        """The name of the trajectory, as used by `rollflow inspect`."""
         return f"{self.key.prompt}.{self.key.attempt}.{self.trajectory.sample}"
 
     @property
@@ -62,7 +63,7 @@ class StoredVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Rejudged:
-    """A stored verdict, and the score of the same response by the scorer of today."""
+    """The stored verdict on a response, and the new score of the same response."""
 
     stored: StoredVerdict
     score: Score
@@ -74,8 +75,8 @@ class Rejudged:
 
     @property
     def has_changed(self) -> bool:
-        """True if the new verdict has another reward or another outcome. Rewards are compared as float32, because a
-        batch stores them so.
+        """True if the new verdict differs from the stored verdict in its reward or its outcome. Rewards are compared as
+        float32, because a stored batch has rewards in float32.
         """
         before = self.stored.trajectory
         same = before.outcome in (None, self.score.outcome)
@@ -89,7 +90,7 @@ class Rejudged:
 
 @dataclass(slots=True)
 class DomainVerdicts:
-    """Counts of one domain. The sums of rewards cover the responses that could be judged again."""
+    """Counts of one domain. The sums of rewards include only the responses that could be judged again."""
 
     responses: int = 0
     unjudged: int = 0
@@ -97,7 +98,7 @@ class DomainVerdicts:
     flips: int = 0
     reward_before: float = 0.0
     reward_now: float = 0.0
-    # version of a scorer -> number of responses that it scored in the run, and now
+    # scorer version -> number of responses scored by this version in the run, and now
     scorers_before: Counter[str] = field(default_factory=Counter)
     scorers_now: Counter[str] = field(default_factory=Counter)
 
@@ -122,16 +123,17 @@ class DomainVerdicts:
 
 @dataclass(slots=True)
 class RejudgeReport:
-    """The result of judging responses again."""
+    """The result of judging stored responses again."""
 
     run: str
-    shown: int  # largest number of changes, and of unjudged responses, that are kept
+    shown: int  # largest number of changed verdicts, and of unjudged responses, that are listed
     versions: list[int] = field(default_factory=list)
     domains: dict[str, DomainVerdicts] = field(default_factory=dict)
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)  # (stored outcome, new outcome) -> responses
+    # (stored outcome, new outcome) -> number of responses
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     changes: list[Rejudged] = field(default_factory=list)  # the first changes
-    unjudged: list[Rejudged] = field(default_factory=list)  # the first responses that could not be judged
-    damaged: dict[int, str] = field(default_factory=dict)  # version -> why its batch cannot be judged again
+    unjudged: list[Rejudged] = field(default_factory=list)  # the first responses that could not be judged again
+    damaged: dict[int, str] = field(default_factory=dict)  # policy version -> why its batch cannot be judged again
 
     def add(self, one: Rejudged) -> None:
         """Count a response."""
@@ -162,7 +164,7 @@ class RejudgeReport:
 
 
 class Rejudging:
-    """Judges responses of a run again, with the scorers of `config`."""
+    """Judges the stored responses of a run again, with the scorers of `config`."""
 
     def __init__(self, context: RunContext, config: RunConfig) -> None:
         """Open the run's prompts.
@@ -179,14 +181,13 @@ class Rejudging:
         self._prompts: RunPrompts = context.prompts()
 
     async def run(self, versions: Sequence[int], report: RejudgeReport, progress: Progress) -> None:
-        """Judge the batches of these versions again, and add the verdicts to the report; a batch that cannot be read is
-        reported as damaged.
+        """Judge the batches of these policy versions again, and add the verdicts to the report.
 
-        `progress` is called at least every `TICK_SECONDS`, with the version, and with the number of its responses that
-        have a score and the number of all its responses.
+        `progress` is called at least every `TICK_SECONDS` with the policy version, the number of its responses that
+        have a score, and the number of all its responses.
 
         Raises:
-            ConfigError: a scorer can score no response at all, or a prompt names a scorer that the config lacks.
+            ConfigError: a scorer cannot score any response, or a prompt names a scorer that the config lacks.
         """
         scorer = build_scorers(self._scorers, self._context.policy_folder, local_copies(self._context, self._scorers))
         await scorer.start()
@@ -210,10 +211,10 @@ class Rejudging:
             await scorer.close()
 
     def read_verdicts(self, version: int) -> list[StoredVerdict]:
-        """Return the stored verdicts of the batch that `version` was trained on.
+        """Return the stored verdicts on the batch that policy version `version` was trained on.
 
         Raises:
-            Corrupt: the batch is damaged, or it does not answer the run's prompts.
+            Corrupt: the batch is damaged, or its responses do not belong to the run's prompts.
             ConfigError: a prompt names a scorer that the config lacks.
         """
         entry = self._context.policies.find(version).batch_entry
@@ -250,7 +251,7 @@ class Rejudging:
         verdicts: Sequence[StoredVerdict],
         tell: Callable[[int], None],
     ) -> list[Score]:
-        """Return the scores of these responses; raise the error of `serving` if the scorer fails."""
+        """Return the new scores of these responses; raise the error of `serving` if the scorer fails."""
         scoring = [asyncio.ensure_future(self._score(scorer, one.request)) for one in verdicts]
         try:
             while left := [one for one in scoring if not one.done()]:

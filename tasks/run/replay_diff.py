@@ -1,7 +1,7 @@
-"""Measures how much the tensors of a replayed version differ from the tensors of the published version.
+"""Measures how much a policy version that was trained again (replayed) differs from the published version.
 
 Rounding errors are small relative to the change that a train step makes to the weights, at any learning rate. AdamW can
-enlarge the rounding errors of single elements whose gradients are nearly zero. All tensors of one kind, such as the
+enlarge the rounding errors of single weights whose gradients are nearly zero. All tensors of one kind, such as the
 weights in float32, are compared together by their L2 norms.
 
     |replayed - published| <= share * |published - parent|
@@ -27,9 +27,10 @@ from rollflow.tasks.learners.base import Learner
 from rollflow.tasks.learners.checkpoint.shards import tensors_of
 from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 
-# largest accepted norm of the difference, as a share of the norm of the train step's change
+# largest accepted norm of the difference between replayed and published tensors, as a share of the norm of the train
+# step's change
 SHARE = 0.1
-# the same share for weights in bfloat16 and float16, whose changes in one step are mostly rounding
+# largest accepted share for weights in bfloat16 and float16, whose changes in one step are mostly rounding
 SHORT = 0.5
 ALIKE = 2.0**-23  # relative rounding step of float32; a difference of this size is always accepted
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # data type -> relative rounding step
@@ -39,16 +40,16 @@ TURNED = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The distances over all tensors of a kind; `apart` and `allowed` are squared L2 norms."""
+    """The distance between replayed and published tensors of one kind; `apart` and `allowed` are squared L2 norms."""
 
     apart: float
     allowed: float
-    furthest: float  # largest difference of an element beyond the rounding step of its type
+    furthest: float  # largest difference of an element beyond the rounding step of its data type
     moved: float  # largest change of an element by the train step
 
     @property
     def near(self) -> bool:
-        """True if rounding explains the difference."""
+        """True if rounding explains the difference between the replayed and the published tensors."""
         return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
 
     def combine(self, other: Kind) -> Kind:
@@ -59,14 +60,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class ReplayDistance:
-    """The distance between a replayed and a published version, for each kind of tensor."""
+    """The distance between a replayed and a published policy version, for each kind of tensor."""
 
     most: float = 0.0  # largest difference between a replayed and a published element
     kinds: Mapping[str, Kind] = field(default_factory=dict)
 
     @property
     def near(self) -> bool:
-        """True if rounding explains the difference."""
+        """True if rounding explains the difference between the replayed and the published policy version."""
         return all(kind.near for kind in self.kinds.values())
 
     def combine(self, other: ReplayDistance) -> ReplayDistance:
@@ -76,7 +77,7 @@ class ReplayDistance:
         return ReplayDistance(max(self.most, other.most), kinds)
 
 
-FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # the distance of files with different tensors
+FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # the distance between files with different tensors
 
 
 def measure_distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
@@ -93,9 +94,9 @@ def measure_distance(policies: PolicyStore, learner: Learner, replayed: Replayed
 
 
 def distance_of_files(name: str, made: Data, published: Data, parent: Data | None = None) -> ReplayDistance:
-    """Return the distance of two safetensors files of the same name.
+    """Return the distance between two safetensors files of the same name.
 
-    A tensor that is not in the parent's file counts as zero, because the optimizer's moments are zero at first.
+    A tensor that is not in the parent version's file counts as zero, because the optimizer's moments start at zero.
     """
     ours, theirs = (dict(tensors_of([(name, data)])) for data in (made, published))
     before = dict(tensors_of([(name, parent)])) if parent is not None else {}
@@ -141,7 +142,7 @@ def _by_name(version: PolicyVersion) -> dict[str, StoredObject]:
 
 
 def _read(policies: PolicyStore, stored: StoredObject | None) -> Data | None:
-    """Read an object of the parent version; return None if the object is damaged or missing."""
+    """Read a stored object of the parent version; return None if the object is damaged or missing."""
     try:
         return None if stored is None else policies.read(stored)
     except Corrupt:

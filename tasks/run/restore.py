@@ -1,4 +1,4 @@
-"""Restores a learner from storage, exactly as the learner was after it published a version.
+"""Restores a learner from storage, exactly as the learner was after it had published a policy version.
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 
@@ -44,7 +44,8 @@ from rollflow.tasks.runtime.node import node_cache
 
 @dataclass(frozen=True, slots=True)
 class ReplayedVersion:
-    """A version that was trained again. `differences` names the files that differ from the published files."""
+    """A policy version that was trained again (replayed) from its stored batch. `differences` lists the files that
+    differ from the published files of the policy version."""
 
     version: PolicyVersion
     batch: BatchCommitted
@@ -52,21 +53,21 @@ class ReplayedVersion:
 
     @property
     def same_weights(self) -> bool:
-        """True if the version's weights equal the published weights."""
+        """True if the replayed weights are equal to the published weights."""
         return not any(name.startswith(WEIGHTS) for name in self.differences)
 
 
 @dataclass(slots=True)
 class RestoredVersion:
-    """Describes how a version was restored: from version `base`, by training `replayed` versions again."""
+    """Describes how a policy version was restored: from version `base`, by training `replayed` versions again."""
 
     base: int
     replayed: int = 0
-    healed: list[str] = field(default_factory=list)  # damaged objects that were restored
-    differed: list[int] = field(default_factory=list)  # versions whose replay differs from the published files
+    healed: list[str] = field(default_factory=list)  # paths of damaged objects that were restored
+    differed: list[int] = field(default_factory=list)  # policy versions whose replay differs from the published files
 
     def sentence(self) -> str:
-        """Return a sentence for the learner's status, or "" if no version was replayed and no object was restored."""
+        """Return a sentence for the learner's status, or "" if nothing was replayed or restored."""
         said = [f"restored from version {self.base}"] if self.replayed else []
         said += [f"{self.replayed} replayed"] if self.replayed else []
         said += [f"{len(self.healed)} damaged objects restored"] if self.healed else []
@@ -85,11 +86,11 @@ def new_learner(
     ranks: RankHosts = NEAR,
     count: int | None = None,
 ) -> Learner:
-    """Build the run's learner before its first step, under the current config.
+    """Build the run's learner before its first train step, with the current config.
 
-    The learner gets the weights in `folder`. Without a folder the learner has untrained weights, or, if `blank` is
-    true, uninitialized weights for `restore` to load. `ranks` says where the learner's ranks run. `count` overrides the
-    config's number of ranks.
+    The new learner gets the policy weights in `folder`. Without a folder, the new learner has untrained weights or, if
+    `blank` is true, uninitialized weights for `restore` to load. `ranks` says on which GPUs or nodes the learner's
+    ranks run. `count` replaces the number of training ranks in the config.
     """
     config = context.config
 
@@ -105,9 +106,7 @@ def new_learner(
 
 
 def start_of(context: RunContext, folder: Path | None = None, config: RunConfig | None = None) -> LearnerStart:
-    """Return the values with which each rank of the run's learner starts under `config`, by default the current
-    config.
-    """
+    """Return the values with which each rank of the run's learner starts; `config` defaults to the current config."""
     config = config or context.config
     return LearnerStart(
         folder or context.policy_folder,
@@ -118,7 +117,7 @@ def start_of(context: RunContext, folder: Path | None = None, config: RunConfig 
         longest=config.engine.max_new_tokens,
         seed=config.seed,
         shard_bytes=config.store.shard_bytes,
-        first=partial(getattr, context, "first_weights"),  # the folder is complete once a version can be loaded
+        first=partial(getattr, context, "first_weights"),  # the folder is complete once a policy version can be loaded
     )
 
 
@@ -131,13 +130,13 @@ def restore(
     heal: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> RestoredVersion:
-    """Bring `learner` to its state after `version` was published; if `heal` is true, also restore damaged objects.
+    """Bring `learner` to its state after policy version `version`; if `heal` is true, also restore damaged objects.
 
-    If the weights of a replayed version differ from the published weights, the published weights are used, and the
-    returned `differed` names the version.
+    If the weights of a replayed policy version differ from the published weights, the published weights are used, and
+    the field `differed` of the result lists the version.
 
     Raises:
-        Corrupt: the version can neither be read nor trained again.
+        Corrupt: the policy version can neither be read from storage nor trained again.
     """
     base, damaged = _load_base(policies, learner, version)
     found = RestoredVersion(base)
@@ -155,10 +154,10 @@ def restore(
 
 
 def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learner, number: int) -> ReplayedVersion:
-    """Repeat the recorded train step to version `number` (>= 1); `learner` must be at the version before.
+    """Repeat the recorded train step to policy version `number` (>= 1); `learner` must be at the version before.
 
     Raises:
-        Corrupt: the batch is damaged or missing.
+        Corrupt: the stored batch of the policy version is damaged or missing.
     """
     version = policies.find(number)
     assert version.batch_entry is not None, "version 0 was not trained on a batch"
@@ -168,7 +167,7 @@ def train_again(policies: PolicyStore, batches: TrajectoryStore, learner: Learne
 
 
 def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
-    """Return the names of the learner's files that differ from the version's files."""
+    """Return the names of the learner's files that differ from the stored files of the policy version."""
     published = {name_of(o): o.sha256 for o in version.objects}
     made = {
         name: hash_pieces(split_buffers(data)) for name, data in list_files(learner, state=bool(version.state)).items()
@@ -177,21 +176,21 @@ def _differences(version: PolicyVersion, learner: Learner) -> tuple[str, ...]:
 
 
 def list_files(learner: Learner, *, state: bool = True) -> Mapping[str, Data]:
-    """Return the files that a version of this learner stores, as a map from name to content.
+    """Return the files that this learner stores for a policy version, as a map from name to content.
 
-    A sharded learner gathers the content of a file when the file's name is looked up.
+    A learner that is sharded across ranks gathers the content of a file when the file's name is looked up.
     """
     weights, rest = learner.weights(), learner.state() if state else {}
     return GatheredFiles([*weights, *rest], lambda name: weights[name] if name in weights else rest[name])
 
 
 def name_of(stored: StoredObject) -> str:
-    """Return the name under which an object was staged (`policies/<version>/<claim>/<name>`)."""
+    """Return the name under which an object of a policy version was stored (`policies/<version>/<claim>/<name>`)."""
     return stored.path.split("/", 3)[3]
 
 
 def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[int, dict[int, list[StoredObject]]]:
-    """Load the newest intact version; return the version's number, and the damaged objects of newer versions."""
+    """Load the newest intact policy version; return its number, and the damaged objects of newer versions."""
     damaged: dict[int, list[StoredObject]] = {}
     for base in range(version, -1, -1):
         found = policies.find(base)
@@ -216,7 +215,7 @@ def _load_base(policies: PolicyStore, learner: Learner, version: int) -> tuple[i
 
 @contextmanager
 def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[tuple[MappedFiles, list[StoredObject]]]:
-    """Yield the intact objects as local files, by name, and the list of the damaged objects."""
+    """Yield the intact objects of a policy version as local files, and the list of the damaged objects."""
     (cache := node_cache()).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="restore-", dir=cache) as folder:
 
@@ -235,7 +234,7 @@ def _local(policies: PolicyStore, objects: Sequence[StoredObject]) -> Iterator[t
 def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVersion) -> None:
     """Load the published weights together with the optimizer state of the replay.
 
-    The published weights are used because the log decides what a version is.
+    The published weights are used because the run's log decides which weights a policy version has.
     """
     with _local(policies, version.weights) as (weights, damaged):
         if damaged:
@@ -248,7 +247,7 @@ def _take_published(policies: PolicyStore, learner: Learner, version: PolicyVers
 
 
 def _heal(policies: PolicyStore, learner: Learner, damaged: Sequence[StoredObject]) -> list[str]:
-    """Store the damaged objects that the replay reproduced byte for byte; return the paths of these objects."""
+    """Store damaged objects again that the replay reproduced byte for byte; return the paths of these objects."""
     made = list_files(learner)
     healed = []
     for stored in damaged:

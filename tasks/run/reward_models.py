@@ -29,7 +29,7 @@ FOLDER = "reward_models"
 
 
 def list_models(config: RunConfig) -> dict[str, ModelReward]:
-    """Return the reward models that a run uses, by the names of their scorers."""
+    """Return the reward models that a run uses, by the names of the scorers that use them."""
     return {name: reward for name, reward in config.scorers.items() if isinstance(reward, ModelReward)}
 
 
@@ -44,10 +44,10 @@ def model_cpus(config: RunConfig) -> float:
 
 
 def check_models(config: RunConfig, download: bool) -> Iterator[str]:
-    """Check the reward models of a new run; yield a note on each model that has not been downloaded.
+    """Check the reward models of a new run; yield a note on each reward model that has not been downloaded.
 
     Raises:
-        ConfigError: a model cannot be used; the message names the key and says what the user must change.
+        ConfigError: a reward model cannot be used; the message names the key and says what the user must change.
     """
     for name, reward in list_models(config).items():
         section = name_section(name)
@@ -70,10 +70,10 @@ def check_models(config: RunConfig, download: bool) -> Iterator[str]:
 
 
 def check_pinned(config: RunConfig, context: RunContext) -> None:
-    """Check that a run has stored every reward model of a changed config.
+    """Check that the run has stored every reward model that a changed config needs.
 
     Raises:
-        ConfigError: a model is not in the run's storage.
+        ConfigError: a reward model is not in the run's storage.
     """
     for name, reward in list_models(config).items():
         if not any(stored.path.startswith(f"{_prefix(name)}/") for stored in context.created.models):
@@ -93,10 +93,10 @@ def read_models(config: RunConfig) -> dict[str, Data]:
 def local_copies(
     context: RunContext, scorers: Mapping[str, RewardConfig] | None = None
 ) -> Callable[[str], ModelCopies | None]:
-    """Return a function from a scorer's name to a copy of the run's reward model in this process.
+    """Return a function from the name of a scorer to the run's reward model, loaded in this process.
 
-    `scorers` are the config sections of the scorers, by default those of the run. A scorer with another model than the
-    run's gets None, and reads the model from its own folder.
+    `scorers` are the config sections of the scorers, by default those of the run. A scorer whose reward model is not
+    stored with the run gets None, and reads the model from the folder in the config.
     """
     sections = context.config.scorers if scorers is None else scorers
 
@@ -110,13 +110,13 @@ def local_copies(
 
 
 def load_model(context: RunContext, scorer: str, reward: ModelReward | None = None) -> Classifier:
-    """Load the reward model of a scorer from the run's storage, and compare its files with the hashes in the log.
+    """Load the reward model of a scorer from the run's storage, and check its files against the hashes in the log.
 
-    `reward` is the scorer's section, by default the run's.
+    `reward` is the config section of the scorer, by default the section in the run's config.
 
     Raises:
-        Corrupt: a file was altered since the run's start.
-        ConfigError: the model cannot be loaded.
+        Corrupt: a file of the reward model was altered since the start of the run.
+        ConfigError: the reward model cannot be loaded.
     """
     disable_optional_libraries()
     from rollflow.tasks.scorers.model.classifier import Classifier

@@ -1,4 +1,4 @@
-"""Tries user-defined scorers on right answers before a run begins: a wrong name of a column is an error then."""
+"""Tries user-defined scorers on right answers before a run begins, to find errors such as a wrong column name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from rollflow.tasks.scorers import build_scorer
 from rollflow.tasks.scorers.base import FAILED, Score, ScoreRequest
 from rollflow.tasks.scorers.config import CompositeReward, ImportReward, RewardConfig, name_section
 
-SEEN, TRIED = 64, 3  # number of prompts among which each scorer's prompts are found, and of answers that it scores
+# number of prompts that are read to find prompts for each scorer, and number of answers that each scorer is tried on
+SEEN, TRIED = 64, 3
 
 
 def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> list[str]:
-    """Let each user-defined scorer score the answers to its first questions, in a worker; return notes for the user.
+    """Let each user-defined scorer score the right answers to its first questions; return notes for the user.
 
-    An environment may give a scorer other references, so the scorers of an environment are not tried.
+    An environment may give a scorer other reference answers, so the scorers of an environment are not tried.
 
     Raises:
-        ConfigError: a scorer fails on each of the answers; the message says how.
+        ConfigError: a scorer fails on every answer; the message says how.
     """
     own = {name: reward for name, reward in config.scorers.items() if _has_own_code(reward)}
     if not own or not isinstance(config.environment, SingleTurnEnvironment):
@@ -36,7 +37,8 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
     for name, reward in own.items():
         asked = [(prompt, question.answer) for prompt, question in found if prompt.scorer == name and question.answer]
         if asked:
-            with ThreadPoolExecutor(1) as pool, _silence():  # the caller may be in an event loop
+            # a thread of its own, because the caller may be in an event loop
+            with ThreadPoolExecutor(1) as pool, _silence():
                 scores = pool.submit(asyncio.run, _score(name, reward, asked[:TRIED], tokenizer)).result()
             notes += _describe_failures(name, reward, asked[0][0], scores)
     return notes
@@ -50,7 +52,7 @@ def _has_own_code(reward: RewardConfig) -> bool:
 async def _score(
     name: str, reward: RewardConfig, asked: Sequence[tuple[Prompt, str]], tokenizer: PolicyTokenizer
 ) -> list[Score]:
-    """Score the answers, each within the scorer's deadline."""
+    """Score the answers one after another, each within the deadline of the scorer."""
     scorer = build_scorer(reward, tokenizer.folder, name_section(name))
     await scorer.start()
     try:
@@ -62,7 +64,7 @@ async def _score(
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Discard what workers print, such as warnings that an exception of the user's function causes."""
+    """Discard the output of worker processes, such as warnings that an exception in the user's function causes."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -74,12 +76,12 @@ def _silence() -> Iterator[None]:
 
 
 def _has_failed(score: Score) -> bool:
-    """Return whether the scorer raised an error; the score of a failure is negative if rewards may be negative."""
+    """Return whether the scorer raised an error instead of computing a score."""
     return score.value <= 0 and FAILED in score.reason and score.outcome is not Outcome.UNJUDGED
 
 
 def _describe_failures(name: str, reward: RewardConfig, prompt: Prompt, scores: Sequence[Score]) -> list[str]:
-    """Return a note if no answer was judged; raise `ConfigError` if the scorer raised an error on every answer."""
+    """Return a note if no answer could be judged; raise `ConfigError` if the scorer raised an error on every answer."""
     said, section = scores[0].reason, name_section(name)
     key = f"{section}.path = {reward.path!r}" if isinstance(reward, ImportReward) else f"{section}.kind = 'composite'"
     which = f"the right answers to the first {len(scores)} questions"

@@ -1,4 +1,4 @@
-"""Finds out, and records, of which versions a run's scorers are on this machine."""
+"""Determines and records which version of each scorer the run uses on this machine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ def list_versions(config: RunConfig) -> list[ScorerRecord]:
 
 
 def list_changed_scorers(context: RunContext) -> list[str]:
-    """Return a sentence for each scorer that has changed since the run used it last."""
+    """Return a sentence for each scorer that has changed since the run last used the scorer."""
     used = read_scorers(context.store)
     return [change for now in list_versions(context.config) if (change := find_change(used, now))]
 
 
 def record_scorers(context: RunContext) -> list[str]:
-    """Record the versions of the run's scorers; return a sentence for each scorer that has changed since the run used
-    it last.
-    """
+    """Record the scorers' versions; return a sentence for each scorer that has changed since the run last used it."""
     changes = list_changed_scorers(context)
     for record in list_versions(context.config):
         store_scorer(context.store, record)

@@ -1,4 +1,4 @@
-"""Checks, before a run begins, that the user-defined parts of the run's recipe can be imported and built."""
+"""Checks, before a run begins, that the user-defined classes and functions in its config can be imported and built."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rollflow.tasks.scorers.config import CompositeReward, ImportReward
 
 
 def check_own_parts(config: RunConfig) -> None:
-    """Import and build the user-defined parts of a config. rollflow's own parts need no check.
+    """Import and build the user-defined parts of a config; the parts that come with rollflow need no check.
 
     Raises:
-        ConfigError: a part cannot be imported or built; the message says what the user must change.
+        ConfigError: a user-defined part cannot be imported or built; the message says what the user must change.
     """
     for section, reward in config.scorer_sections.items():
         if isinstance(reward, ImportReward | CompositeReward):
@@ -40,7 +40,7 @@ def check_own_parts(config: RunConfig) -> None:
 
 
 def own_code(config: RunConfig) -> dict[str, str]:
-    """Map the section of each user-defined part to the SHA-256 of the part's source file.
+    """Map the config section of each user-defined part to the SHA-256 of the part's source file.
 
     Modules that the source file imports are not part of the hash.
     """
@@ -58,12 +58,12 @@ def own_code(config: RunConfig) -> dict[str, str]:
 
 
 def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
-    """List the sections whose user-defined part has changed since `own_code` returned `before`."""
+    """List the config sections whose user-defined code has changed since `own_code` returned `before`."""
     return [key for key, found in own_code(config).items() if before.get(key, found) != found]
 
 
 def _check_source(source: ImportPrompts, config: RunConfig) -> None:
-    """Check that a source asks the same questions when it is opened again, because each process opens the source."""
+    """Check that a user-defined prompt source asks the same questions when opened again, as each process opens it."""
 
     def asked() -> str:
         return RunPrompts([source], config.seed, config.evaluation.prompts, None, 0, read_file).sha256(0)
