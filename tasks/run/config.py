@@ -1,9 +1,8 @@
 """Defines the config of a run: all settings that a user may choose, with their types and defaults.
 
-One recipe (the TOML file of a run) is one `RunConfig`. Each folder of `tasks` defines its own section of the config
-(`engines/config.py`, `rollout/config.py`, ...). The parameter form of the Prefect deployment is generated from the same
-config classes. MLflow and the run's log record the whole config of the run. This module imports only pydantic, so that
-checking a config file needs no torch, Ray or vLLM.
+One recipe (the TOML file of a run) is one `RunConfig`. Each folder of `tasks` defines its own part of the config tree
+(`engines/config.py`, `rollout/config.py`, ...). The config tree is also the parameter form of the Prefect deployment.
+MLflow and the run's log record the config. This module imports only pydantic, so checking a config is fast.
 """
 
 from __future__ import annotations
@@ -345,9 +344,8 @@ class RunConfig(Section):
         """The largest accepted difference, in nats, between the log-probs of an engine and those of the learner.
 
         In bfloat16 a logit of 16 is rounded by up to 0.06, and engine and learner round in different orders. In
-        measurements, the log-probs of correct engines differed from those of the learner by up to 0.5 nats on single
-        tokens. The log-probs of engines that had not loaded the new weights differed from those of the learner by more
-        than one nat.
+        measurements, the log-probs of correct engines differed from the learner's by up to 0.5 nats on single tokens.
+        The log-probs of engines with outdated weights differed from the learner's by more than one nat.
         """
         chosen = self.engine.probe_tolerance
         return chosen if chosen is not None else 1.0 if self.policy.dtype == "bfloat16" else 0.01
@@ -385,8 +383,7 @@ class RunConfig(Section):
 
     @property
     def accuracy_shares(self) -> dict[str, float]:
-        """The weight of each prompt domain in the accuracy of an evaluation; empty if every response has the same
-        weight."""
+        """The weight of each prompt domain in an evaluation's accuracy; empty if all responses weigh the same."""
         return self.shares if self.evaluation.mean == "share" and len(self.shares) > 1 else {}
 
     @property

@@ -221,7 +221,7 @@ class RunContext:
         return self.evaluates(version) and not is_evaluated(self.store, version)
 
     def evaluates(self, version: int) -> bool:
-        """Return whether policy version `version` is to be evaluated, as every n-th version or as the last version."""
+        """Return whether policy version `version` is to be evaluated; the last version of a run always is."""
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:

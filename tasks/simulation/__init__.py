@@ -1,8 +1,8 @@
-"""The simulator runs the shipped scheduler, admission, buffer, weight sync, proxy and channel on a virtual clock.
+"""Simulates a run: the production scheduler, buffer, weight sync, proxy and channel run on a virtual clock.
 
-Only parts that take time are replaced by models: engines, rewards, the learner, the pause of an update, faults. The
-simulator has no second implementation of scheduling decisions, so its results hold for the shipped scheduler. A
-simulation needs no Ray, torch or disk. The same recipe, hardware and seed give the same figures.
+Only the parts that take time are replaced by models: engines, rewards, the learner, the pause of an update, faults. The
+simulator has no scheduling code of its own, so its results hold for the production scheduler. A simulation needs no
+Ray, torch or disk. A simulation with the same config, hardware file and seed gives the same results.
 
     hardware.py  how long machines take, and how long responses are (one TOML file)
     world.py     one simulation: builds the parts and runs them

@@ -1,10 +1,10 @@
-"""Bounds on the time of a step: lower bounds for every schedule, and upper bounds by Proposition 2 of ROLL Flash.
+"""Computes bounds on the time of a training step: lower bounds for every schedule, and the upper bounds of ROLL Flash.
 
 N: number of samples per step; mu and L: mean and longest time of a generation; E: number of epochs; mu_t: time to train
-one sample; K: number of workers. The time of a generation is measured on a full engine: one with S slots decodes each
-request at 1 / (1 + c (S - 1)) of the speed for a single request. Since S samples share an engine, one sample takes mu =
-seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is mu at the number of requests that minimises it,
-which is one request if c > 1.
+one sample; K: number of workers. The time of a generation is measured on a full engine: an engine with S slots decodes
+each request at 1 / (1 + c (S - 1)) of the speed for a single request. Since S samples share an engine, one sample takes
+mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is the smallest mu over all numbers of
+concurrent requests; if c > 1, one request at a time is best.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L
@@ -30,7 +30,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The numbers of a workload; mu and mu_t are in GPU-seconds, the longest generation is in seconds."""
+    """The numbers that describe a workload; mu and mu_t are in GPU-seconds, the longest generation is in seconds."""
 
     samples: int  # N
     mu: float
@@ -39,27 +39,28 @@ class Workload:
     mu_train: float  # E mu_t
     rollout_gpus: float  # K_r
     train_gpus: float  # K_t
-    colocated: bool  # True if K_r and K_t count the same GPUs
+    colocated: bool  # True if rollout (K_r) and training (K_t) use the same GPUs
     async_ratio: float  # alpha
-    whole: bool = True  # True if no cost except rewards and updates is left out of these numbers
+    whole: bool = True  # True if these numbers include all costs except rewards and weight updates
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds on the seconds of a step, and the best share of the GPUs for training. See the module's docstring."""
+    """Bounds on the seconds of a training step, and the best share of the GPUs for training. See the module's
+    docstring."""
 
     conserving: float
-    conserving_split: float  # lower bound in seconds for any schedule with the hardware's split of the GPUs
+    conserving_split: float  # lower bound in seconds for any schedule with this division of the GPUs
     sync: float
     asynchronous: float
     asynchronous_split: float
     best_training_share: float
     largest_gain: float
-    guaranteed: bool  # True if the upper bounds of the proposition hold for this hardware
+    guaranteed: bool  # True if the upper bounds of Proposition 2 hold for this hardware
 
 
 def bounds_of(work: Workload) -> Bounds:
-    """Compute the bounds of ROLL Flash's Proposition 2 for a workload."""
+    """Compute the bounds of Proposition 2 of the ROLL Flash paper for a workload."""
     gpus = work.rollout_gpus + (0.0 if work.colocated else work.train_gpus)
     rollout, train = work.samples * work.mu, work.samples * work.mu_train
     least = work.samples * work.mu_least
@@ -87,11 +88,13 @@ def work_of(
 ) -> Workload:
     """Compute the workload's numbers from simulated response lengths (in real tokens) and the engines' speeds.
 
-    `versions` are the trained versions, since the hardware file may have a measured time for each train step.
+    `versions` are the numbers of the trained policy versions, since the hardware file may have a measured time for each
+    train step.
     """
     engines, learner = hardware.engines, hardware.learner
     slots = engines.max_concurrent_requests or config.engine.max_concurrent_requests
-    share = 1.0 + engines.batch_slowdown * (slots - 1)  # factor by which a full engine slows each request
+    # factor by which a full engine slows each request, compared with a single request
+    share = 1.0 + engines.batch_slowdown * (slots - 1)
 
     def seconds(tokens: float) -> float:
         return (engines.prefill_seconds + tokens * engines.seconds_per_token) * share

@@ -1,11 +1,11 @@
-"""Calibrates the engines of a recorded run, by simulating the run until the simulation matches the record.
+"""Calibrates the speed of simulated engines, so that a simulation of a recorded run matches the record.
 
-If the number n of concurrent requests hardly changes during a run, the run's record does not show how the time of a
-token depends on n. The record shows how long short and long responses took, and how long the whole rollout took.
-The recorded times are compared with the times of a simulation of the same recipe. For a few values of the slowdown c,
-the seconds per token and for the prefill are chosen so that a line through (length, time) of the responses equals that
-of the record. The value of c whose simulated times are closest to the recorded times is chosen. Recorded and simulated
-times both include the wait for a slot, so it does not matter when a response started.
+If the number n of concurrent requests hardly changes during a run, the record of the run does not show how the time of
+a token depends on n. The record of a run shows how long short and long responses took, and how long the whole rollout
+took. The recorded times are compared with the times of a simulation of the same recipe (the run's config). For a few
+values of the slowdown c, the seconds per token and the prefill seconds are chosen so that the line of time by length is
+the same for simulated and recorded responses. The value of c whose simulated times are closest to the recorded times is
+chosen. Recorded and simulated times both include the wait for a slot, so it does not matter when a response started.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.hardware import EnginesHardware, Hardware
 from rollflow.tasks.simulation.world import SimulatedRun
 
-# values of the slowdown c; at c = 1, more requests give no more throughput
+# values of the slowdown c of an engine per concurrent request; at c = 1, more requests give no more throughput
 SLOWINGS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 ROUNDS = 3  # number of simulations for each value of the slowdown c
-TRAJECTORIES = 2000  # smallest number of measured trajectories of a simulation
-FEWEST = 4  # smallest number of measured versions of a simulation
-BINS = 6  # number of bins into which lengths are divided
+TRAJECTORIES = 2000  # smallest number of trajectories that a simulation measures
+FEWEST = 4  # smallest number of policy versions that a simulation measures
+BINS = 6  # number of bins into which response lengths are divided
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedRollout:
-    """Lengths and generation seconds of R responses, and the seconds that a version's rollout took.
+    """The lengths and generation seconds of R responses, and the seconds of rollout per training step.
 
-    At alpha = 0 the rollout's seconds are the time that the learner waited; at other alphas they are the time of the
-    whole step.
+    At alpha = 0 (synchronous training), `rollout` is the time that the learner waited; at other alphas `rollout` is the
+    time of the whole step.
     """
 
     tokens_R: Floats
@@ -44,13 +44,14 @@ class ObservedRollout:
     rollout: float
 
     def line(self) -> tuple[float, float]:
-        """Fit a line of seconds by length; return the mean seconds, and the seconds per token."""
+        """Fit a line to the generation seconds by response length; return the mean seconds, and the seconds per
+        token."""
         spread = self.tokens_R - self.tokens_R.mean()
         slope = float(spread @ self.seconds_R) / max(float(spread @ spread), 1e-12)
         return float(self.seconds_R.mean()), max(slope, 1e-12)
 
     def times(self, edges: Floats) -> Floats:
-        """Return the mean seconds of each bin of lengths, then the rollout's seconds, repeated once for each bin."""
+        """Return the mean seconds of each bin of lengths, and then, once for each bin, the seconds of the rollout."""
         places = np.digitize(self.tokens_R, edges)
         mean = float(self.seconds_R.mean())
         bins = [self.seconds_R[places == i].mean() if np.any(places == i) else mean for i in range(len(edges) + 1)]
@@ -58,7 +59,7 @@ class ObservedRollout:
 
 
 def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardware) -> Hardware:
-    """Return the hardware with the engines that match the record best; the rest of the hardware is unchanged."""
+    """Return the hardware with the engine speeds that match the record best; the rest of the hardware is unchanged."""
     edges = np.unique(np.quantile(seen.tokens_R, np.arange(1, BINS) / BINS))
     found = [_with(slowing, seen, edges, config, hardware) for slowing in SLOWINGS]
     found.sort(key=lambda fit: fit[0])
@@ -69,7 +70,7 @@ def calibrate_hardware(seen: ObservedRollout, config: RunConfig, hardware: Hardw
 def _with(
     slowing: float, seen: ObservedRollout, edges: Floats, config: RunConfig, hardware: Hardware
 ) -> tuple[float, EnginesHardware]:
-    """Fit the engines for one value of the slowdown; return the error of the fit, and the engines."""
+    """Fit the engine speeds for one value of the slowdown c; return the error of the fit, and the engines."""
     mean, slope = seen.line()
     share = 1.0 + slowing * (config.engine.max_concurrent_requests - 1)
     per_token, prefill = slope / share, max(0.0, mean - slope * float(seen.tokens_R.mean())) / share
@@ -89,7 +90,7 @@ def _with(
 
 
 def _observe_simulation(config: RunConfig, hardware: Hardware) -> ObservedRollout:
-    """Simulate the recipe, and measure the values that were also taken from the record of the run."""
+    """Simulate the recipe, and measure the same quantities that were measured in the recorded run."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})

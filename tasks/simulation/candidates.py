@@ -1,4 +1,4 @@
-"""The types of the planner: candidates, the outcomes of their simulations, limits, and the budget of simulations."""
+"""The types of the planner: candidate configurations, the outcomes of their simulations, limits, and a budget."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ CHOICES = (
 
 @dataclass(frozen=True, slots=True)
 class SimulationBudget:
-    """The largest number of simulations, and how long each simulation lasts.
+    """The largest number of simulations that the planner may run, and the length of each simulation.
 
-    A simulation is measured after a warm-up of 2 + alpha versions, over at least the given number of versions and of
-    trajectories.
+    A simulation is measured after a warm-up of 2 + alpha policy versions, over at least the given numbers of versions
+    and trajectories.
     """
 
-    simulations: int  # largest number of simulations
+    simulations: int  # largest number of simulations that the planner may run
     screen_versions: int
     screen_trajectories: int
     final_versions: int
     final_trajectories: int
 
     def count_screening(self, config: RunConfig) -> int:
-        """Return the number of measured versions of a candidate's first simulation."""
+        """Return the number of policy versions to measure in a candidate's first, short simulation."""
         return max(self.screen_versions, _versions(config, self.screen_trajectories))
 
     def finals(self, config: RunConfig) -> int:
-        """Return the number of measured versions of a candidate's final simulation."""
+        """Return the number of policy versions to measure in a candidate's final, long simulation."""
         return max(self.final_versions, _versions(config, self.final_trajectories))
 
 
@@ -49,9 +49,9 @@ QUICK = SimulationBudget(40, 2, 4_000, 8, 16_000)
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """Limits that a recommendation must not exceed."""
+    """Limits that a configuration recommended by the planner must not exceed."""
 
-    bias: float = 0.02  # largest length bias in either direction, as a share of the mean length
+    bias: float = 0.02  # largest bias of response lengths, in either direction, as a share of the mean length
     waste: float = 0.15  # largest share of all sampled tokens that may be wasted
 
 
@@ -60,7 +60,7 @@ LIMITS = PlanLimits()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a recipe: a split of the GPUs, a value of alpha, and options of the rollout."""
+    """A candidate configuration: a division of the GPUs, a staleness limit alpha, and options of the rollout."""
 
     engines: int
     learner_gpus: float
@@ -74,7 +74,7 @@ class Candidate:
 
     @property
     def drops(self) -> bool:
-        """True if slow groups may be preempted."""
+        """True if this configuration allows slow groups of responses to be preempted."""
         chosen = RolloutConfig(
             redundant_groups=self.redundant_groups, tail_batching=self.tail_batching, on_stale=self.on_stale
         )
@@ -82,11 +82,11 @@ class Candidate:
 
     @property
     def lead(self) -> float:
-        """Number of batches that generation may run ahead of training."""
+        """Number of training batches by which generation may run ahead of training."""
         return self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
 
     def changes(self, base: RunConfig, hardware: Hardware) -> dict[str, Any]:
-        """Map dotted keys to values, for the keys that differ from the recipe."""
+        """Map config keys to values, for the keys in which the candidate differs from the recipe."""
         slots, width = hardware.engines.max_concurrent_requests, hardware.engines.gpus_per_engine
         wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
         wanted |= {"engine.max_concurrent_requests": slots} if slots else {}
@@ -97,10 +97,10 @@ class Candidate:
         return {key: value for key, value in wanted.items() if _get(base, key) != value}
 
     def config(self, base: RunConfig, hardware: Hardware) -> RunConfig:
-        """Return the recipe with this candidate's values.
+        """Return the run's config with the values of this candidate.
 
         Raises:
-            ValidationError: the candidate's values contradict each other.
+            ValidationError: the values of the candidate contradict each other.
         """
         tree = base.model_dump(mode="json", exclude_unset=True)
         for key, value in self.changes(base, hardware).items():
@@ -114,7 +114,7 @@ class Candidate:
         return RunConfig.model_validate(tree)
 
     def hardware(self, base: Hardware) -> Hardware:
-        """Return the hardware with this candidate's split of the GPUs."""
+        """Return the hardware with this candidate's division of the GPUs between rollout and training."""
         engines = base.engines.model_copy(update={"count": self.engines})
         learner = base.learner.model_copy(update={"gpus": self.learner_gpus, "colocated": self.colocated})
         return base.model_copy(update={"engines": engines, "learner": learner})
@@ -122,14 +122,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CandidateOutcome:
-    """The outcome of a candidate's simulation."""
+    """The outcome of simulating a candidate configuration."""
 
     candidate: Candidate
     versions: int
     figures: Figures
-    bias: float  # bias of the lengths in the steady state; see `planner`
+    bias: float  # bias of response lengths in the steady state; see `planner`
     bias_error: float  # standard error of `bias`
-    wasted: float  # wasted share of all sampled tokens
+    wasted: float  # share of all sampled tokens that was wasted
 
     @property
     def throughput(self) -> float:
@@ -137,7 +137,7 @@ class CandidateOutcome:
         return self.figures.trajectories_per_second
 
     def marks(self, limits: PlanLimits) -> tuple[str, ...]:
-        """Return the names of the exceeded limits; a bias must exceed its limit by two standard errors."""
+        """Return the names of the limits that the outcome exceeds; a bias must do so by two standard errors."""
         biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
         return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
 

@@ -1,4 +1,4 @@
-"""Evaluations of a simulated run: the shipped `Evaluations`, on timed engines that are borrowed as in a real run.
+"""Evaluations of a simulated run: the shipped `Evaluations`, on simulated engines that are borrowed as in a real run.
 
 - Evaluations are simulated only if the recipe borrows engines, because a separate engine takes no time from training.
 - Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
@@ -23,19 +23,20 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts, TimedRewards
 from rollflow.tasks.simulation.records import SimulationRecords
 
-HELD_OUT = 1 << 30  # first index of held-out prompts, which training never reaches; a prompt's index is its only token
-TRIES = 1_000  # largest number of engines that may die during one evaluation
+# first index of held-out prompts, which training never reaches; the only token of a prompt is its index
+HELD_OUT = 1 << 30
+TRIES = 1_000  # largest number of engine failures during one evaluation
 
 
 def takes_engines(config: RunConfig, hardware: Hardware) -> bool:
-    """Return whether evaluations borrow engines from training."""
+    """Return whether evaluations borrow engines that would otherwise generate training data."""
     lends = config.evaluation_engine(on_cpu=False) is None and config.engine.replicas > 1
     return lends and not hardware.learner.colocated
 
 
 class TimedEvaluations:
-    """Evaluates published versions while the run trains. `config` is the recipe with timed engines in place of real
-    engines."""
+    """Simulates the evaluation of published policy versions while the run trains. `config` is the run's config with
+    simulated engines in place of real engines."""
 
     def __init__(self, config: RunConfig, hardware: Hardware, proxy: InferenceProxy) -> None:
         settings, engine = config.evaluation, config.engine
@@ -44,7 +45,8 @@ class TimedEvaluations:
         rewards = TimedRewards(hardware.reward, config.seed, SimulationRecords())
         self._proxy, self._fetch_seconds = proxy, hardware.update.fetch_seconds
         self._spent = 0
-        self._lent: tuple[TimedEngine, int] | None = None  # the borrowed engine, and its sampled tokens before the loan
+        # the borrowed engine, and the number of tokens that it sampled before the loan
+        self._lent: tuple[TimedEngine, int] | None = None
         self.done: list[Evaluation] = []
         means = EvaluationPorts(
             wanted=lambda version: version > 0 and config.evaluates(version),
@@ -60,15 +62,15 @@ class TimedEvaluations:
 
     @property
     def spent(self) -> int:
-        """Number of tokens sampled for evaluations up to now."""
+        """Number of tokens sampled for evaluations so far."""
         return self._spent + self._lent_tokens()
 
     def note_published(self, version: int) -> None:
-        """Note that all versions up to `version` are published."""
+        """Record that all policy versions up to `version` are published."""
         self._evaluations.note_published(version)
 
     async def run(self) -> None:
-        """Evaluate the versions that are due; return when the run's last version is evaluated."""
+        """Evaluate the policy versions that are due; return when the run's last version is evaluated."""
         await self._evaluations.run()
 
     def _lent_tokens(self) -> int:

@@ -1,9 +1,9 @@
-"""The figures of a simulation, computed from its records.
+"""Computes the results of a simulation, such as times, shares and token counts, from the simulation's records.
 
-Times, shares and staleness are measured after a warm-up of `Figures.warm_up` versions. Counts, tokens and lengths are
-measured over the whole simulation. The lengths of trained responses are compared with a *population*: the responses to
-the first prompts in order. The population leaves out filtered prompts, and has as many responses as were trained on.
-The population of responses does not depend on the schedule.
+Times, shares and staleness are measured after a warm-up of `Figures.warm_up` policy versions. Counts, tokens and
+lengths are measured over the whole simulation. The lengths of trained responses are compared with a *population*, which
+consists of the responses to the first prompts in order. The population leaves out filtered prompts, and has as many
+responses as were trained on. The population of responses does not depend on the schedule.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.parts import SimulatedPrompts
 from rollflow.tasks.simulation.records import SimulationRecords, Snapshot
 
-WARM_UP = 2  # number of warm-up versions, in addition to the versions that rollout may run ahead
+WARM_UP = 2  # number of policy versions of warm-up, in addition to those that rollout may run ahead
 
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """Parts of a synchronous step, which add up to 1.
+    """Shares of rollout, reward, training and weight update in the time of a synchronous step; the shares add up to 1.
 
-    The parts end with the last response, the last score, the publishing of the new version, and the engines' switch to
-    the new version.
+    Rollout ends with the last response, reward with the last score, training with the publishing of the new policy
+    version, and the update when the engines have that version.
     """
 
     rollout: float
@@ -45,7 +45,8 @@ class StepShares:
 
 @dataclass(frozen=True, slots=True)
 class IdleShares:
-    """Shares of time without work; `slots` is the share of engine slots that were empty."""
+    """Shares of the time in which engines, scorers and learner were idle; `slots` is the share of empty engine
+    slots."""
 
     engines: float
     slots: float
@@ -55,7 +56,7 @@ class IdleShares:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Differences between the lengths of trained responses and of all drawn responses (the population), in tokens."""
+    """Compares the lengths of trained responses with those of all drawn responses (the population), in tokens."""
 
     trained_mean: float
     population_mean: float
@@ -65,64 +66,65 @@ class Bias:
 
     @property
     def mean_difference(self) -> float:
-        """Mean length of the trained responses minus that of the population, as a share of the population's mean."""
+        """Relative difference between the mean length of the trained responses and that of the population."""
         return self.trained_mean / self.population_mean - 1.0
 
     @property
     def p99_difference(self) -> float:
-        """99th percentile of the trained lengths minus the population's, as a share of the population's."""
+        """Relative difference between the 99th percentile of the trained lengths and that of the population."""
         return self.trained_p99 / self.population_p99 - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens that the engines sampled for training, by what became of them.
+    """Numbers of tokens that the engines sampled, by whether the tokens were trained on or wasted.
 
-    `wasted` counts wasted tokens by reason; `groups` counts discarded groups by reason. `evaluated` counts the tokens
-    that were sampled for evaluations; no other field includes these tokens.
+    `wasted` maps each reason to the number of tokens wasted for it; `groups` maps each reason to the number of
+    discarded groups. `evaluated` is the number of tokens that were sampled for evaluations; no other field includes
+    these tokens.
     """
 
     sampled: int
     trained: int
     wasted: Mapping[str, int]
     groups: Mapping[str, int]
-    unfinished: int  # tokens of groups in flight or waiting at the end of the simulation
+    unfinished: int  # tokens of groups of responses that were in flight or waiting when the simulation ended
     evaluated: int
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The result of one simulation; seconds are virtual."""
+    """The results of one simulation; all times are in virtual (simulated) seconds."""
 
     versions: int
     warm_up: int
     seconds: float
-    step_seconds: float  # mean seconds of a step after the warm-up
+    step_seconds: float  # mean virtual seconds of a training step after the warm-up
     step_median: float
-    steps: tuple[float, ...]  # seconds of the step of every version
-    trained_tokens: tuple[int, ...]  # number of tokens that every version was trained on
+    steps: tuple[float, ...]  # virtual seconds of each training step
+    trained_tokens: tuple[int, ...]  # number of tokens in each training step
     trajectories_per_second: float
     tokens_per_second: float  # trained tokens per second
     idle: IdleShares
-    update_share: float  # share of the time in which engines were paused for an update
+    update_share: float  # share of the time in which engines were paused for a weight update
     staleness: Mapping[int, int]
     tokens: Tokens
     bias: Bias
     bounds: Bounds
-    shares: StepShares | None  # the parts of a step, if steps are synchronous
+    shares: StepShares | None  # shares of the parts of a step, or None if training is asynchronous
     deaths: int
     restarted: int
     taken_over: int
-    evaluations: int  # number of evaluations, each on a borrowed engine
+    evaluations: int  # number of evaluations, each of which borrowed an engine
 
     @property
     def staleness_mean(self) -> float:
-        """Mean staleness of the trained trajectories."""
+        """Mean age of the trained trajectories, in policy versions."""
         return sum(age * count for age, count in self.staleness.items()) / max(1, sum(self.staleness.values()))
 
 
 def figures_of(records: SimulationRecords, config: RunConfig, hardware: Hardware, versions: int) -> Figures:
-    """Compute all figures of a simulation; `config` is the recipe with timed engines."""
+    """Compute all results of a simulation; `config` is the run's config with simulated engines."""
     assert isinstance(config.engine, TimedEngineConfig)
     warm = min(WARM_UP + config.capacity - 1, versions // 2)
     grain, speeds = config.engine.tokens_per_tick, hardware.speeds(config)
@@ -186,7 +188,7 @@ def _tokens(records: SimulationRecords, versions: int, grain: int) -> Tokens:
 
 
 def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
-    """Compute the length bias; return it with the lengths of the population."""
+    """Compare the lengths of trained responses with those of the population; return both."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
     drawn = np.array(simulate_population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
@@ -220,9 +222,9 @@ def simulate_population(config: RunConfig, prompts: int, filtered: Collection[in
 
 
 def _shares(records: SimulationRecords, warm: int, versions: int) -> StepShares:
-    """Compute the shares of rollout, reward, train and update in the steps after the warm-up.
+    """Compute the shares of rollout, reward, training and weight update in the time of the steps after the warm-up.
 
-    A step begins when the engines have the previous version's weights.
+    A synchronous step begins when the engines have the previous policy version's weights.
     """
     updated = {update.version: update.ended for update in records.updates}
     formed = {batch.number: batch for batch in records.formed}

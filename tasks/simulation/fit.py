@@ -1,10 +1,10 @@
-"""Fits a hardware file to a recorded run.
+"""Fits a hardware file, which describes the machines of a simulation, to a recorded run.
 
-- Responses: the measured lengths (thinned to `QUANTILES`), and the correlation of their normal scores within a prompt.
-- Engines: fitted so that a simulation of the run gives the recorded times; see `calibrate`. The fields `kv_read_cost`
-  and `kv_tokens` are not fitted: a user must set them if the KV cache fills up.
-- Learner: each version's own time, from the receipt of its batch to the request for the next one, replayed in order.
-- Updates: the median pause, and the median time from the publishing of a version to its pause.
+- Response lengths are the measured lengths (thinned to `QUANTILES` values), with their correlation within a prompt.
+- Engine speeds are chosen so that a simulation of the run gives the recorded times; see `calibrate`. The fields
+  `kv_read_cost` and `kv_tokens` are not fitted: a user must set them if the KV cache fills up.
+- The learner repeats its recorded times: from the receipt of each batch to the request for the next batch.
+- Weight updates take the median recorded time, both for the engines' pause and for the fetching of weights before.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from rollflow.tasks.simulation.hardware import (
 )
 
 QUANTILES = 400  # largest number of values that represent a measured distribution
-TRIM = 0.01  # share of generations to ignore, the longest ones, such as restarts and stalls
+TRIM = 0.01  # share of generations to ignore: the longest ones, which include restarts and stalls
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedVersion:
-    """One recorded version of a run, trained on R trajectories; times are wall-clock seconds."""
+    """The record of one policy version, trained on R trajectories; times are wall-clock seconds."""
 
     version: int
-    seconds: float  # seconds since the previous version was published
+    seconds: float  # seconds since the previous policy version was published
     waited: float  # the part of `seconds` in which the learner waited for the batch
-    pause: float | None  # seconds that the engines paused to load this version
-    fetched: float | None  # seconds from the publishing of this version to the pause
-    groups_R: Sequence[int]  # number of each trajectory's group; the trajectories of a group share a prompt
+    pause: float | None  # seconds that the engines paused to load this policy version
+    fetched: float | None  # seconds from the publishing of this policy version to the engines' pause
+    groups_R: Sequence[int]  # for each trajectory, the number of its group of responses to one prompt
     tokens_R: Sequence[int]  # number of tokens of each response
     generation_R: Sequence[float]
     reward_R: Sequence[float]
 
 
 def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hardware:
-    """Fit the hardware on which the given versions, which follow a warm-up, were recorded. Fitting simulates these
-    versions, which takes some seconds."""
+    """Fit the hardware on which the given policy versions were recorded; the versions must follow a warm-up. Fitting
+    simulates these policy versions, which takes some seconds."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     alone = config.async_ratio == 0
     seconds = np.concatenate([np.asarray(v.generation_R, float) for v in versions])
@@ -85,17 +85,18 @@ def thin_values(values: Floats) -> Floats:
 
 
 def train_seconds(versions: Sequence[RecordedVersion], *, alone: bool) -> list[float]:
-    """Compute the seconds of each version in which the learner itself worked.
+    """Compute for each policy version the seconds in which the learner itself worked.
 
-    The learner's shortest wait for a batch is taken as a wait for a batch that was ready, so this time counts as the
-    learner's work. If `alone` is set, alpha is 0 and no batch is ever ready before the learner asks.
+    The learner's shortest wait is assumed to be for a batch that was ready, so the time of this wait counts as the
+    learner's work. If `alone` is set, the run was synchronous (alpha = 0), so no batch is ready before the learner asks
+    for one.
     """
     ready = 0.0 if alone else min(v.waited for v in versions)
     return [max(1e-6, v.seconds - (v.waited - ready)) for v in versions]
 
 
 def correlation_of(versions: Sequence[RecordedVersion]) -> float:
-    """Compute the correlation of the normal scores of the lengths of two responses to one prompt."""
+    """Compute the correlation between the lengths of two responses to the same prompt, as normal scores."""
     tokens = np.concatenate([np.asarray(v.tokens_R, float) for v in versions])
     groups: Floats = np.concatenate([_number_groups(v.groups_R) + 1e6 * i for i, v in enumerate(versions)])
     scores = normal_scores(tokens)

@@ -1,7 +1,7 @@
-"""The assumptions of a simulation about machines and workload, read from one TOML file.
+"""The hardware file: a TOML file with the assumptions of a simulation about machines and workload.
 
-All seconds are those of one engine, one worker or one GPU; all lengths are numbers of response tokens. This module
-imports only pydantic.
+All seconds in a hardware file are those of one engine, one worker or one GPU; all lengths are numbers of response
+tokens. This module imports only pydantic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.renamed_keys import HARDWARE, Renames
 from rollflow.tasks.runtime.sections import Section, refuse
 
-GRAINS = 128  # number of simulated tokens of the longest response; a response may span several versions
+GRAINS = 128  # number of simulated tokens in the longest response, so that a response may span several policy versions
 
 
 class EnginesHardware(Section):
@@ -195,12 +195,12 @@ class Hardware(Section):
     faults: FaultsHardware = FaultsHardware()
 
     def gpus(self, config: RunConfig) -> float:
-        """Return the number of GPUs of the engines and the learner together."""
+        """Return the total number of GPUs of the engines and the learner."""
         learner = 0.0 if self.learner.colocated else self.learner.gpus
         return self.engine_count(config) * self.engines.gpus_per_engine + learner
 
     def engine_count(self, config: RunConfig) -> int:
-        """Return the number of engines for this recipe."""
+        """Return the number of engines for this run's config."""
         return self.engines.count or config.engine.replicas
 
     def cap(self, config: RunConfig) -> int:
@@ -208,7 +208,7 @@ class Hardware(Section):
         return self.responses.cap or config.engine.max_new_tokens
 
     def engine(self, config: RunConfig) -> TimedEngineConfig:
-        """Build the `[engine]` section for timed engines of this hardware, at the engine speed 1."""
+        """Build the `[engine]` config section for simulated engines of this hardware, with speed 1."""
         engines, responses, cap = self.engines, self.responses, self.cap(config)
         grain = responses.tokens_per_tick or max(1, cap // GRAINS)
         return TimedEngineConfig(
@@ -233,7 +233,7 @@ class Hardware(Section):
         )
 
     def speeds(self, config: RunConfig) -> list[float]:
-        """Draw each engine's speed; at speed 1 an engine takes the seconds of the hardware file."""
+        """Draw the speed of each engine, relative to the seconds in the hardware file."""
         draw, engines, faults = random.Random(f"speeds {config.seed}"), self.engines, self.faults
         found = []
         for place in range(self.engine_count(config)):
@@ -243,7 +243,8 @@ class Hardware(Section):
         return found
 
     def train_seconds(self, version: int, trajectories: float, tokens: float) -> float:
-        """Compute the seconds that training `version` takes with these numbers of trajectories and response tokens."""
+        """Compute the seconds of the train step to policy version `version`, with these numbers of trajectories and
+        tokens."""
         learner = self.learner
         if learner.measured:
             return learner.measured[(version - 1) % len(learner.measured)]

@@ -1,5 +1,5 @@
-"""The parts of a run that a simulation replaces: prompts, verifiers, the learner and faults. The replaced parts only
-take time; they decide nothing."""
+"""The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The simulated
+parts only take time; they decide nothing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.simulation.hardware import FaultsHardware, Hardware, RewardHardware
 from rollflow.tasks.simulation.records import Gauge, SimulationRecords, Span, trajectories_of
 
-FOREVER = 1e12  # virtual seconds, longer than any simulation
-JOIN_SECONDS = 1.0  # seconds until the next try to replace a dead engine
+FOREVER = 1e12  # virtual seconds, more than any simulation takes
+JOIN_SECONDS = 1.0  # seconds before the next try to replace a dead engine
 
 
 class SimulatedPrompts:
-    """Prompts without text: each has a number, a source, and the accuracy of its responses."""
+    """Simulated prompts without text; each prompt has a number, a source, and a chance that a response is right."""
 
     def __init__(self, config: RunConfig, reward: RewardHardware) -> None:
         self._seed, self._reward = config.seed, reward
@@ -42,12 +42,12 @@ class SimulatedPrompts:
 
     @staticmethod
     def tokens(index: int) -> tuple[int, ...]:
-        """Return the tokens of a question: only its index, which a timed engine needs to tell questions apart."""
+        """Return the only token of a question, its index, by which a simulated engine tells questions apart."""
         return (index,)
 
 
 class TimedRewards:
-    """Scores responses after a simulated time, at most `workers` at once."""
+    """Scores responses after a simulated time, at most `workers` responses at a time."""
 
     def __init__(self, reward: RewardHardware, seed: int, records: SimulationRecords) -> None:
         self._reward, self._records = reward, records
@@ -75,7 +75,7 @@ class TimedRewards:
                 self.gauge.change(-1)
 
     def _seconds(self) -> float:
-        """Draw the seconds of one score: lognormal with the given mean, or one of the measured times."""
+        """Draw the time of one score in seconds, from a lognormal distribution or from the measured times."""
         reward = self._reward
         if reward.measured:
             return self._draw.choice(reward.measured)
@@ -85,13 +85,13 @@ class TimedRewards:
 
 
 class Memory:
-    """A batch source of the channel (`Source`): has the committed batches that are not trained on yet."""
+    """Keeps the committed batches of a simulation in memory until they are trained on."""
 
     def __init__(self) -> None:
         self.batches: dict[int, StagedBatch] = {}
 
     async def entry(self, number: int) -> int | None:
-        """Return the same entry for every batch, because a simulation has no log and voids no batch."""
+        """Return the same log entry for every batch, because a simulation has no log and loses no batch."""
         return 0 if number in self.batches else None
 
     async def read(self, number: int) -> StagedBatch:
@@ -100,7 +100,7 @@ class Memory:
 
 
 def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
-    """Raise `Stale` if a group is older than version `number` - alpha; in a run the log makes this check."""
+    """Raise `Stale` if a group of responses is too old for policy version `number`, as a run's log would."""
     oldest = min(group.started_version for group in staged.groups)
     if oldest < staged.number - async_ratio:
         raise Stale(
@@ -110,7 +110,7 @@ def check_fresh(staged: StagedBatch, async_ratio: float) -> None:
 
 
 class TimedLearner:
-    """Takes one batch after another from the channel, and spends the time of a train step on each."""
+    """A simulated learner, which takes one batch after another and spends the time of a train step on each batch."""
 
     def __init__(
         self, hardware: Hardware, grain: int, channel: Channel[StagedBatch], records: SimulationRecords
@@ -119,7 +119,7 @@ class TimedLearner:
         self._channel, self._records = channel, records
 
     async def run(self, versions: int, published: Callable[[int], None]) -> None:
-        """Train versions 1 to `versions`."""
+        """Train policy versions 1 to `versions`."""
         clock = asyncio.get_running_loop().time
         await self._channel.announce(0)
         for version in range(1, versions + 1):
@@ -134,7 +134,7 @@ class TimedLearner:
 
 
 class Faults:
-    """Kills engines at planned or random times and replaces them."""
+    """Kills simulated engines at planned or random times and replaces them."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Faults:
         self._replace, self._records = replace, records
 
     async def run(self, seed: int) -> None:
-        """Kill engines at all planned and random times."""
+        """Kill simulated engines at all planned and random times."""
         async with asyncio.TaskGroup() as tasks:
             for death in self._faults.deaths:
                 tasks.create_task(self._die(death.at_seconds, death.engine))
@@ -161,7 +161,7 @@ class Faults:
             await self._die(draw.expovariate(self._faults.deaths_per_hour / 3600.0), place)
 
     async def _die(self, seconds: float, place: int) -> None:
-        """Kill an engine after `seconds`; return when its replacement serves requests."""
+        """Kill a simulated engine after `seconds`; return when the engine's replacement serves requests."""
         await asyncio.sleep(seconds)
         self._engines[place].kill("killed by the simulation")
         self._records.deaths += 1

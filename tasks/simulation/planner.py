@@ -1,10 +1,9 @@
-"""The planner: simulates how to divide GPUs between rollout and training, and how far rollout may run ahead of
-training.
+"""The planner: finds by simulation how to divide GPUs between rollout and training, and how stale samples may be.
 
-Guarantees: the shipped objects were simulated with the recommended settings, for the number of versions that the
-recommendation names. A recommendation keeps the limits of waste and of length bias (`PlanLimits`). The recommendation
-has the smallest alpha of all simulated candidates that keep the limits and come within `TOLERANCE` of the best
-throughput.
+The planner guarantees that it simulated the recommended settings with the production scheduler, for the number of
+policy versions that the recommendation states. A recommended configuration keeps the limits of waste and of length bias
+(`PlanLimits`). The recommended configuration has the smallest alpha (staleness limit) of all simulated candidates that
+keep the limits and come within `TOLERANCE` of the best throughput.
 
     1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
     2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
@@ -15,13 +14,15 @@ throughput.
     4. finals          the best of each again, for longer, also where the first simulation exceeded a limit: only these
                        are shown and chosen from
 
-A split is not simulated if its lower bound exceeds the best step so far. All simulations share a seed. So candidates
-are compared on the same prompts and lengths, and the same input gives the same plan.
+A division of the GPUs is not simulated if the lower bound on its step time exceeds the best step time so far. All
+simulations share a seed. Candidates are therefore compared on the same prompts and lengths, and the same input gives
+the same plan.
 
-The length bias is measured in the *steady state*: the number of tokens by which a version after the warm-up falls
-behind the prompts that become due with this version. The bias excludes the start of a run, when short groups finish
-while long groups are still in flight, because this start happens once per run, not in each version. Which long groups
-are in flight at the ends of the window is random; the standard error shows the size of this random effect.
+The length bias is measured in the *steady state*: the number of tokens by which the trained responses of a policy
+version after the warm-up fall short of the responses to the prompts that become due with this version. The bias
+excludes the start of a run, when short groups finish while long groups are still in flight, because this start happens
+once per run, not in each version. Which long groups are in flight at the ends of the window is random; the standard
+error shows the size of this random effect.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from rollflow.tasks.simulation.figures import WARM_UP, Figures, simulate_populat
 from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.world import simulate
 
-TOLERANCE = 0.05  # share of the best throughput that may be lost for a smaller alpha
-TIE = 0.01  # throughputs that differ by a smaller share count as equal
+TOLERANCE = 0.05  # share of the best throughput that may be lost for a smaller staleness limit alpha
+TIE = 0.01  # relative difference below which two throughputs count as equal
 ALPHAS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-FINALISTS = 12  # simulations reserved for the finals
-WIDER = 4  # factor by which the planner tries to widen alpha while rollout runs ahead by as many batches
+FINALISTS = 12  # number of simulations reserved for the final comparison of candidates
+WIDER = 4  # factor by which the planner widens the staleness limit alpha without letting rollout run further ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of a search: the outcomes of the final simulations, fastest first, and the recommended outcome."""
+    """The result of the planner: the outcomes of the final simulations, fastest first, and the recommended outcome."""
 
     finals: tuple[CandidateOutcome, ...]
-    sync: CandidateOutcome  # the recipe itself at alpha = 0
-    best: CandidateOutcome | None  # the fastest outcome that keeps the limits
+    sync: CandidateOutcome  # outcome of synchronous training (alpha = 0) with the recipe's options
+    best: CandidateOutcome | None  # outcome of the fastest candidate that keeps the limits
     recommended: CandidateOutcome | None
-    alphas: tuple[float, ...]  # the simulated values of alpha
+    alphas: tuple[float, ...]  # values of the staleness limit alpha that were simulated
     settled: bool  # True if no larger alpha can be faster by more than the tolerance
     simulations: int
     trajectories: int
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def wider(self) -> CandidateOutcome | None:
-        """The fastest final outcome with a wider bound at the recommended depth; None if none gains enough."""
+        """The fastest outcome with a wider staleness limit than the recommendation; None if no outcome gains enough."""
         one = self.recommended
         if one is None:
             return None
@@ -90,10 +91,10 @@ def plan(
     limits: PlanLimits = LIMITS,
     watch: Callable[[int, CandidateOutcome], None] = lambda count, outcome: None,
 ) -> Plan:
-    """Search for the best plan; call `watch` after each simulation with the number of simulations so far.
+    """Search for the best configuration; call `watch` after each simulation with the number of simulations so far.
 
     Raises:
-        ConfigError: there are too few GPUs, or the hardware file cannot describe another split of the GPUs.
+        ConfigError: there are too few GPUs, or the hardware file cannot describe another division of the GPUs.
     """
     return _Search(config, hardware, gpus, largest, budget, limits, watch).run()
 
@@ -101,10 +102,10 @@ def plan(
 def choose(
     finals: Sequence[CandidateOutcome], limits: PlanLimits
 ) -> tuple[CandidateOutcome | None, CandidateOutcome | None]:
-    """Return two of the outcomes that keep the limits: the fastest one, and the recommended one.
+    """Return two outcomes that keep the limits: the fastest outcome, and the recommended outcome.
 
-    The recommended outcome has the smallest alpha within `TOLERANCE` of the fastest outcome. Among equally fast
-    outcomes with this alpha, the outcome with the least waste is recommended.
+    The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome. Among
+    equally fast outcomes with this alpha, the outcome with the least wasted tokens is recommended.
     """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
@@ -119,10 +120,11 @@ def choose(
 
 
 def settled_bias(figures: Figures, drawn_R: Sequence[int]) -> tuple[float, float]:
-    """Compute the length bias of a version after the warm-up, as a share of its tokens, and the bias's standard error.
+    """Compute the length bias after the warm-up, as a share of a policy version's tokens, and its standard error.
 
-    The bias is the slope, over versions, of the sum of trained tokens minus drawn tokens; its standard error comes from
-    the residuals of the line. `drawn_R` has the lengths of all responses, in the order of prompts.
+    The bias is the slope, over policy versions, of the cumulative trained tokens minus drawn tokens; the standard error
+    of the bias comes from the residuals of the line. `drawn_R` has the lengths of all responses, in the order of
+    prompts.
     """
     versions, warm = figures.versions, figures.warm_up
     responses = figures.bias.trained // versions
@@ -148,7 +150,7 @@ class _Search:
     ) -> None:
         self._config, self._hardware, self._gpus, self._width = config, hardware, gpus, hardware.engines.gpus_per_engine
         self._largest, self._budget, self._limits, self._watch = largest, budget, limits, watch
-        self._most = math.floor((gpus - 1) / self._width)  # largest number of engines, with one GPU for the learner
+        self._most = math.floor((gpus - 1) / self._width)  # largest number of engines if the learner has one GPU
         self._check()
         self._known: dict[tuple[Candidate, int], CandidateOutcome] = {}
         self._lengths: list[int] = []
@@ -205,7 +207,7 @@ class _Search:
         return self._descend(self._start(0.0), self._stride())
 
     def _asynchronous(self) -> tuple[list[CandidateOutcome], bool]:
-        """Find the best split of the GPUs for each alpha; also return whether larger alphas need no simulation."""
+        """Find the best division of the GPUs for each alpha; also return whether larger alphas need no simulation."""
         found: list[CandidateOutcome] = []
         for alpha in self._alphas():
             if found and self._is_spent():
@@ -219,11 +221,11 @@ class _Search:
         return found, False
 
     def _alphas(self) -> tuple[float, ...]:
-        """List the alphas to simulate, in order."""
+        """List the values of the staleness limit alpha to simulate, in ascending order."""
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
     def _try_waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
-        """Simulate waiting for old groups if dropping them exceeds a limit; return None if waiting does, too."""
+        """Simulate waiting for old groups of responses if dropping them exceeds a limit; None if waiting does, too."""
         other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
         if not drops or not self._is_allowed(other) or self._is_spent():
@@ -233,9 +235,9 @@ class _Search:
         return None if waiting.marks(self._limits) else waiting
 
     def _second(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Return the second best split of the GPUs for the smallest alpha that seems fast enough.
+        """Return the second best division of the GPUs for the smallest alpha that seems fast enough.
 
-        A candidate's first simulation is short, so it may rank the best two splits in the wrong order.
+        A candidate's first simulation is short, so it may rank the best two divisions of the GPUs in the wrong order.
         """
         if not plain:
             return []
@@ -248,7 +250,7 @@ class _Search:
         return sorted(same, key=lambda outcome: -outcome.throughput)[1:2]
 
     def _redundant(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Find each alpha's best candidate with redundant rollout, and the fastest candidate that exceeds a limit."""
+        """Find each alpha's best candidate with redundant responses, and the fastest candidate that exceeds a limit."""
         gains, passing = [], []
         needed = _smallest_alpha(plain).candidate.async_ratio
         for outcome in (outcome for outcome in plain if outcome.candidate.async_ratio <= needed):
@@ -262,7 +264,7 @@ class _Search:
         return gains + sorted(passing, key=lambda other: -other.throughput)[:1]
 
     def _others(self, base: Candidate) -> Iterator[Candidate]:
-        """Yield the candidates that differ from `base` in one rollout option, if the recipe allows them."""
+        """Yield the candidates that differ from `base` in one rollout option, if their config is valid."""
         groups, size = self._config.groups, self._config.group_size
         eighth, quarter = max(1, groups // 8), max(1, groups // 4)
         more = [
@@ -292,7 +294,7 @@ class _Search:
     # --- the split ----------------------------------------------------------------------------------------
 
     def _descend(self, start: Candidate, stride: int) -> CandidateOutcome:
-        """Move from a split to better neighbouring splits; halve the stride if no neighbouring split is better."""
+        """Move from a division of the GPUs to better neighbouring divisions, with ever smaller strides."""
         best = self._screen(start)
         while stride and not best.candidate.colocated:
             better = self._better(best, stride)
@@ -300,7 +302,7 @@ class _Search:
         return best
 
     def _better(self, best: CandidateOutcome, stride: int) -> CandidateOutcome | None:
-        """Return a neighbouring split with a shorter step, or None; first try more GPUs for the busier stage."""
+        """Return a better neighbouring division of the GPUs, or None; first try more GPUs for the busier stage."""
         idle = best.figures.idle
         toward = -stride if idle.learner < idle.engines else stride
         for engines in (best.candidate.engines + toward, best.candidate.engines - toward):
@@ -313,7 +315,7 @@ class _Search:
         return None
 
     def _start(self, alpha: float) -> Candidate:
-        """Return the candidate that gives the share beta* of the GPUs to training (Proposition 2)."""
+        """Return the candidate that gives the share beta* of the GPUs to training (Proposition 2 of ROLL Flash)."""
         middle = self._candidate(max(1, self._most // 2), alpha)
         share = self._bounds(middle).best_training_share
         engines = round((1.0 - share) * self._gpus / self._width)
@@ -323,7 +325,7 @@ class _Search:
         return max(1, self._most // 8)
 
     def _candidate(self, engines: int, alpha: float, *, colocated: bool = False) -> Candidate:
-        """Return a candidate with this number of engines and the recipe's own rollout options."""
+        """Return a candidate with this number of engines and the rollout options of the run's config."""
         rollout, learner = self._config.rollout, self._gpus if colocated else self._gpus - engines * self._width
         redundancy = (rollout.redundant_groups, rollout.redundant_responses, rollout.tail_batching, rollout.on_stale)
         ahead = None if rollout.max_batches_ahead is None else min(rollout.max_batches_ahead, alpha)
@@ -342,7 +344,7 @@ class _Search:
         return self._simulate(candidate, _warm_up(candidate.async_ratio) + self._budget.count_screening(self._config))
 
     def _simulate(self, candidate: Candidate, versions: int) -> CandidateOutcome:
-        """Simulate a candidate for a number of versions, or return the earlier result of the same simulation."""
+        """Simulate a candidate for a number of policy versions, or return the earlier result of the same simulation."""
         if (known := self._known.get((candidate, versions))) is not None:
             return known
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
@@ -356,13 +358,15 @@ class _Search:
         return outcome
 
     def _bounds(self, candidate: Candidate) -> Bounds:
-        """Compute the bounds of Proposition 2 for the lengths that a candidate's first simulation draws."""
+        """Compute the bounds of Proposition 2 (ROLL Flash) for the lengths that a candidate's first simulation
+        draws."""
         config, hardware = candidate.config(self._config, self._hardware), candidate.hardware(self._hardware)
         lengths = self._population(_warm_up(0.0) + self._budget.count_screening(config))
         return bounds_of(work_of(config, hardware, lengths, hardware.speeds(config)))
 
     def _population(self, versions: int) -> list[int]:
-        """Return the drawn lengths, in tokens, of the responses to at least the prompts of the first versions."""
+        """Return the drawn lengths, in tokens, of the responses to at least the prompts of the first policy
+        versions."""
         count = versions * self._config.groups
         if len(self._lengths) < count * self._config.group_size:
             timed = self._config.model_copy(update={"engine": self._hardware.engine(self._config)})
@@ -372,12 +376,12 @@ class _Search:
 
 
 def _smallest_alpha(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
-    """Return the outcome with the smallest alpha that may come within the tolerance of the best throughput."""
+    """Return the outcome with the smallest alpha whose throughput may come within the tolerance of the best."""
     best = max(outcome.throughput for outcome in outcomes)
     near = [outcome for outcome in outcomes if outcome.throughput >= (1.0 - 1.5 * TOLERANCE) * best]
     return min(near, key=lambda outcome: (outcome.candidate.async_ratio, -outcome.throughput))
 
 
 def _warm_up(alpha: float) -> int:
-    """Return the number of versions at the start that `Figures` leaves out."""
+    """Return how many policy versions at the start of a simulation are excluded from measurement as a warm-up."""
     return WARM_UP + math.floor(alpha)

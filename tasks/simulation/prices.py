@@ -1,4 +1,4 @@
-"""The cost of a plan: the price of machines per hour, and the price of the objects that a run keeps in storage.
+"""The cost of a training run: the price of machines per hour, and the price of the stored objects.
 
     hour       machines x price, of rollout, of training, and of the rest
     version    hour x seconds of a step / 3600
@@ -56,7 +56,7 @@ class Prices(Section):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one outcome costs, in the currency of the prices."""
+    """The cost of a simulated run, in the currency of the prices."""
 
     rollout_machines: int
     train_machines: int
@@ -64,11 +64,11 @@ class Cost:
     version: float
     run: float
     idle: float  # share of `hour`
-    storage_month: float | None  # monthly price of what the run still stores at its end
+    storage_month: float | None  # monthly price of the objects that the run leaves in storage
 
 
 def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardware: Hardware) -> Cost:
-    """Compute what a simulated outcome costs; `config` says how many versions are trained and which are kept."""
+    """Compute the cost of a simulated run; `config` says how many policy versions are trained and kept."""
     candidate, idle = outcome.candidate, outcome.figures.idle
     engine_gpus = candidate.engines * hardware.engines.gpus_per_engine
     generating, training = engine_gpus * _busy(idle.engines), candidate.learner_gpus * _busy(idle.learner)
@@ -97,14 +97,14 @@ def cost_of(outcome: CandidateOutcome, prices: Prices, config: RunConfig, hardwa
 
 @dataclass(frozen=True, slots=True)
 class _Machines:
-    """A number of machines at one price."""
+    """A number of machines of one kind, with their price."""
 
     count: int
     price: MachinePrice
 
     @classmethod
     def for_gpus(cls, gpus: float, price: MachinePrice) -> _Machines:
-        """Compute how many machines have at least `gpus` GPUs together."""
+        """Compute how many machines are needed for `gpus` GPUs."""
         return cls(math.ceil(round(gpus / price.gpus, 9)), price)
 
     @property
@@ -113,7 +113,7 @@ class _Machines:
         return self.count * self.price.hour
 
     def idle_hour(self, busy_gpus: float) -> float:
-        """Return the price per hour of the GPUs that are idle."""
+        """Return the price per hour of the GPUs that a run leaves idle."""
         return max(0.0, self.count * self.price.gpus - busy_gpus) * self.price.hour / self.price.gpus
 
 
@@ -122,7 +122,7 @@ def _busy(idle: float) -> float:
 
 
 def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> float:
-    """Return the monthly price of what a run stores after its end; engines may need alpha + 1 versions."""
+    """Return the monthly price of what a run leaves in storage; engines may need alpha + 1 policy versions."""
     store, last = config.store, config.versions
     retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
     sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}

@@ -1,4 +1,4 @@
-"""The records that a simulation writes; no decision depends on them.
+"""The records that a simulation writes, from which its results are computed; no decision depends on these records.
 
 Times are virtual seconds since the beginning of the simulation. Lengths count simulated tokens; one simulated token
 stands for `tokens_per_tick` real tokens.
@@ -17,7 +17,7 @@ from rollflow.tasks.engines.timed import EngineUsage
 
 
 class Gauge:
-    """Counts how many items run at each moment, and integrates this number over time."""
+    """Counts how many items are in progress at each moment, and integrates this number over time."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -25,7 +25,7 @@ class Gauge:
         self._since = 0.0
 
     def change(self, by: int) -> None:
-        """Add `by` to the number of running items."""
+        """Add `by` to the number of items in progress."""
         now = asyncio.get_running_loop().time()
         if self.active:
             passed = now - self._since
@@ -43,7 +43,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of time; `version` is the policy version that the work in the interval produces."""
+    """An interval of work; `version` is the policy version that results from the work."""
 
     began: float
     ended: float
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
-    """The time at which a batch was formed, and the time at which the last response before that ended."""
+    """The time at which a batch was formed, and the time at which the last response before the forming ended."""
 
     number: int
     at: float
@@ -69,12 +69,12 @@ class FormedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The values of all cumulative counters at one moment; an engine counter is a sum over all engines."""
+    """The values of all cumulative counters at one moment; an engine counter is summed over all engines."""
 
     at: float
     engine_busy: float
     engine_slots: float
-    engine_tokens: int  # sampled tokens, without the tokens of evaluations
+    engine_tokens: int  # sampled tokens, except the tokens sampled for evaluations
     reward_busy: float
 
 
@@ -83,19 +83,20 @@ class SimulationRecords:
     """All records of one simulation."""
 
     formed: list[FormedBatch] = field(default_factory=list)
-    steps: list[Span] = field(default_factory=list)  # train steps, each until its version is published
+    steps: list[Span] = field(default_factory=list)  # train steps; each ends when its policy version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # length of each trained response
-    filtered: set[int] = field(default_factory=set)  # prompts whose groups were filtered
-    generation_seconds: array[float] = field(default_factory=lambda: array("d"))  # seconds of each trained response
+    filtered: set[int] = field(default_factory=set)  # prompts whose groups of responses were filtered
+    # generation time of each trained response
+    generation_seconds: array[float] = field(default_factory=lambda: array("d"))
     discarded_groups: Counter[str] = field(default_factory=Counter)
     discarded_tokens: Counter[str] = field(default_factory=Counter)
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # version -> snapshot at the time of its publishing
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)  # policy version -> counters when it was published
     last_generation: float = 0.0
     deaths: int = 0
     restarted: int = 0  # requests that restarted
-    restarted_tokens: int = 0  # tokens lost because requests restarted
-    taken_over: int = 0  # requests that continued on another engine
+    restarted_tokens: int = 0  # number of tokens lost because requests restarted
+    taken_over: int = 0  # number of requests that continued on another engine
     evaluations: int = 0  # number of finished evaluations
     evaluation_tokens: int = 0  # number of tokens sampled for finished and unfinished evaluations
 
@@ -118,7 +119,7 @@ class SimulationRecords:
 
 
 def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
-    """List the trajectories of a simulated batch, whose groups are not packed."""
+    """List the trajectories of a batch in a simulation, which does not encode groups for storage."""
     return [
         trajectory for group in staged.groups if isinstance(group, TrajectoryGroup) for trajectory in group.trajectories
     ]

@@ -1,8 +1,8 @@
-"""The timeline of a simulation: how busy engines and verifiers are in equal bins of time, and when train steps and
-updates run.
+"""The timeline of a simulation: how busy engines and verifiers are over time, and when train steps and updates run.
 
-There are at most `BINS` bins. When more bins would be needed, pairs of neighbouring bins are merged, and later bins are
-twice as long. A timeline needs a bounded amount of memory, however long the simulation runs.
+A timeline has at most `BINS` time bins. If a simulation outgrows the number of time bins, pairs of neighbouring bins
+are merged, and later bins are twice as long. A timeline needs a bounded amount of memory, however long the simulation
+runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BINS = 960
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How busy E engines and the scorers were in each of B bins of `bin_seconds`. `engines[e, b]` is the share of
-    engine e's slots that ran in bin b; `rewards[b]` is the mean number of scores in progress."""
+    """How busy each of E engines and the scorers were in each of B time bins of `bin_seconds`. `engines[e, b]` is the
+    share of engine e's slots that were busy in time bin b; `rewards[b]` is the mean number of scores in progress."""
 
     bin_seconds: float
     engines: NDArray[np.float32]
@@ -38,11 +38,11 @@ class Timeline:
 
 
 class Sampler:
-    """Samples counters that only grow, once per bin."""
+    """Samples cumulative counters once per time bin."""
 
     def __init__(self, read: Callable[[], Sequence[float]], bin_seconds: float) -> None:
         self._read, self.bin_seconds = read, bin_seconds
-        self._rows: list[NDArray[np.float32]] = []  # for each bin, how much each counter grew
+        self._rows: list[NDArray[np.float32]] = []  # for each time bin, the growth of each counter
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -57,7 +57,7 @@ class Sampler:
                 self.bin_seconds *= 2
 
     def growth(self) -> NDArray[np.float32]:
-        """Compute how much each counter grew per second in each bin, as an array (counters, bins)."""
+        """Compute the growth of each counter per second in each time bin, as an array (counters, bins)."""
         if not self._rows:
             return np.zeros((len(self._read()), 1), np.float32)
         found: NDArray[np.float32] = np.stack(self._rows, axis=1) / np.float32(self.bin_seconds)

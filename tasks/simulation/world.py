@@ -1,4 +1,4 @@
-"""One simulation of a run: the run's shipped objects, connected on a virtual clock.
+"""Simulates one run: the production scheduler and its parts, on a virtual clock.
 
     prompts --> RolloutScheduler --> InferenceProxy --> timed engines <-- faults
                   |    |                  ^
@@ -69,15 +69,15 @@ def simulate(
     watch: Callable[[int], None] = lambda version: None,
     world_type: type[SimulatedRun] | None = None,
 ) -> SimulationResult:
-    """Simulate a recipe on `hardware` until `versions` versions are trained; the recipe gives the default.
+    """Simulate a run on `hardware` until `versions` policy versions are trained, by default all versions of the run.
 
     Args:
-        timeline: record which parts were busy at which times; this costs a few per cent of the time.
-        watch: called with each published version.
-        world_type: the class of the run, if not `SimulatedRun`; benchmarks simulate other schedulers.
+        timeline: record how busy each part of the run is over time, which slows the simulation by a few per cent.
+        watch: called with each published policy version.
+        world_type: the class of the simulated run; benchmarks pass subclasses with other schedulers.
 
     Raises:
-        ConfigError: the hardware does not fit the recipe.
+        ConfigError: the hardware file does not fit the run's config.
     """
     versions = versions or config.versions
     simulated = config.model_copy(
@@ -107,7 +107,8 @@ def _pause_collector() -> Iterator[None]:
 
 
 class SimulatedRun:
-    """All parts of one simulated run. `recipe` is the user's config; `config` is a copy of it with timed engines."""
+    """One simulated run, with all its parts connected. `recipe` is the user's config; `config` is a copy of the user's
+    config with simulated engines."""
 
     proxy_type: type[InferenceProxy] = InferenceProxy
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
@@ -120,7 +121,7 @@ class SimulatedRun:
         self.records = SimulationRecords()
         self.speeds = hardware.speeds(recipe)
         self.engines = {place: self._engine(place) for place in range(len(self.speeds))}
-        self._past = [0.0] * len(self.speeds)  # slot seconds of dead engines, by the engine's place
+        self._past = [0.0] * len(self.speeds)  # seconds in which slots of dead engines were busy, by engine number
         self._buried: list[EngineUsage] = []
         _check(config, hardware)
         self.rewards = self.rewards_type(hardware.reward, config.seed, self.records)
@@ -130,7 +131,7 @@ class SimulatedRun:
         self._fetched = 0.0
 
     def _build(self) -> None:
-        """Create and connect the shipped objects."""
+        """Create and connect the parts of the run."""
         config = self.config
         engines = list(self.engines.values())
         self.proxy = self.proxy_type(engines, self.engine.max_concurrent_requests, FOREVER, config.rollout.routing)
@@ -148,10 +149,10 @@ class SimulatedRun:
         self.faults = Faults(faults, self.proxy, self.engines, self._replace, self.records)
 
     async def run(self, versions: int, watch: Callable[[int], None]) -> None:
-        """Run until `versions` versions are published.
+        """Run the simulation until `versions` policy versions are published.
 
         Raises:
-            RollflowError: an error that would also have ended a real run.
+            RollflowError: an error that would also end a real run.
         """
 
         def published(version: int) -> None:
@@ -176,7 +177,7 @@ class SimulatedRun:
             raise failure
 
     def timeline(self) -> Timeline:
-        """Return the timeline of which parts were busy at which times."""
+        """Return the timeline that shows how busy each part of the run was over time."""
         assert self.sampler is not None
         growth = self.sampler.growth()
         engines, rewards = growth[:-1] / np.float32(self.engine.max_concurrent_requests), growth[-1]
@@ -184,11 +185,11 @@ class SimulatedRun:
         return Timeline(self.sampler.bin_seconds, engines, rewards, steps, updates, self.engine.max_concurrent_requests)
 
     async def newer(self, version: int) -> int:
-        """Wait for a newer version than `version`, as `VersionFeed` does."""
+        """Wait for a policy version newer than `version`, as `VersionFeed.newer` specifies."""
         return await self.channel.wait_version(version, FOREVER)
 
     async def fetch(self, version: int) -> tuple[Path, WeightsProbe]:
-        """Let the time of fetching weights pass; a simulation has no weights."""
+        """Wait as long as fetching weights would take; a simulation has no weights."""
         await asyncio.sleep(self.hardware.update.fetch_seconds)
         self._fetched = asyncio.get_running_loop().time()
         return Path(), WeightsProbe((), (), 0.0)
@@ -203,7 +204,7 @@ class SimulatedRun:
         self.scheduler.wake()
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Store the batch for the channel's source, and put the batch into the channel."""
+        """Store a batch in memory, and put the batch into the channel to the learner."""
         check_fresh(staged, self.config.async_ratio)
         self.records.form(staged)
         self.memory.batches[staged.number] = staged
@@ -212,14 +213,14 @@ class SimulatedRun:
             del self.memory.batches[trained]
 
     def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
-        """Return the group unchanged, because a simulation stores nothing."""
+        """Return the group of responses unchanged, because a simulation stores nothing."""
         return group
 
     def _engine(self, place: int) -> TimedEngine:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))
 
     async def _replace(self, place: int) -> TimedEngine:
-        """Start a new engine in place of a dead one; the work of the dead engine still counts."""
+        """Replace a dead engine by a new engine; the work of the dead engine still counts in the results."""
         dead = self.engines[place].usage
         self._past[place] += dead.slot_seconds
         self._buried.append(dead)
@@ -240,22 +241,22 @@ class SimulatedRun:
         )
 
     def _usages(self) -> list[EngineUsage]:
-        """Return the usage of every engine, including dead ones."""
+        """Return the usage counters of every engine, including dead engines."""
         return [*self._buried, *(engine.usage for engine in self.engines.values())]
 
     def _shortest_bin(self) -> float:
-        """Return the width of the timeline's bins at the start: a fraction of one response's time."""
+        """Return the initial width of the timeline's bins: a fraction of one response's time."""
         lengths = sorted(self.engine.lengths)
         typical = lengths[len(lengths) // 2] if lengths else self.engine.median_tokens
         return max(1e-4, (self.engine.prefill_seconds + typical * self.engine.seconds_per_token) / 32)
 
     def _read(self) -> list[float]:
-        """Read the counters that the timeline samples."""
+        """Read the counters from which the timeline is computed."""
         slots = [self._past[place] + engine.usage.slot_seconds for place, engine in self.engines.items()]
         return [*slots, self.rewards.gauge.usage.slot_seconds]
 
     async def _close(self) -> None:
-        """Record the proxy's counts, and prevent any new work from starting."""
+        """Record the proxy's counters, and prevent any new work from starting."""
         self.records.restarted, self.records.taken_over = self.proxy.restarted, self.proxy.taken_over
         self.records.restarted_tokens = sum(usage.restarted for usage in self._usages())
         if self.evaluations is not None:
@@ -267,7 +268,7 @@ class SimulatedRun:
 
 
 def _check(config: RunConfig, hardware: Hardware) -> None:
-    """Check that the hardware fits the recipe."""
+    """Check that the hardware file fits the run's config."""
     last = config.engine.replicas - 1
     for death in hardware.faults.deaths:
         if death.engine > last:
