@@ -34,7 +34,7 @@ from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.objects import Data
 from rollflow.tasks.learners.distributed.rank_protocol import NEAR, RankHosts
 
-WEIGHTS = "weights/"  # prefix of the names of weight files
+WEIGHTS = "weights/"  # prefix of the names of the policy's weight files
 AGAIN = "start another run from the policy that `rollflow export` writes"  # the fix for a wrong config
 
 
@@ -51,14 +51,15 @@ class LearnerStart:
     """The values that a learner starts with, in addition to the configuration section `[train]`."""
 
     folder: Path  # the policy's folder, in the format of Hugging Face
-    trained: bool  # True: start with the folder's weights; False: use the folder's architecture, untrained
-    blank: bool = False  # True: weights are uninitialized, and the caller must call `load` first
-    dtype: str = "float32"  # data type of the policy's weights, in use and published: float32 or bfloat16
-    temperature: float = 1.0  # sampling temperature of the tokens
-    versions: int = 1  # number of versions that the run trains, for schedules
+    # True: start with the weights in the folder; False: use only the folder's architecture, with new weights
+    trained: bool
+    blank: bool = False  # True: the weights are uninitialized, and the caller must call `load` first
+    dtype: str = "float32"  # data type of the policy's weights: float32 or bfloat16
+    temperature: float = 1.0  # sampling temperature at which the trained tokens were sampled
+    versions: int = 1  # number of policy versions that the run trains, used by learning-rate schedules
     longest: int = 1  # largest number of tokens that the policy may sample in a response
     seed: int = 0
-    shard_bytes: int = 2**28  # largest number of bytes of tensors in one file
+    shard_bytes: int = 2**28  # largest number of bytes of tensors in one safetensors file
     first: Callable[[], Path] | None = None  # returns a folder with the weights with which the run began
     ranks: RankHosts = NEAR
 

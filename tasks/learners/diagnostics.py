@@ -36,7 +36,7 @@ from rollflow.tasks.objectives.base import MaskedTokens, TokenLoss
 from rollflow.tasks.objectives.ratios import BOUND
 
 OLDEST = 4
-COLUMNS = 6  # number of values that `add` keeps of each token
+COLUMNS = 6  # number of values that `Diagnostics.add` stores for each token
 
 
 class Diagnostics:
@@ -50,9 +50,9 @@ class Diagnostics:
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        # for each micro-batch: columns, divergences, True before the first update
+        # for each micro-batch: the values of its tokens, the divergences, and True before the first update
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []
-        self._found: list[np.ndarray] = []  # columns of each micro-batch, in the order of `add`
+        self._found: list[np.ndarray] = []  # token values of each micro-batch, in the order of the calls of `add`
         self._gaps: list[np.ndarray] = []
         self._divergences: list[np.ndarray] = []
 

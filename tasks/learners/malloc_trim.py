@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANY = 2**28  # smallest size of weights, in bytes, for which returning freed memory is worth the time
+MANY = 2**28  # size of weights, in bytes, from which returning freed memory is worth the time
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:

@@ -47,15 +47,15 @@ from rollflow.tasks.policies.attention import choose_attention
 
 WEIGHTS = "weights/model"
 STATE, CRITIC, REFERENCE = "learner/state", "learner/critic", "learner/reference"
-KL_WEIGHT = "kl_weight"  # key of the adapted KL weight in the learner state
+KL_WEIGHT = "kl_weight"  # name of the KL penalty's adapted weight in the learner state
 
 
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
     """Load a causal language model from a Hugging Face folder, with or without its weights.
 
-    - `trained`: load the folder's weights; otherwise initialize new weights.
-    - `blank`: leave the weights uninitialized; most of their memory is allocated only when a weight is written.
-    - `attention`: the value of `train.attention`.
+    - If `trained` is set, the folder's weights are loaded. If not, new weights are initialized.
+    - If `blank` is set, weights stay uninitialized, and most of their memory is allocated only when they are written.
+    - `attention` is the value of the option `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -66,7 +66,7 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
         return AutoModelForCausalLM.from_pretrained(folder, config=config, **how)
     with no_init_weights() if blank else nullcontext():
         model = AutoModelForCausalLM.from_config(config, **how)
-    model.tie_weights()  # `no_init_weights` skips the tying of weights, which is a step of initialization
+    model.tie_weights()  # tie weights here, because `no_init_weights` skips the tying
     for pattern, its_kind in model._get_dtype_plan(kind).items():  # as from_pretrained does
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if re.search(pattern, name):
@@ -193,7 +193,7 @@ class TorchLearner(TrainedModels):
             loads.pop(stem)(tensors_of(files))
         for load in loads.values():
             load(())
-        take_random(drawn, self.device)  # after all else, because reading a model may draw random numbers
+        take_random(drawn, self.device)  # last, because reading a model may draw random numbers
 
     def _take_own_state(self, saved: Named, drawn: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Restore the weight of the KL penalty from the tensors `saved`, and put the states of random generators into
@@ -208,7 +208,7 @@ class TorchLearner(TrainedModels):
                 self.kl_weight = float(tensor)
             else:
                 yield name, tensor
-            del tensor  # free the tensor's file before the next file is read
+            del tensor  # free the file's memory before the next file is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
         """Return the models other than the policy that have a state (critic and reference policy), each with the prefix

@@ -45,7 +45,7 @@ class Updates:
         roles, data, seen = self.roles, self.data, self.seen
         weight_R = self.weights_of(part)
         roles.policy.clear()
-        # The sum is a tensor, because reading a value would wait for the GPU.
+        # The sum of losses stays a tensor, because reading its value would wait for the GPU.
         added = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in roles.micros(data, roles.select_rows(part, self.before.signal_R)):
             with self.token_logprobs.add_in_place():

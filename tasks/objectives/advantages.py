@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.config import Advantage
 
-EPSILON = 1e-4  # added to a group's standard deviation, so that the divisor is never almost zero
-TINY = 1e-8  # added to a batch's variance, so that the divisor is never almost zero
-ROUNDING = 1e-12  # a penalty below this value is a rounding error and counts as zero
+EPSILON = 1e-4  # added to the standard deviation of a group's rewards, to avoid dividing by almost zero
+TINY = 1e-8  # added to the variance of a batch's advantages, to avoid dividing by almost zero
+ROUNDING = 1e-12  # a length penalty below this value is a rounding error and counts as zero
 
 
 def compute_advantages(
@@ -75,16 +75,16 @@ def _subtract_baseline(
     match part.baseline:
         case "none":
             return rewards_R
-        case "batch":  # subtract the mean over tokens, as in REINFORCE++ (Hu et al. 2025)
+        case "batch":  # subtract the mean over all tokens, as in REINFORCE++ (Hu et al. 2025)
             weight_R = tokens_R.to(rewards_R.dtype)
             if _all_equal(rewards_R, weight_R):
                 return torch.zeros_like(rewards_R)
             return rewards_R - (rewards_R * weight_R).sum() / weight_R.sum().clamp(min=1)
     centred_R = _subtract_group_mean(rewards_R, groups_R, episodes_R)
-    if part.baseline == "group":  # as in GRPO (Shao et al. 2024, section 4.1)
+    if part.baseline == "group":  # subtract the group's mean, as in GRPO (Shao et al. 2024, section 4.1)
         return centred_R
     count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
-    # RLOO subtracts the mean of the group's other rewards (Kool et al. 2019).
+    # RLOO subtracts the mean of the other rewards of the group (Kool et al. 2019).
     others_R = (count_G - 1).clamp(min=1)[groups_R]
     return centred_R * count_G[groups_R] / others_R
 

@@ -1,19 +1,20 @@
 """The objective interface: computes a loss for each token that the policy sampled, given the log-probs recorded at
 sampling.
 
-Notation: pi is the policy being trained, pi_p the proximal policy (the learner before this version's first update), mu
-the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg stop-gradient. All tensors of an
-objective are flat, with one element for each of the M tokens with loss mask 1 in a micro-batch. All tensors are on the
-learner's device and in the learner's precision.
+In formulas, pi is the policy being trained, pi_p the proximal policy (the learner's policy before the current policy
+version's first update), mu the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg the
+stop-gradient operator. All tensors of an objective are flat, with one element for each of the M tokens with loss mask 1
+in a micro-batch. All tensors are on the learner's device and in the learner's precision.
 
-- A loss is returned for each token, to be minimized. An objective does not aggregate losses: `aggregation` and
-  `minibatches` later give each token's loss a weight.
-- Rows are independent of each other: the order and grouping of rows do not change their losses.
-- An objective gets whole rows, unless the objective is `by_token`. An objective with `by_token` set may get some tokens
-  of a row at a time, so that memory holds fewer logits. `by_token` is not inherited: a class that changes the loss must
-  set `by_token` again.
-- The same tokens give the same loss, bit for bit, so that any step can be replayed.
-- A row with advantage zero has no gradient and is skipped, unless the objective sets `every_row`.
+- An objective returns a loss for each token, which training minimizes. An objective does not aggregate token losses.
+  The module `aggregation` later gives each token's loss a weight.
+- The losses of a row (trajectory) do not depend on the other rows of the batch, nor on the order of rows.
+- An objective gets whole rows, unless it sets `by_token`. An objective with `by_token` set may get some tokens of a row
+  at a time, so that memory holds fewer logits. The attribute `by_token` is not inherited, so a class that changes the
+  loss must set `by_token` again.
+- The same tokens give bit-identical losses, so that any train step can be replayed.
+- A row whose advantage is zero contributes nothing to the gradient and is skipped, unless the objective sets
+  `every_row`.
 
 `tests/contracts/test_objectives.py` tests each sentence of this docstring for all objectives.
 """
@@ -38,10 +39,10 @@ class MaskedTokens:
     logp_M: Tensor  # log-probs under pi, the policy being trained
     behaviour_M: Tensor  # log-probs under mu, the behaviour policy
     advantage_M: Tensor  # advantage of each token; without a critic, all tokens of a row have the same advantage
-    row_M: Tensor  # int64: number of the token's row
+    row_M: Tensor  # int64: number of the token's row (trajectory)
     proximal_M: Tensor | None = None  # log-probs under pi_p, the proximal policy, if the objective sets `uses_proximal`
     entropy_M: Tensor | None = None  # entropy of pi at the token in nats, if the objective sets `uses_entropy`
-    kept_M: Tensor | None = None  # bool: the result of `keep`, if the objective sets `uses_batch`
+    kept_M: Tensor | None = None  # bool: True if the token counts (see `keep`), if the objective sets `uses_batch`
     reference_M: Tensor | None = None  # log-probs under the reference policy, if the objective sets `uses_reference`
     kl_weight: float | None = None  # weight of the KL penalty if the learner adapts the weight, else None
 
@@ -59,10 +60,10 @@ class Objective(Protocol):
     """A training objective: the function that training minimizes. The module's docstring lists the guarantees of an
     objective."""
 
-    uses_proximal: ClassVar[bool] = False  # True if `loss` needs `proximal_M`, which costs a pass over the batch
+    uses_proximal: ClassVar[bool] = False  # True if `loss` needs `proximal_M`, which may cost a forward pass
     uses_entropy: ClassVar[bool] = False  # True if `loss` needs `entropy_M`
-    uses_reference: ClassVar[bool] = False  # True if `loss` needs `reference_M`, which costs a pass over the batch
-    uses_batch: ClassVar[bool] = False  # True if `loss` needs `kept_M`, which costs a forward pass over the batch
+    uses_reference: ClassVar[bool] = False  # True if `loss` needs `reference_M`, which costs a forward pass
+    uses_batch: ClassVar[bool] = False  # True if `loss` needs `kept_M`, which costs a forward pass
     every_row: ClassVar[bool] = False  # True if rows with advantage zero also have a gradient
     by_token: ClassVar[bool] = False  # True if a token's loss depends only on that token
 

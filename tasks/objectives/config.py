@@ -62,7 +62,7 @@ class Correction(Section):
         return self.outside == "clamp" or (self.outside == "mask" and self.weigh)
 
 
-COUNTS_WITH = {  # key of a correction -> values of `outside` with which the key has an effect
+COUNTS_WITH = {  # key of a correction -> values of the key `outside` with which the key has an effect
     "level": ("clamp", "mask"),
     "low": ("clamp", "mask"),
     "high": ("clamp", "mask"),
@@ -72,7 +72,7 @@ COUNTS_WITH = {  # key of a correction -> values of `outside` with which the key
 }
 
 
-SCALES = {  # baseline -> allowed scales; with other scales, equal rewards would be divided by almost zero
+SCALES = {  # baseline -> allowed scales; other scales would divide by almost zero if rewards are equal
     "none": ("none", "whiten"),
     "batch": ("none", "batch", "whiten"),
 }
@@ -170,7 +170,7 @@ class Penalties(Section):
             cure = "kl_target adapts kl_weight, which is 0; set kl_weight, for example to 0.01"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
-            # An explicit weight of 0 is allowed, because a sweep over weights may include 0.
+            # An explicit weight of 0 is allowed, because a sweep over KL weights may include 0.
             value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
                 cure = f"this key has no effect without {counts_with}; remove it, or set {counts_with}, too"
@@ -342,7 +342,7 @@ def _set_only(section: Section, given: Mapping[str, Any]) -> None:
             _set_only(part, value)
 
 
-# Keys of configs from before objectives had parts -> (part, key). Recorded runs with these keys can be replayed.
+# Keys of older configurations -> (part of the objective, key). Runs recorded with these keys can be replayed.
 EARLIER = {
     "clip_low": ("surrogate", "low"),
     "clip_high": ("surrogate", "high"),

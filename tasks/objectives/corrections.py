@@ -18,11 +18,13 @@ from rollflow.tasks.objectives.ratios import log_ratio
 
 
 def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor of each token's loss, and for each token whether its ratio r was out of range.
+    """Return the factor by which each token's loss is multiplied, and for each token whether its ratio r was out of
+    range.
 
-    - `clamp`: the factor is min(max(r, low), high), as in decoupled PPO.
-    - `mask`: the factor is r if low <= r <= high, else 0 (MIS, IcePop). If `weigh` is false, the factor is 1 in the
-      range. If `judge` is given, the range applies to the ratio at this level (geometric sequence masks).
+    - With the correction `clamp`, the factor is min(max(r, low), high), as in decoupled PPO.
+    - With the correction `mask`, the factor is r if low <= r <= high, else 0 (MIS, IcePop). If `weigh` is false, the
+      factor is 1 instead of r. If `judge` is given, the ratio of the level `judge` is compared with the range
+      (geometric sequence masks).
     """
     ratio_M = log_ratio(new_M.detach(), tokens.behaviour_M, tokens.row_M, part.level).exp()
     if part.outside == "clamp":
@@ -47,7 +49,7 @@ def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor
     square_B = (proximal_B - behaviour_B).double().square()
     ordered_B = square_B.sort().values
     means_B = ordered_B.cumsum(0) / torch.arange(1, len(ordered_B) + 1, device=ordered_B.device)
-    count = int((means_B <= part.second_moment).sum())  # means of ascending numbers never fall
+    count = int((means_B <= part.second_moment).sum())  # means of ascending numbers never decrease
     if count == len(ordered_B):
         return torch.ones_like(square_B, dtype=torch.bool)
     return square_B < ordered_B[count]

@@ -23,7 +23,7 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
     element.
     """
     found_B = -price_B.double()
-    some = np.flatnonzero(np.diff(starts))  # trajectories that have at least one sampled token
+    some = np.flatnonzero(np.diff(starts))  # trajectories with at least one sampled token
     found_B[torch.from_numpy(starts[some + 1] - 1)] += rewards_R.double()[torch.from_numpy(some)]
     return found_B
 

@@ -27,10 +27,10 @@ class MicroBatch:
     """
 
     tokens: Tensor  # (L, T) int64
-    where: tuple[Tensor, Tensor]  # line and place of the token before each token with loss mask 1: (M,), (M,)
+    where: tuple[Tensor, Tensor]  # (M,), (M,): line and position of the token before each token with loss mask 1
     targets: Tensor  # (M,) int64: the tokens with loss mask 1
-    row_M: Tensor  # int64: row in the batch of each token with loss mask 1
-    among: Tensor  # (M,) int64: index of each token with loss mask 1 among the batch's B such tokens
+    row_M: Tensor  # int64: number of the row of the batch that each token with loss mask 1 belongs to
+    among: Tensor  # (M,) int64: index of each token among the batch's B tokens with loss mask 1
     positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares a prompt
     part: Tensor | None = None  # (L, T) int64: see `Packing.part`; None if no row shares a prompt
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.ratios import BOUND
 
-STEP = 0.2  # largest relative error of the divergence that counts when the KL weight is adapted
+STEP = 0.2  # largest relative error of the divergence that is used when the KL weight is adapted
 
 
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-UNBOUNDED = 1e9  # an upper bound above any ratio (log-ratios are clipped at 20), but finite, since JSON has no infinity
+UNBOUNDED = 1e9  # upper bound above any ratio, since log-ratios are clipped at 20; finite, since JSON has no infinity
 
 Range = tuple[float, float]
 PresetName = Literal[

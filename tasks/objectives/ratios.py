@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollflow.tasks.objectives.surrogate_config import Level
 
-BOUND = 20.0  # largest log-ratio in nats; e^20 is a ratio of 5e8, far below e^88, at which float32 overflows
+BOUND = 20.0  # largest log-ratio, in nats; float32 overflows at e^88, far above e^20 = 5e8
 
 
 def log_ratio(new_M: Tensor, old_M: Tensor, row_M: Tensor, level: Level) -> Tensor:

@@ -24,14 +24,14 @@ class BatchRows:
     """
 
     tokens: np.ndarray  # int32, tokens of all rows
-    offsets: np.ndarray  # int64, R + 1: where each row begins in `tokens`
-    chosen: np.ndarray  # int64, B: places of the tokens with loss mask 1 in `tokens`
-    starts: np.ndarray  # int64, R + 1: where each row begins in the flat arrays of B values
+    offsets: np.ndarray  # int64, R + 1: index in `tokens` at which each row begins
+    chosen: np.ndarray  # int64, B: indices in `tokens` of the tokens with loss mask 1
+    starts: np.ndarray  # int64, R + 1: index at which each row begins in flat arrays of B values
     behaviour: np.ndarray  # float32, B: log-probs in nats under the policy that sampled the token
-    versions: np.ndarray  # int32, B: version that sampled each token
-    groups: np.ndarray  # int64, R: number of each row's group, from 0
+    versions: np.ndarray  # int32, B: policy version that sampled each token
+    groups: np.ndarray  # int64, R: number of each row's group of responses to one prompt, from 0
     rewards: np.ndarray  # float32, R: reward of each row
-    branches: np.ndarray | None = None  # bool, R: whether the row is a branch of another row; None: no row is
+    branches: np.ndarray | None = None  # bool, R: True if the row is a branch of another row; None: no row is a branch
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
@@ -47,7 +47,7 @@ class BatchRows:
         tokens = _column(table, "tokens")
         offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
         mask = _view(_column(table, "loss_mask").flatten().cast(pa.uint8())).copy()
-        mask[offsets[:-1]] = 0  # no hidden state predicts the first token
+        mask[offsets[:-1]] = 0  # no hidden state predicts the first token of a row
         chosen = np.flatnonzero(mask)
         numbers = {key: i for i, key in enumerate(batch.keys)}
         pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollflow.tasks.objectives.rows import BatchRows
 
-PAIRS = 6  # for one token, a layer without attention costs as much as attention over PAIRS x width pairs of tokens
+PAIRS = 6  # per token, a layer without attention costs as much as attention over PAIRS x width pairs of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class PackedSequence:
     """A line: one row (trajectory), or several rows of a group behind one copy of their prompt."""
 
     rows: tuple[int, ...]
-    prompt: int  # number of tokens of the shared prompt; 0 for a single row
-    length: int  # number of tokens of the whole line
+    prompt: int  # number of tokens of the shared prompt; 0 if the line has a single row
+    length: int  # number of tokens of the whole line (packed sequence)
 
 
 def pack_lines(data: BatchRows, rows: Sequence[int], most: int, width: int | None) -> list[PackedSequence]:
@@ -86,10 +86,10 @@ class Packing:
 
     tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
     positions: np.ndarray  # (L, T) int64: position of each token in its row
-    part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind it; -1 for padding
-    at: tuple[np.ndarray, np.ndarray]  # line and place of the token before each token with loss mask 1: (M,), (M,)
-    among: np.ndarray  # (M,) index of each token with loss mask 1 among the batch's such tokens
-    row: np.ndarray  # (M,) row in the batch of each token with loss mask 1
+    part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind a prompt; -1 for padding
+    at: tuple[np.ndarray, np.ndarray]  # (M,), (M,): line and position of the token before each token with loss mask 1
+    among: np.ndarray  # (M,): index of each token among the batch's tokens with loss mask 1
+    row: np.ndarray  # (M,): row of the batch that each token with loss mask 1 belongs to
 
 
 def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
@@ -107,7 +107,7 @@ def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
             tokens[i, here] = data.tokens[begin + line.prompt : end]
             positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
             own = np.arange(data.starts[row], data.starts[row + 1])
-            before = data.chosen[own] - begin - 1  # place in the row of the token before each token with loss mask 1
+            before = data.chosen[own] - begin - 1  # position in the row of the token before each token with loss mask 1
             at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
             at_line.append(np.full(len(own), i))
             among.append(own)

@@ -15,7 +15,7 @@ from rollflow.tasks.objectives.presets import UNBOUNDED
 from rollflow.tasks.runtime.sections import Section, refuse
 
 Level = Literal["token", "sequence", "geometric"]
-HEAVIEST = 1e6  # largest allowed weight of a loss; a larger weight would only overflow
+HEAVIEST = 1e6  # largest allowed weight of a loss, because a larger weight might overflow
 Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Field(ge=0, le=UNBOUNDED)]]
 
 

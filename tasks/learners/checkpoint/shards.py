@@ -20,8 +20,8 @@ from torch import Tensor
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.objects.base import Data, split_buffers
 
-Files = Iterable[tuple[str, Data]]  # name and content of each file; possibly an iterator that is read only once
-Named = Iterable[tuple[str, Tensor]]  # name and value of each tensor; possibly an iterator that is read only once
+Files = Iterable[tuple[str, Data]]  # name and content of each file; may be an iterator that can be read only once
+Named = Iterable[tuple[str, Tensor]]  # name and value of each tensor; may be an iterator that can be read only once
 
 INDEX = ".index.json"
 SHARD_BYTES = 2**28
@@ -81,7 +81,7 @@ def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     for file, data in files:
         if not file.endswith(INDEX):
             yield from _tensors(file, _join_data(data))
-        del data  # free the file before the next file is read
+        del data  # free the file's memory before the next file is read
 
 
 def shapes_of(files: Files) -> dict[str, Tensor]:

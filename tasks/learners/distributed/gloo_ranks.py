@@ -22,10 +22,10 @@ from rollflow.tasks.learners.distributed.load_balance import deal_pieces, measur
 from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.distributed.ranks import Piece, RankLost, Ranks
 
-HOST = "127.0.0.1"  # address of ranks that all run on one machine
+HOST = "127.0.0.1"  # default address, for ranks that all run on one machine
 BUCKET = 2**23  # largest number of float32 elements in one all-reduce (32 MiB)
-STORE_SECONDS = 60.0  # longest wait in seconds for an answer of the TCP store
-START_SECONDS = 120.0  # longest wait in seconds of started ranks for each other
+STORE_SECONDS = 60.0  # longest wait, in seconds, for an answer of the TCP store
+START_SECONDS = 120.0  # longest time, in seconds, that started ranks wait for each other
 
 
 class GlooRanks(Ranks):
@@ -49,7 +49,8 @@ class GlooRanks(Ranks):
         self.rank, self.count, self._check = rank, count, check
         self.store, self._name, self.host = store, name, host
         self._group: Any = ProcessGroupGloo(PrefixStore(name, store), rank, count, _group_options(host))
-        self.beside: GlooRanks | None = None  # a second group of the same ranks, for work that runs during a step
+        # a second process group of the same ranks, for communication during a train step
+        self.beside: GlooRanks | None = None
         self._bound = timedelta(seconds=seconds)
         self.seconds = seconds
         self._done = 0
@@ -153,7 +154,7 @@ class GlooRanks(Ranks):
     @cached_property
     def _on_gpus(self) -> Any:
         """The NCCL group for tensors on GPUs; all ranks must read this property at the same time."""
-        from torch.distributed import ProcessGroupNCCL  # torch builds for CPUs do not have this class
+        from torch.distributed import ProcessGroupNCCL  # builds of torch without CUDA do not have this class
 
         begin_backend(torch.device("cuda"), self.host, blocking=True)
         options = ProcessGroupNCCL.Options()
@@ -173,7 +174,7 @@ def serve_store(host: str = HOST) -> TCPStore:
     """Open the TCP store through which a group of ranks exchanges keys; the store listens on `host` only."""
     listening = socket.create_server((host, 0))
     port, bound = listening.getsockname()[1], timedelta(seconds=STORE_SECONDS)
-    fd = listening.detach()  # from this line on, the store owns the socket
+    fd = listening.detach()  # from this line on, the TCP store owns the socket
     return TCPStore(host, port, is_master=True, timeout=bound, wait_for_workers=False, master_listen_fd=fd)
 
 

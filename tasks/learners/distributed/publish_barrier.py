@@ -18,7 +18,7 @@ import torch
 from rollflow.tasks.learners.base import WaitForPublish
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 
-TIMES = 4  # number of WAIT messages that the first rank sends within `train.rank_seconds`
+TIMES = 4  # number of WAIT messages that the first rank sends in `train.rank_seconds` seconds
 
 
 class BarrierMessage(IntEnum):

@@ -13,7 +13,7 @@ import torch
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.node import find_interface
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable that CUDA reads at its first use in a process
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable with the GPUs of a process, which CUDA reads at its first use
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over ranks, by device type
 
 
@@ -23,7 +23,8 @@ def check_gpus(ranks: int) -> None:
     Raises:
         ConfigError: this machine has GPUs, but fewer GPUs than there are ranks.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # do not start CUDA: ranks are forked
+    # check for GPUs without starting CUDA, because a process that has started CUDA cannot be forked
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     found = torch.cuda.device_count()
     if 0 < found < ranks:
         raise ConfigError(

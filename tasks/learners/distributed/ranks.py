@@ -9,10 +9,11 @@ weights after an optimizer step.
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW
     rank 2:  (none)    --> nothing ---+             +--> clip, AdamW
 
-- A rank without lines takes part in every sum, with zeros.
-- A parameter that has no gradient on any rank has no gradient after the sum. So AdamW does not change the parameter.
-- Sums are computed in float32 or float64, in a fixed order: the same number of ranks gives the same bits.
-- Every sum has a time limit; a sum that fails raises `RankLost`.
+- A rank that has no lines of the batch to run takes part in every sum over the ranks, with zeros.
+- A parameter that has no gradient on any rank has no gradient after the sum. AdamW does not change such a parameter.
+- Sums over ranks are computed in float32 or float64 and in a fixed order, so that the same number of ranks gives the
+  same bits.
+- Every sum over ranks has a time limit. A sum that fails raises the error `RankLost`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-GROUP_SIGNS = "gloo", "connection", "timed out"  # words that identify torch's errors about a process group
+# words by which torch's errors about a failed process group are recognized
+GROUP_SIGNS = "gloo", "connection", "timed out"
 
 
 class RankLost(Exception):

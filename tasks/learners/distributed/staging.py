@@ -32,8 +32,8 @@ from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.distributed.rank_protocol import Place, SendFile
 from rollflow.tasks.learners.distributed.ranks import RankLost
 
-HELD = 2  # number of files that a rank holds in memory: one file is gathered while another is stored
-TIMES = 4  # number of reports that a waiting rank sends within `train.rank_seconds`
+HELD = 2  # number of files in a rank's memory: one file is gathered while another is stored
+TIMES = 4  # number of reports that a waiting rank sends in `train.rank_seconds` seconds
 POLL_SECONDS = 0.02
 
 
@@ -131,7 +131,7 @@ class _FileSlots:
         """Reserve memory for one file during the block. If `alone` is set, the rank has no other file in memory during
         the block."""
         places = HELD if alone else 1
-        with self._door:  # a caller acquires all its slots before another caller starts
+        with self._door:  # one caller at a time acquires slots, so that two callers cannot block each other
             for _ in range(places):
                 self._free.acquire()
         try:

@@ -24,7 +24,7 @@ from rollflow.tasks.learners.optimizer.trained_tensors import TrainedTensors, ch
 from rollflow.tasks.objectives.packing import MicroBatch
 from rollflow.tasks.policies.device import send
 
-WEIGHT = "weight/"  # prefix of the weights' names in the critic's state
+WEIGHT = "weight/"  # prefix of the names of the critic's weights in the critic's state
 
 
 class ValueHead(nn.Module):
@@ -34,7 +34,7 @@ class ValueHead(nn.Module):
     def __init__(self, decoder: nn.Module | None, hidden: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.head = nn.Linear(hidden, 1)  # the head is float32, whatever type the decoder has
+        self.head = nn.Linear(hidden, 1)  # the critic's head is float32, whatever data type the decoder has
 
 
 class Critic:
@@ -110,7 +110,7 @@ class Critic:
                 self._take(name.removeprefix(WEIGHT), tensor)
             else:
                 yield name, tensor
-            del tensor  # free the tensor's file before the next file is read
+            del tensor  # free the file's memory before the next file is read
 
     def _take(self, name: str, weight: Tensor) -> None:
         self.model.get_parameter(name).copy_(weight)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**22  # bytes of rows that are processed at a time, so that the rows stay in the CPU's cache
-ON_GPU = 32  # factor of `PIECE_BYTES` on a GPU, where each piece costs three kernel launches
+PIECE_BYTES = 2**22  # bytes of logits that are processed at a time, so that they stay in the CPU's cache
+ON_GPU = 32  # factor of `PIECE_BYTES` on a GPU, because each piece costs three kernel launches
 
 
 def chosen_tokens(
@@ -31,7 +31,8 @@ def chosen_tokens(
     forward pass stored.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
-    if hasattr(made.grad_fn, "_saved_result"):  # the logits come from e.g. tanh, whose backward pass needs them
+    # an operation such as tanh made the logits, and its backward pass needs them
+    if hasattr(made.grad_fn, "_saved_result"):
         logits_MV = logits_MV.clone()
     logp_M, entropy_M = _ChosenTokens.apply(logits_MV, targets_M, temperature, entropy)  # type: ignore[no-untyped-call]
     return logp_M, entropy_M

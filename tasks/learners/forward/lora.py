@@ -36,7 +36,7 @@ from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
 log = logging.getLogger(__name__)
 
 NAME = "default"  # peft's name of the adapter
-ADAPTER = "adapter/"  # prefix of the adapter's tensors in the learner state
+ADAPTER = "adapter/"  # prefix of the names of the LoRA adapter's tensors in the learner state
 
 
 class LoraPolicy(TrainedPolicy):
@@ -107,7 +107,7 @@ class LoraPolicy(TrainedPolicy):
                 own[name].copy_(tensor)
             else:
                 yield name, tensor
-            del tensor  # free the tensor's file before the next file is read
+            del tensor  # free the file's memory before the next file is read
 
     def _find_base(self) -> None:
         first = self._first()
@@ -216,7 +216,7 @@ def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]
     """
     decoder = model.get_decoder()
     chosen = _choose_layers([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
-    held = nn.Module()  # a module without a config, because with a model's config peft would choose other layers
+    held = nn.Module()  # a module without a model's config, because with that config peft would choose other layers
     held.decoder = decoder
     inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

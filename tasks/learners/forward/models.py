@@ -62,8 +62,8 @@ class TrainedModels:
         with which the run began."""
         torch.manual_seed(seed)
         self.device = find_device()
-        self.model = model.to(self.device).eval()  # a model in eval mode has gradients, but no dropout
-        self.dtype: torch.dtype = model.dtype  # data type in which the model runs
+        self.model = model.to(self.device).eval()  # eval mode turns dropout off, but gradients are still computed
+        self.dtype: torch.dtype = model.dtype  # data type of the model's weights
         self.token_logprobs = TokenLogprobs(self.model, judged=not blank)
         self.config = config
         self.ranks = Ranks()

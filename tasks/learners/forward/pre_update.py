@@ -28,7 +28,7 @@ class BatchTargets:
 
     advantage_B: Tensor  # advantage of each token, in the data type of the rewards
     signal_R: np.ndarray  # bool: True if a token of the row has an advantage other than zero
-    returns_B: Tensor | None = None  # the critic's targets, float64; None without a critic
+    returns_B: Tensor | None = None  # float64: the critic's targets; None without a critic
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class PreUpdate:
     are in nats."""
 
     judged: BatchTargets
-    behaviour_B: Tensor  # log-probs of the behaviour policy, which sampled the tokens
-    proximal_B: Tensor | None  # log-probs of the learner; None if a version's only update computes them
-    kept_B: Tensor | None  # bool: True if the token counts; only for objectives that need the whole batch
+    behaviour_B: Tensor  # log-probs under the behaviour policy, which sampled the tokens
+    proximal_B: Tensor | None  # log-probs of the policy before the update; None if a single update computes them itself
+    kept_B: Tensor | None  # bool: True if the token's loss counts; only for objectives that need the whole batch
     reference_B: Tensor | None  # log-probs of the reference
     values_B: Tensor | None  # the critic's values
 

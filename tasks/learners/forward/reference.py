@@ -21,7 +21,7 @@ from rollflow.tasks.learners.checkpoint.shards import Named
 from rollflow.tasks.learners.forward.token_logprobs import Pass, TokenLogprobs
 from rollflow.tasks.learners.optimizer.trained_tensors import check_fit
 
-VERSION = "version"  # key in the state: the version whose weights the reference has
+VERSION = "version"  # key in the learner state: the policy version whose weights the reference policy has
 
 
 class Reference:
@@ -31,8 +31,9 @@ class Reference:
         self._every = every
         self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
-        self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)  # the policy's head was tested already
-        self.version = -1  # version whose weights the reference has; -1: no weights yet
+        # the policy's output head was tested already
+        self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)
+        self.version = -1  # policy version whose weights the reference policy has; -1: no weights yet
 
     def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Copy the policy's weights into the reference policy if an update of the reference policy is due at policy
@@ -65,7 +66,7 @@ class Reference:
                 self.version = int(tensor)
             else:
                 own[name].copy_(tensor)
-            del tensor  # free the tensor's file before the next file is read
+            del tensor  # free the file's memory before the next file is read
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> None:

@@ -33,8 +33,8 @@ def shared_width(model: Any, logprobs: TokenLogprobs) -> int | None:
     try:
         off = _distance(model, logprobs)
     except torch.OutOfMemoryError:
-        raise  # lack of memory says nothing about the model's code
-    except REFUSALS:  # a model's own code raises one of these errors for an unsupported mask or unsupported positions
+        raise  # running out of memory does not mean that the model cannot share prompts
+    except REFUSALS:  # a model raises one of these errors if it does not support the mask or the positions
         return None
     return int(config.hidden_size) if off <= NEAR.get(model.dtype, HALF) else None
 
@@ -54,7 +54,7 @@ def _distance(model: Any, logprobs: TokenLogprobs) -> float:
     rows = _build_test_rows()
     found = [
         torch.cat([_compute_logprobs(model, logprobs, micro) for micro in micro_batches(rows, [0, 1], 100, width)])
-        for width in (None, 10**6)  # with a width of 10**6, sharing a prompt always saves work
+        for width in (None, 10**6)  # None: no shared prompts; with a width of 10**6, sharing a prompt always saves work
     ]
     return measure_distance(found[0], found[1])
 

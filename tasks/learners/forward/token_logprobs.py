@@ -27,8 +27,8 @@ from rollflow.tasks.learners.forward.inplace_logprobs import chosen_tokens
 from rollflow.tasks.policies.adding_embedding import AddingEmbedding
 from rollflow.tasks.policies.head import LMHead
 
-LOGITS_BYTES = 2**26  # largest number of bytes of one chunk's logits in float32
-ON_GPU = 16  # factor of `LOGITS_BYTES` on a GPU, which would be mostly idle with few tokens
+LOGITS_BYTES = 2**26  # largest number of bytes of the float32 logits of one chunk of tokens
+ON_GPU = 16  # factor of `LOGITS_BYTES` on a GPU, which small chunks would leave mostly idle
 Pass = Callable[..., tuple[Tensor, Tensor | None]]  # the call signature of `TokenLogprobs`
 
 
@@ -103,7 +103,7 @@ class TokenLogprobs:
             if after - begin > self._chunk and end > begin:
                 found.append(slice(begin, end))
                 begin = end
-        return found or [slice(0, 0)]  # rows without tokens have a loss, too: zero
+        return found or [slice(0, 0)]  # a batch without tokens has a loss, too: zero
 
     @property
     def _chunk(self) -> int:

@@ -59,7 +59,7 @@ class TrainedPolicy(TrainedTensors):
         left = self._model_tensors()
         for name, tensor in weights:
             left.pop(name).copy_(tensor)
-            del tensor  # free the tensor's file before the next file is read
+            del tensor  # free the file's memory before the next file is read
         check_fit("the weights", {}, left)
 
     def _model_tensors(self) -> dict[str, Tensor]:

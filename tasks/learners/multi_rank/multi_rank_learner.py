@@ -69,9 +69,9 @@ from rollflow.tasks.learners.multi_rank.rank_process import (
 from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
 from rollflow.tasks.runtime.actor_warnings import open_socket
 
-IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # module imported before ranks are forked
-READY_SECONDS = 300.0  # longest time in seconds for a rank to import modules and read the model
-GRACE_SECONDS = 5.0  # longest time in seconds for ranks to end by themselves after they lost another rank
+IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # module that is imported before ranks are forked
+READY_SECONDS = 300.0  # longest time, in seconds, in which a rank imports modules and reads the model
+GRACE_SECONDS = 5.0  # longest time, in seconds, in which ranks that lost another rank end by themselves
 POLL_SECONDS = 0.05
 
 
@@ -93,8 +93,8 @@ class MultiRankLearner:
         weakref.finalize(self, self._others.end)
         self._own = kind.create(config, start)
         self._ranks = self._own.ranks = self._others.meet()
-        self._alike = False  # True if the other ranks have the first rank's weights and state
-        self._turn = Lock()  # acquired to gather a file, so that all ranks gather files in the same order
+        self._alike = False  # True if the other ranks have the same weights and state as the first rank
+        self._turn = Lock()  # acquired while a file is gathered, so that all ranks gather files in the same order
 
     @property
     def model(self) -> Any:
@@ -109,7 +109,7 @@ class MultiRankLearner:
                 sharded learner raise `RankFailed`, too.
         """
         if not self._alike:
-            settle()  # the tensors that are sent to the other ranks are those that are being stored
+            settle()  # wait until the previous version is stored, because the same tensors are sent to the other ranks
         with self._guard_ranks(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share_state()
@@ -193,11 +193,11 @@ class MultiRankLearner:
             with raise_lost():
                 yield
         except NotFinite:
-            raise  # all ranks raise the same error, and go on
+            raise  # all ranks raise the same error and can train further
         except StepStopped as stopped:
-            raise stopped.error or stopped from None  # the step ended on all ranks, which go on
+            raise stopped.error or stopped from None  # the train step ended on all ranks, which can train further
         except (StoreFailed, Unreachable, ConfigError):
-            raise  # the store failed, but no rank failed
+            raise  # the object store failed, but no rank failed
         except RankLost as error:
             raise self._others.fail(what, error) from error
         except BaseException:
@@ -263,8 +263,8 @@ class OtherRanks:
     def __init__(self, config: TrainBase, start: LearnerStart) -> None:
         self._config, self._host = config, start.ranks.host
         self._store = serve_store(self._host)
-        self.ordered = 0  # number of orders that the first rank has sent
-        self._ranks: GlooRanks | None = None  # the first rank's view of the group; None until all ranks have started
+        self.ordered = 0  # number of commands that the first rank has sent
+        self._ranks: GlooRanks | None = None  # the first rank's process group; None until all ranks have started
         self._failed: RankFailed | None = None
         self._failing = Lock()
         meeting, begin = Meeting(self._host, self._store.port), start.ranks.start or partial(ForkedRank, config, start)

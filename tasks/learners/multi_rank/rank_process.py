@@ -58,9 +58,9 @@ from rollflow.tasks.learners.torch_learner import TorchLearner
 from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.runtime.fork_server import PR_SET_NAME
 
-MEET = "meet"  # store key that the first rank sets when all ranks have started
+MEET = "meet"  # key of the TCP store that the first rank sets when all ranks have started
 POLL_SECONDS = 0.1
-LOST, FAILED = 3, 4  # exit codes of a rank that lost the other ranks, and of a rank that failed
+LOST, FAILED = 3, 4  # exit codes of a rank: LOST if it lost contact with other ranks, FAILED if it failed itself
 PR_SET_PDEATHSIG = 1
 CHUNK = 2**25  # largest number of bytes in one broadcast
 
@@ -120,10 +120,10 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
     other ranks reach this machine."""
     store, obeyed = connect_store(meeting.host, meeting.port), OrderCount()
     with _exit_on_error(store, rank):
-        # The learner starts without weights, because the first rank sends weights and state.
+        # The learner is created without weights, because the first rank sends weights and state.
         learner = learner_of(config).create(config, replace(start, blank=True))
         store.set(ready_key(rank), "")
-        while not store.check([MEET]):  # the first rank reads its weights; the owner limits this wait
+        while not store.check([MEET]):  # the first rank still reads its weights, and limits the length of this wait
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_serve_files, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
@@ -177,9 +177,9 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
     except RankLost:
         with contextlib.suppress(RuntimeError):
             store.set(gone_key(rank), "")
-        os._exit(LOST)  # end at once: the first rank seeks the fault among ranks with other exit codes
+        os._exit(LOST)  # end at once, because the first rank seeks the fault among ranks with other exit codes
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
-        with contextlib.suppress(RuntimeError):  # the shared store may be gone, and then nobody can read the reason
+        with contextlib.suppress(RuntimeError):  # if the TCP store is gone, nobody can read the reason
             store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
@@ -198,10 +198,10 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
             weights, state = (
                 ((name, receive_data(ranks, n)) for name, n in part.items()) for part in (order.weights, order.state)
             )
-            learner.take(weights, state)  # loads each file when the file arrives
+            learner.take(weights, state)  # load each file as soon as it arrives
             learner.width, learner.blank = order.width, False
         case TrainStep():
-            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises the same error
+            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises the same error and reports it
                 batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
                 learner.step(batch, order.version, partial(follow_first_rank, ranks))
 
@@ -255,7 +255,7 @@ def _end_with_owner() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The fork server runs until no process has this pipe open, so only the owner may have it open.
+    # The fork server ends when no process has this pipe open, so this process must close its copy.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,7 @@ from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.optimizer.master_weights import MasterWeights
 
 MASTER = "master"  # prefix of the names under which master weights are saved
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state of a parameter that AdamW has changed
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter: number of steps, and moments
 
 
 class TrainedTensors:
@@ -98,7 +98,7 @@ class TrainedTensors:
                 continue
             device = "cpu" if key == "step" and not self.fused else trained.device
             self.adamw.state[trained][key] = value.to(device, copy=True)
-            del value  # free the tensor's file before the next file is read
+            del value  # free the file's memory before the next file is read
         self.trained.begin(mastered)
 
 

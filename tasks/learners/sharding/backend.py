@@ -42,13 +42,13 @@ class ShardingBackend(TrainedTensors):
     """Trained parameters whose values, gradients and AdamW moments are sharded over ranks. See the module's
     docstring."""
 
-    def __init__(  # this constructor does not call that of `TrainedTensors`
+    def __init__(  # does not call the constructor of `TrainedTensors`, because subclasses create AdamW themselves
         self, model: nn.Module, config: TrainBase, ranks: GlooRanks
     ) -> None:
         self.ranks = ranks
         given = dict(model.named_parameters())
         for parameter in given.values():
-            parameter.grad = None  # a cold start may have left a gradient
+            parameter.grad = None  # a cold start (supervised training) may have left a gradient
         self.types = {name: parameter.dtype for name, parameter in given.items()}
         self.shapes = {name: parameter.shape for name, parameter in given.items()}
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
@@ -147,7 +147,7 @@ class ShardingBackend(TrainedTensors):
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
         self.ranks.beside.gather_to(to, own, [_view_piece(found, *place) for place in places])
-        return found.add_(0.0)  # turn -0 into +0, as in recorded runs
+        return found.add_(0.0)  # turn -0 into +0, so that the bits are those of recorded runs
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:

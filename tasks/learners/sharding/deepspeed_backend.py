@@ -27,7 +27,8 @@ from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
-SHARED_MEMORY = "deepspeed_shm_comm"  # DeepSpeed's operation for sums over processes, compiled at its first use
+# DeepSpeed's operation for sums over processes, which DeepSpeed compiles at its first use
+SHARED_MEMORY = "deepspeed_shm_comm"
 
 
 def begin_group(ranks: GlooRanks, device: torch.device) -> None:
@@ -75,7 +76,7 @@ class DeepSpeedTensors(ShardingBackend):
     def run(self, of: Callable[[], Tensor]) -> Tensor:
         """See `ShardingBackend`."""
         if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
-            order._invalidate_trace()  # a pass may run modules in another order than the previous pass
+            order._invalidate_trace()  # two passes may run modules in different orders
         found: Tensor = self.engine(of)
         return found
 
@@ -120,7 +121,8 @@ class DeepSpeedTensors(ShardingBackend):
 
         zeroed = self.zeroed
         norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
-        return float(norm) if norm >= 0 else float("nan")  # DeepSpeed returns -1 for a norm that is not finite
+        # DeepSpeed returns -1 for a norm that is a NaN or an infinity
+        return float(norm) if norm >= 0 else float("nan")
 
     def apply(self) -> None:
         """See `TrainedTensors`. Do nothing if no rank has a gradient."""
@@ -170,7 +172,7 @@ class DeepSpeedTensors(ShardingBackend):
                 self._put_master(name, self.view_shard(name, value))
             else:
                 self.own(name, key).copy_(self.view_shard(name, value))
-            del value  # free the tensor's file before the next file is read
+            del value  # free the file's memory before the next file is read
         for flat, of_flat in kept.items():
             of_flat["step"] = torch.tensor(self.step, device=flat.device if self.fused else "cpu")
 
@@ -223,7 +225,7 @@ def set_options(config: DeepSpeedTrain) -> dict[str, Any]:
     """
     return {
         "train_batch_size": config.ranks,
-        "train_micro_batch_size_per_gpu": 1,  # rollflow makes the micro-batches itself
+        "train_micro_batch_size_per_gpu": 1,  # rollflow builds the micro-batches itself, outside of DeepSpeed
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.max_grad_norm,
         "zero_optimization": {"stage": config.zero, **_offload_options(config)},

@@ -63,7 +63,7 @@ class FsdpTensors(ShardingBackend):
         """See `ShardingBackend`."""
         found: Tensor = self._root(of)
         if not found.requires_grad:
-            self._root.reshard()  # without a backward pass FSDP does not reshard
+            self._root.reshard()  # without a backward pass, FSDP keeps the gathered weights
         return found
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
@@ -130,10 +130,11 @@ class FsdpTensors(ShardingBackend):
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
-                masters[name] = self.view_shard(name, value).clone()  # a view would keep the whole file in memory
+                # copied, because a view would keep the whole file in memory
+                masters[name] = self.view_shard(name, value).clone()
             else:
                 yield saved, value if key == "step" else self.view_shard(name, value)
-            del value  # free the tensor's file before the next file is read
+            del value  # free the file's memory before the next file is read
 
     def _shard_model(self) -> Any:
         """Shard the model with FSDP: first modules of an unusual data type, then layers and separate modules, then all
@@ -157,7 +158,8 @@ class FsdpTensors(ShardingBackend):
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
-        cut.set_gradient_divide_factor(1.0)  # do not average: losses are weighted over the whole minibatch
+        # add gradients instead of averaging them, because losses are weighted over the minibatch
+        cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         patch_all_gather(cut)
 

@@ -3,11 +3,12 @@
 FSDP2 gathers a group of parameters into one buffer, in which the shards of all parameters are interleaved, and then
 copies each parameter out of the buffer. On a CPU, the patch saves memory in three ways.
 
-- In a group of one parameter, the buffer *is* the parameter, padded at its end as FSDP pads a parameter. The embeddings
-  are a group of one parameter, and the largest group: 100,000 tokens of 2,048 numbers in bfloat16 take 0.4 GB.
-- gloo's all-gather allocates a buffer of its own, but gloo's broadcast does not, so embeddings are broadcast.
-- FSDP keeps a layer's buffer until it has the next layer's buffer, because work on a GPU may still read the earlier
-  buffer. On a CPU, the patch frees a layer's buffer before the next layer's buffer is allocated.
+- If a group consists of one parameter, the gathered parameter itself is used as the buffer, so nothing is copied. The
+  embeddings are a group of one parameter, and the largest group: 100,000 tokens of 2,048 numbers in bfloat16 take
+  0.4 GB.
+- The embeddings are gathered by gloo's broadcast, because gloo's all-gather would allocate a buffer of its own.
+- The buffer of a layer is freed before the buffer of the next layer is allocated. FSDP itself frees a layer's buffer
+  later, because work on a GPU may still read the buffer.
 
 On a GPU nothing is patched, because only FSDP knows when one CUDA stream may reuse memory that another CUDA stream has
 freed.
@@ -42,7 +43,7 @@ class _AllGather(DefaultAllGather):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate the buffer for a group of gathered parameters. For a single parameter, use the memory of the
         gathered parameter itself."""
-        self._group.comm_ctx.all_gather_state = None  # free the previous layer's buffer
+        self._group.comm_ctx.all_gather_state = None  # free the buffer of the previous layer
         if not self._is_one:
             return super().allocate(size, dtype=dtype, device=device)
         (parameter,) = self._group.fsdp_params

@@ -37,7 +37,7 @@ from rollflow.tasks.learners.updates import Updates
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import BatchRows
 
-Stored = dict[str, dict[str, dict[str, Tensor]]]  # stem -> file name -> tensor name -> tensor
+Stored = dict[str, dict[str, dict[str, Tensor]]]  # file name prefix -> file name -> tensor name -> tensor
 
 
 class ShardedPolicy(TrainedPolicy, ShardingBackend):
@@ -69,7 +69,7 @@ class ShardedPolicy(TrainedPolicy, ShardingBackend):
                 self.rest[name].copy_(tensor)
             else:
                 self.put(name, tensor)
-            del tensor  # free the tensor's file before the next file is read
+            del tensor  # free the file's memory before the next file is read
 
 
 class ShardedCritic(Critic):
@@ -97,7 +97,7 @@ class ShardedCritic(Critic):
     def values(self, micro: MicroBatch) -> Tensor:
         """See `Critic`."""
         if torch.is_grad_enabled():
-            return super().values(micro)  # the caller already runs this call within a pass of the backend
+            return super().values(micro)  # the caller already runs this call inside a pass of the sharding backend
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
