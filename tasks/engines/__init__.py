@@ -1,4 +1,8 @@
-"""Engines: one contract (`base`), one file for each backend. `build_engine` imports only the backend that it needs."""
+"""Builds inference engines.
+
+The module `base` has the contract of all engines, and each backend has a module of its own. `build_engine` imports only
+the engine backend that the config names.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ def build_engine(
     seeded: bool = False,
     told_as: str = "",
 ) -> Engine:
-    """Build the engine of the kind that `config` names; the engine is not started.
+    """Build the inference engine that `config` describes, without starting the engine.
 
     Args:
-        policy_folder: folder with the policy's `config.json`; the first update loads the weights. If the folder is
-            None, which only a timed engine allows, each token is decoded as one Unicode code point.
+        policy_folder: this folder contains the policy's `config.json`. The engine's first update loads the weights.
+            Only a timed engine allows None, and then decodes each token as one Unicode code point.
         seeded: the engine must use the seed of each request, even if that costs speed.
         told_as: the name under which vLLM reports its metrics to Ray; "" to report none.
     """

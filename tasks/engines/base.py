@@ -1,23 +1,24 @@
-"""The engine contract: generate tokens under one policy version at a time.
+"""Defines the contract of inference engines, which generate tokens with the weights of one policy version at a time.
 
 Guarantees, each tested once for all engines in `tests/contracts/test_engines.py`:
 
 - Every token of a `Generation` has its log-probability under the distribution from which the token was sampled
-  (temperature applied), and the policy version whose weights produced the token. Within a response, versions never
-  decrease.
-- Between `suspend` and `resume` no token is generated. After `suspend("continue")` running requests keep
-  their tokens and continue after `resume`; after `suspend("restart")` they end as `ABORTED`.
-- After `update(v, weights)` every new token is computed with these weights and labelled `v`. A prompt that arrives
-  after an update uses no attention state of older weights.
-- `abort` ends a request immediately: the request's `generate` returns the tokens so far, with the ending `ABORTED`.
-- A response ends with `STOP` at the token that completes one of the request's stop strings. The stop string stays in
-  the response, and may have begun in the prefix.
+  (temperature applied), and the policy version whose weights produced the token. Within a response, the policy versions
+  of the tokens never decrease.
+- An engine generates no token between `suspend` and `resume`. After `suspend("continue")` running requests keep their
+  tokens and continue after `resume`; after `suspend("restart")` running requests end as `ABORTED`.
+- After `update(v, weights)` every new token is computed with `weights` and labelled with the policy version `v`. A
+  prompt that arrives after a weight update uses no attention state (KV cache) of older weights.
+- `abort` ends a request immediately: the request's `generate` returns the tokens generated so far, with the stop reason
+  `ABORTED`.
+- A response ends with the stop reason `STOP` at the token that completes one of the request's stop strings. The stop
+  string stays in the response, and may begin in the response's prefix.
 - An engine that cannot read a part of a prompt refuses the request with a `ConfigError` that names the part.
-- A request with a `prefix` continues after the prefix and does not sample the tokens of the prefix again.
-- A dead engine raises `EngineFailed` from every call, including calls that are already waiting. Only `progress` still
-  works on a dead engine, so that another engine can continue the running requests.
+- A request with a `prefix` continues the response after the prefix, and does not sample the prefix again.
+- A dead engine raises `EngineFailed` from every call, including calls that are already waiting. Only the method
+  `progress` still works on a dead engine, so that another engine can continue the requests.
 
-An engine starts without trained weights, which the first `update` (version 0) loads.
+An engine starts without trained weights. The first call of `update` loads the weights of policy version 0.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ InFlight = Literal["continue", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """A part of a response: flat arrays of tokens, of their behaviour log-probs (nats) and of their policy versions."""
+    """Part of a response: its tokens, their log-probs when sampled (nats) and their policy versions, as flat arrays."""
 
     tokens: Int32s = NO_INTS
     logprobs: Float32s = NO_FLOATS
@@ -46,18 +47,18 @@ class TokenSpan:
 
     @classmethod
     def of(cls, tokens: Iterable[int], logprobs: Iterable[float], versions: Iterable[int]) -> TokenSpan:
-        """Build a span from sequences of tokens, log-probs and versions."""
+        """Build a `TokenSpan` from sequences of tokens, log-probs and policy versions."""
         return cls(Int32s.of(tokens), Float32s.of(logprobs), Int32s.of(versions))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def after(self, count: int) -> TokenSpan:
-        """Return all but the first `count` tokens."""
+        """Return the span without its first `count` tokens."""
         return TokenSpan(self.tokens[count:], self.logprobs[count:], self.versions[count:])
 
     def before(self, count: int) -> TokenSpan:
-        """Return the first `count` tokens."""
+        """Return the span's first `count` tokens."""
         return TokenSpan(self.tokens[:count], self.logprobs[:count], self.versions[:count])
 
     def __add__(self, later: TokenSpan) -> TokenSpan:
@@ -80,11 +81,11 @@ class TokenSpan:
 class GenerationRequest:
     """A request for one response.
 
-    A request with the same `seed` draws the same response: exactly on the transformers engine, and up to rounding
-    errors on a vLLM engine that is `seeded`. Temperature 0 means greedy decoding, which takes the most probable token
-    and reports its log-prob at temperature 1. `prefix` is the beginning of the response, generated by another engine.
-    The tokens of the prefix count towards `max_new_tokens` and are part of the result. A bit-reproducible engine
-    continues a prefix exactly as the engine that generated the prefix would have continued it.
+    A request with the same `seed` draws the same response. The response is exactly the same on the transformers engine,
+    and the same up to rounding errors on a `seeded` vLLM engine. Temperature 0 means greedy decoding, which takes the
+    most probable token and reports its log-prob at temperature 1. `prefix` is the beginning of the response, which
+    another engine has already generated. The tokens of `prefix` count towards `max_new_tokens` and are part of the
+    result. A bit-reproducible engine continues `prefix` exactly as the engine that generated `prefix` would have done.
     """
 
     id: str
@@ -93,15 +94,15 @@ class GenerationRequest:
     temperature: float = 1.0
     seed: int | None = None
     prefix: TokenSpan = TokenSpan()
-    stop: tuple[str, ...] = ()  # stop strings, searched in the decoded response; the prefix contains none
+    # stop strings, which are searched in the decoded response; the prefix contains no complete stop string
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of a request: tokens with their behaviour log-probs (nats) and policy versions.
+    """The response to a generation request: tokens, their log-probs when sampled (nats), and their policy versions.
 
-    `cached` is the number of prompt and prefix tokens that the engine read from its prefix cache instead of computing
-    them.
+    `cached` is the number of prompt and prefix tokens that the engine read from its prefix cache.
     """
 
     id: str
@@ -126,63 +127,66 @@ class Generation:
 
 
 class WeightsSource(Protocol):
-    """The location of a run's weights, in a form that is valid on every node, unlike a local path."""
+    """The location of a run's weights, in a form that is valid on every node of the cluster."""
 
     @property
     def patience(self) -> float | None:
-        """Seconds that `weights` may wait for storage that does not answer; None means a default of some minutes."""
+        """Number of seconds that `weights` may wait for storage that does not answer; None means some minutes."""
 
     def weights(self, version: int) -> Path:
-        """Return a folder on the caller's node that contains the weights of a version; fetch missing weights first."""
+        """Return a local folder that contains the weights of a policy version. Fetch missing weights first."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One generation engine. See the module's docstring for the guarantees."""
+    """An inference engine. The module's docstring states what every engine guarantees."""
 
     @property
     def version(self) -> int:
-        """Policy version in use; -1 before the first update."""
+        """The policy version whose weights the engine uses; -1 before the first update."""
 
     async def start(self) -> None:
-        """Load the model's architecture; return when `update` can be called."""
+        """Load the model's architecture. Return when the engine is ready for the first `update`."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Sample one response; may be called any number of times concurrently."""
+        """Sample one response. Any number of calls may run concurrently."""
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Abort these requests; unknown ids are ignored."""
+        """Abort the requests with these ids, and ignore unknown ids."""
 
     async def suspend(self, in_flight: InFlight) -> None:
-        """Stop generating; keep the running requests if `in_flight` is "continue", abort them if it is "restart"."""
+        """Stop generating.
+
+        Keep the running requests if `in_flight` is "continue", and abort them if it is "restart".
+        """
 
     async def fetch(self, version: int, weights: Any) -> None:
-        """Fetch weights to the engine's node while the engine generates, which shortens the next `update`."""
+        """Fetch weights to the engine's node while the engine generates, so that the next `update` takes less time."""
 
     async def update(self, version: int, weights: Any) -> None:
-        """Replace the weights by the weights of policy `version`. The engine must be suspended.
+        """Replace the engine's weights by the weights of policy version `version`. The engine must be suspended.
 
-        `weights` is a folder of safetensors files (Hugging Face names), or a `WeightsSource` for an engine that may be
-        on another node.
+        `weights` is a folder of safetensors files with Hugging Face names. For an engine that may be on another node,
+        `weights` is a `WeightsSource`.
         """
 
     async def resume(self) -> None:
         """Continue generating."""
 
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
-        """Compute the log-probability (nats, temperature 1) of each of tokens[1:] given the tokens before it.
+        """Compute the log-probability (in nats, at temperature 1) of each of tokens[1:], given the tokens before it.
 
         A suspended engine can compute log-probabilities, too. Returns None if the engine has no model.
         """
 
     def check(self) -> None:
-        """Raise `EngineFailed` if the engine is known to be dead; `check` calls no other process."""
+        """Raise `EngineFailed` if the engine is known to be dead, without calling another process."""
 
     def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
-        """Return the tokens of running requests, without the first `have[id]` tokens of request `id`.
+        """Return the tokens generated for running requests, without the first `have[id]` tokens of request `id`.
 
-        Tokens of a prefix are returned once the engine has computed them. A dead engine returns the tokens that were
-        known when the engine died.
+        `progress` includes the tokens of a request's prefix once the engine has computed them. `progress` of a dead
+        engine returns the tokens that were known when the engine died.
         """
 
     async def close(self) -> None:

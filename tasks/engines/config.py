@@ -1,4 +1,4 @@
-"""The `[engine]` section: one class for each kind of engine."""
+"""Defines the `[engine]` section of the config, with one class for each kind of inference engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class EngineBase(Section):
-    """The keys of all engines."""
+    """The config keys that all kinds of inference engine have."""
 
     replicas: int = Field(1, gt=0, description="number of engines; each engine has a copy of the whole policy")
     max_concurrent_requests: int = Field(
@@ -52,11 +52,12 @@ class VllmEngineConfig(EngineBase):
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0  # vLLM raises lower values and rejects higher ones
+# vLLM raises lower temperatures to 0.01 and rejects temperatures above 2
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
 
 def check_temperature(key: str, temperature: float) -> None:
-    """Reject a temperature that vLLM would silently change, so that responses and losses use the same temperature."""
+    """Reject a sampling temperature that vLLM would silently change, so that the losses use the right temperature."""
     if temperature and not LEAST_TEMPERATURE <= temperature <= MOST_TEMPERATURE:
         cure = (
             f"vLLM supports temperatures from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}; choose a "
@@ -74,7 +75,7 @@ class TransformersEngineConfig(EngineBase):
 
 
 class TimedEngineConfig(EngineBase):
-    """An engine for tests and simulation that models only the latency of a language model."""
+    """Config of an engine for tests and simulations, which models only the latency of a language model."""
 
     kind: Literal["timed"] = Field("timed", description="no model: the engine emits random tokens at a given speed")
     median_tokens: float = Field(16.0, gt=0, description="median length of a response, in tokens")

@@ -1,11 +1,11 @@
-"""Batched sampling from a Hugging Face causal model; no result depends on the other requests in the batch.
+"""Samples batches of responses from a Hugging Face model, so that no response depends on other requests in its batch.
 
-Guarantee: the tokens and log-probs of a request are bit for bit a function of its prompt, max_new_tokens, temperature
-and seed, and of the weights, the number of threads and the type of GPU.
+The tokens and log-probs of a request depend, bit for bit, only on its prompt, max_new_tokens, temperature and seed, and
+on the weights, the number of threads and the type of GPU.
 
-Matrix kernels may round differently for different shapes, but with a fixed shape the result of a row does not depend on
-the other rows. Every forward pass has one of two shapes, prefill or decode. The shape in which a token is processed
-depends only on the token's own request.
+Matrix kernels may round differently for different shapes. With a fixed shape, the result for a request (a row of the
+batch) does not depend on the other rows. Every forward pass of the model has one of two fixed shapes, prefill or
+decode. Whether a token is processed in prefill or in decode depends only on the token's own request.
 
     prefill  P x C   chunk k of a row's known tokens holds its positions [k C, (k+1) C); short chunks are padded
     decode   R x 1   the newest token of each row; the results of idle rows are ignored
@@ -47,14 +47,14 @@ from rollflow.tasks.policies.context import context_length
 from rollflow.tasks.policies.device import find_device, fix_workspace, send, turn_off_cudnn_attention
 from rollflow.tasks.policies.head import LMHead
 
-SMALLEST_SPAN = 64  # keys; a request's span is this number, doubled until the request fits into the span
-GROUP_BYTES = 2**32  # largest attention state of a group on a GPU, in bytes, unless the group has FEWEST rows
-FEWEST = 16  # smallest number of rows of a group on a GPU
+SMALLEST_SPAN = 64  # smallest number of keys that a request's attention spans; doubled until the request fits
+GROUP_BYTES = 2**32  # largest KV cache of a group of more than 16 requests on a GPU, in bytes
+FEWEST = 16  # smallest number of requests that share one KV cache tensor on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes R, P and C of the two forward passes, as the module's docstring defines them."""
+    """The sizes of the two forward passes: R rows for decode, and P rows of C tokens each for prefill."""
 
     R: int
     P: int
@@ -65,7 +65,7 @@ ON_CPU, ON_GPU = Shape(64, 16, 16), Shape(256, 64, 64)
 
 
 def fit_rows(shape: Shape, row_bytes: int) -> int:
-    """Return how many rows a group on a GPU has: `shape.R`, halved until their state fits into `GROUP_BYTES`."""
+    """Return how many requests share a KV cache on a GPU: `shape.R`, halved until it fits into `GROUP_BYTES`."""
     rows = shape.R
     while rows > FEWEST and rows * row_bytes > GROUP_BYTES:
         rows //= 2
@@ -74,7 +74,7 @@ def fit_rows(shape: Shape, row_bytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class RunningRow:
-    """A running request: its known tokens, how many of them are in the attention state, and its log-probs."""
+    """A running request: its known tokens, the number of tokens in the KV cache, and the log-probs."""
 
     request: GenerationRequest
     known: list[int]
@@ -86,7 +86,7 @@ class RunningRow:
 
     @property
     def pending(self) -> int:
-        """Number of known tokens that are not yet in the attention state."""
+        """Number of the request's known tokens that are not yet in the attention state (KV cache)."""
         return len(self.known) - self.fed
 
     @property
@@ -94,9 +94,11 @@ class RunningRow:
         return self.fed < self.request.prompt.length or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
-        """Append the next token of the prefix, or `token` after the prefix, and return the appended token.
+        """Append a token to the response, and return it.
 
-        The list `versions` grows last, because another thread may read the row in `progress`.
+        As long as the prefix is incomplete, append the prefix's next token instead of `token`.
+
+        The list `versions` grows last, because another thread may read the request's lists in `progress`.
         """
         position, prefix = len(self.versions), self.request.prefix
         if position < len(prefix):
@@ -108,21 +110,21 @@ class RunningRow:
         return token
 
     def append_old_prefix(self, version: int) -> None:
-        """Append those first tokens of the prefix whose version is not `version`, so that prefill computes them."""
+        """Append the prefix's first tokens that older policy versions sampled, so that prefill computes them."""
         versions = self.request.prefix.versions
         while len(self.versions) < len(versions) and versions[len(self.versions)] != version:
             self.take(0, 0.0, 0)
 
     def take_first(self, count: int) -> TokenSpan:
-        """Return the first `count` tokens of the row's response."""
+        """Return the first `count` tokens of the request's response."""
         start = self.request.prompt.length
         known = self.known[start : start + count]
         return TokenSpan.of(known, self.logprobs[:count], self.versions[:count])
 
     def progress(self) -> TokenSpan:
-        """Return all response tokens but the newest, because the newest token may end the response.
+        """Return all tokens of the response except the newest one, because the newest token may end the response.
 
-        Any thread may call `progress`, because the row's lists only grow.
+        Any thread may call `progress`, because the request's lists only grow.
         """
         return self.take_first(max(0, len(self.versions) - 1))
 
@@ -131,7 +133,7 @@ class RunningRow:
 
 
 class AttentionRows:
-    """A group of rows, each free or taken by a request, with attention state for the same number of keys."""
+    """Requests that share a KV cache. Each row is free or taken, and all rows have the same number of keys."""
 
     def __init__(self, config: Any, span: int, dtype: torch.dtype, device: torch.device, fixed: Shape) -> None:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -149,17 +151,17 @@ class AttentionRows:
 
 
 class AttentionCache:
-    """The cache object for the model: stores new keys and values, and returns the keys and values to attend to."""
+    """KV cache that the model calls to store new keys and values, and to read the keys and values to attend to."""
 
     def __init__(self, group: AttentionRows, into_N1: Tensor, positions_NC: Tensor, read_P: Tensor | None) -> None:
-        """Prepare to write the first new states into the rows `into_N1`, and to attend to the rows `read_P`.
+        """Prepare to write the new keys and values into the rows `into_N1`, and to attend to the rows `read_P`.
 
-        If `read_P` is None, the forward pass attends to all rows of the group.
+        If `read_P` is None, the forward pass attends to all rows of the KV cache.
         """
         self._group, self._into, self._positions, self._read = group, into_N1, positions_NC, read_P
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of one layer; return all keys and values to attend to."""
+        """Store the new keys and values of one layer. Return all keys and values to attend to."""
         return self._store(self._group.keys[layer], keys), self._store(self._group.values[layer], values)
 
     def _store(self, state: Tensor, new: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class AttentionCache:
 
 
 class FixedShapeSampler:
-    """The model and its running requests. A sampler is not thread-safe: only one thread may use it."""
+    """Samples responses from a Hugging Face model. A sampler is not thread-safe: only one thread may use it."""
 
     def __init__(self, policy_folder: Path, dtype: torch.dtype, slots: int, stop_ids: Iterable[int]) -> None:
         config = AutoConfig.from_pretrained(policy_folder)
@@ -185,21 +187,21 @@ class FixedShapeSampler:
         self._shape = ON_CPU
         if self._device.type == "cuda":
             self._shape = ON_GPU
-            fix_workspace()  # so that engine and learner use the same cuBLAS workspace
+            fix_workspace()  # makes the engine use the same cuBLAS workspace as the learner
             turn_off_cudnn_attention()
-        with no_init_weights():  # `load` loads the weights later
+        with no_init_weights():  # the method `load` loads the weights later
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         model.tie_weights()  # transformers ties weights only when it initialises them
         self._model = model.eval().to(self._device)
         self._adds_mask = attention == "eager"
         # Older runs may have recorded prompts that are longer than `context_length` allows.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
-        self._head = LMHead(self._model, judged=False)  # the weights are not loaded yet
+        self._head = LMHead(self._model, judged=False)  # not checked here, because the weights are loaded later
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)
         self._queue: deque[RunningRow] = deque()
-        self._groups: dict[int, list[AttentionRows]] = {}  # number of keys -> groups of rows with this number of keys
+        self._groups: dict[int, list[AttentionRows]] = {}  # number of keys in the KV cache -> groups of requests
 
     @property
     def busy(self) -> bool:
@@ -220,7 +222,7 @@ class FixedShapeSampler:
         return row
 
     def abort(self, ids: Iterable[str] | None) -> list[Generation]:
-        """Abort these requests (None: all requests) and return the tokens that they have so far."""
+        """Abort these requests, or all requests if `ids` is None. Return the tokens that the requests have so far."""
         wanted = None if ids is None else frozenset(ids)
         ended = [row for row in self._queue if wanted is None or row.request.id in wanted]
         self._queue = deque(row for row in self._queue if row not in ended)
@@ -232,7 +234,7 @@ class FixedShapeSampler:
         return [row.build_generation(StopReason.ABORTED) for row in ended]
 
     def load(self, weights: Path) -> None:
-        """Replace the weights; the next steps recompute the attention state of running requests."""
+        """Replace the model's weights. The next generation steps recompute the attention state of running requests."""
         files = sorted(weights.glob("*.safetensors"))
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
         with torch.no_grad():
@@ -253,7 +255,7 @@ class FixedShapeSampler:
 
     @torch.inference_mode()
     def step(self, version: int) -> list[Generation]:
-        """Generate one token for every running request; return the generations that ended."""
+        """Generate one token for every running request. Return the responses that ended."""
         self._admit()
         ended: list[Generation] = []
         for group in self._list_groups():
@@ -270,7 +272,7 @@ class FixedShapeSampler:
         return [group for groups in self._groups.values() for group in groups]
 
     def _admit(self) -> None:
-        """Assign queued requests, first come, first served, to free rows."""
+        """Start queued requests, first come, first served, until all slots are taken."""
         room = self._slots - sum(len(group.taken) for group in self._list_groups())
         while self._queue and room > 0:
             row = self._queue.popleft()
@@ -284,7 +286,7 @@ class FixedShapeSampler:
             room -= 1
 
     def _compute_span(self, request: GenerationRequest) -> int:
-        """Return the request's number of keys: `SMALLEST_SPAN`, doubled until prompt, response and padding fit."""
+        """Return the number of keys that a request needs in the KV cache: `SMALLEST_SPAN` times a power of two."""
         chunk = self._shape.C
         needed = -(-(request.prompt.length + request.max_new_tokens) // chunk) * chunk
         span = SMALLEST_SPAN
@@ -293,7 +295,7 @@ class FixedShapeSampler:
         return span
 
     def _prefill(self, group: AttentionRows, rows: list[tuple[int, RunningRow]], version: int) -> list[Generation]:
-        """Process one prefill chunk of each row; a row whose known tokens end in the chunk samples its next token."""
+        """Process one chunk of known tokens for each request. After a request's last chunk, sample its next token."""
         P, C = self._shape.P, self._shape.C
         tokens_PC = torch.zeros(P, C, dtype=torch.long)
         starts_P = torch.zeros(P, dtype=torch.long)
@@ -328,13 +330,13 @@ class FixedShapeSampler:
         return self._sample(group, hidden_R1H[:, 0], [(index, index, row) for index, row in rows], version)
 
     def _to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Copy the tensors to the model's device."""
+        """Copy these tensors to the model's device."""
         return [send(tensor, self._device) for tensor in tensors]
 
     def _forward(self, group: AttentionRows, tokens: Tensor, positions: Tensor, cache: AttentionCache) -> Tensor:
         span = group.keys[0].shape[2]
         mask = torch.arange(span, device=self._device) <= positions[:, None, :, None]
-        if self._adds_mask:  # the model adds a float mask to the attention scores
+        if self._adds_mask:  # this model adds a float mask to the attention scores
             least = torch.finfo(self._dtype).min
             mask = torch.zeros(mask.shape, dtype=self._dtype, device=self._device).masked_fill_(~mask, least)
         output = self._model.base_model(
@@ -346,9 +348,9 @@ class FixedShapeSampler:
     def _sample(
         self, group: AttentionRows, hidden: Tensor, rows: list[tuple[int, int, RunningRow]], version: int
     ) -> list[Generation]:
-        """Sample a token for each row by inverse CDF; temperature 0 takes the most probable token.
+        """Sample a token for each row by inverse CDF. At temperature 0, take the most probable token.
 
-        Each element of `rows` is a row's index in `hidden`, its index in the group, and the row itself.
+        Each element of `rows` is a request's index in `hidden`, its index in the KV cache, and the request itself.
         """
         temperatures = torch.ones(len(hidden), 1)
         draws = torch.zeros(len(hidden), 1, dtype=torch.float64)
@@ -380,7 +382,7 @@ class FixedShapeSampler:
 
 
 class _DecodeWrites(AttentionCache):
-    """Stores the new key and value of each decoded row; the states of the other rows stay unchanged."""
+    """KV cache for decoding, which writes only the rows of the decoded requests."""
 
     def __init__(self, group: AttentionRows, into_N: Tensor, positions_N1: Tensor) -> None:
         super().__init__(group, into_N, positions_N1[:, 0], None)

@@ -1,4 +1,4 @@
-"""Response lengths of the timed engine, which depend only on the prompt and the request's seed.
+"""Draws response lengths for the timed engine. A length depends only on the prompt and the request's seed.
 
     length = quantile(z),  z = sqrt(rho) * z_prompt + sqrt(1 - rho) * z_sample
 
@@ -19,11 +19,11 @@ from statistics import NormalDist
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 
-PROMPTS_KEPT = 65536  # number of prompts whose `z_prompt` is cached
+PROMPTS_KEPT = 65536  # number of prompts whose normal number is cached
 
 
 class ResponseLengths:
-    """Draws response lengths in real tokens; a length may exceed the limit of the request."""
+    """Draws response lengths, in real tokens. A drawn length may exceed the request's limit."""
 
     def __init__(self, config: TimedEngineConfig) -> None:
         self._median, self._sigma = config.median_tokens, config.sigma
@@ -31,7 +31,7 @@ class ResponseLengths:
         self._measured = sorted(config.lengths)
 
     def draw(self, prompt: Sequence[int], sample: random.Random) -> int:
-        """Draw the length of one response, at least 1 token, with one normal number from `sample`."""
+        """Draw the length of one response, which is at least 1 token. Take one normal number from `sample`."""
         z = self._own * sample.gauss(0.0, 1.0)
         if self._shared:
             z += self._shared * draw_prompt_number(tuple(prompt))
@@ -43,6 +43,6 @@ class ResponseLengths:
 
 @lru_cache(maxsize=PROMPTS_KEPT)
 def draw_prompt_number(prompt: tuple[int, ...]) -> float:
-    """Draw a standard normal number that depends only on the prompt's tokens, not on the process."""
+    """Draw a standard normal number that depends only on the prompt's tokens, and is the same in every process."""
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "big")).gauss(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Measures an engine's load from the changes that the engine reports, without polling."""
+"""Measures the load of an inference engine from the changes that the engine reports, without polling."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of an engine since its start. `tokens` counts only the tokens of generations that have ended.
+    """Counters of an inference engine's work since its start.
 
-    `busy_seconds` is the time in which at least one request was running and the engine was not suspended.
+    `tokens` counts only the tokens of responses that have ended.
 
-    `prompt_tokens` is the number of prompt tokens, of which `cached` came from the prefix cache.
+    `busy_seconds` is the time in which the engine was not suspended and at least one request was running.
+
+    `prompt_tokens` is the number of prompt tokens. `cached` is the number of prompt tokens that came from the prefix
+    cache.
     """
 
     running: int
@@ -28,7 +31,7 @@ class EngineStats:
 
 
 class EngineMeter:
-    """Adds up `EngineStats` from the changes that the engine reports."""
+    """Computes `EngineStats` by adding up the changes that the inference engine reports."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -47,7 +50,7 @@ class EngineMeter:
         self._suspended = self._suspended if suspended is None else suspended
 
     def count_prefill(self, prompt_tokens: int, cached: int) -> None:
-        """Count the prompt and prefix tokens of a request that ended."""
+        """Count the prompt and prefix tokens of a generation request that ended."""
         self._prompt_tokens += prompt_tokens
         self._cached += cached
 

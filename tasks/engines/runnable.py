@@ -9,16 +9,19 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-CPU_KV_CACHE_BYTES = 256 << 20  # default size of the KV cache on a CPU, if a request needs no more
-LARGEST_CPU_KV_CACHE = 4 << 30  # largest default size of the KV cache on a CPU, in bytes
-CPU_BLOCK_TOKENS = 32  # tokens in the smallest KV cache block of vLLM's CPU attention
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # head sizes of vLLM's CPU attention
+CPU_KV_CACHE_BYTES = 256 << 20  # default size of vLLM's KV cache on a CPU, in bytes, unless one request needs more
+LARGEST_CPU_KV_CACHE = 4 << 30  # largest default size of vLLM's KV cache on a CPU, in bytes
+CPU_BLOCK_TOKENS = 32  # number of tokens in the smallest KV cache block of vLLM's CPU attention
+# sizes of attention heads that vLLM's CPU attention supports
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> None:
-    """Reject an attention head size with which vLLM on a CPU starts, but crashes at the first request.
+    """Reject a policy whose attention heads have a size that vLLM on a CPU does not support.
 
-    `named` is the policy's name in the recipe, for the error message.
+    vLLM would start with such a policy, and crash at the first request.
+
+    `named` is what the error message calls the policy.
 
     Raises:
         ConfigError: vLLM's CPU attention has no kernel for the policy's head size.
@@ -36,9 +39,11 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
 
 
 def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
-    """Return the smallest KV cache with which vLLM starts, in bytes: one request as long as the context, and one block.
+    """Return the size, in bytes, of the smallest KV cache with which vLLM starts.
 
-    The result is 0 if a layer does not attend to all earlier tokens, because the cache's size is then unknown.
+    This cache holds one request as long as the context, and one block.
+
+    The result is 0 if a layer does not attend to all earlier tokens, because the size of the cache is then unknown.
     """
     policy = json.loads((folder / "config.json").read_text())
     policy = policy.get("text_config") or policy
@@ -52,7 +57,7 @@ def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
 
 
 def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
-    """Return the default size of vLLM's KV cache on a CPU, in bytes: enough for one request, but at most 4 GiB."""
+    """Return the default size, in bytes, of vLLM's KV cache on a CPU: enough for one request, but at most 4 GiB."""
     need = kv_cache_need(folder, context, dtype)
     return max(CPU_KV_CACHE_BYTES, need if need <= LARGEST_CPU_KV_CACHE else 0)
 
@@ -60,7 +65,7 @@ def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
 def find_hindrance(config: Any) -> str | None:
     """Return the reason why the transformers engine cannot run a policy with this config, or None.
 
-    The attention state of the transformers engine has the same shape in all layers (see `fixed_shape`). The
+    The transformers engine keeps attention state (KV cache) of the same shape in all layers (see `fixed_shape`). The
     transformers engine needs full attention in every layer, and a config that gives the number of key-value heads.
     """
     if getattr(config, "num_key_value_heads", None) is None:
@@ -71,10 +76,10 @@ def find_hindrance(config: Any) -> str | None:
 
 
 def find_folder_hindrance(folder: Path) -> str | None:
-    """Return a policy's model type and the reason why the transformers engine cannot run the policy, or None.
+    """Return a policy's model type and, if the transformers engine cannot run the policy, the reason.
 
     Raises:
-        ValueError: transformers cannot read the folder's config.json.
+        ValueError: the library transformers cannot read the folder's config.json.
     """
     from transformers import AutoConfig
 

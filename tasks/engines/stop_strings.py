@@ -1,11 +1,11 @@
-"""Stop strings: a response ends with the token that completes one of its request's stop strings.
+"""Finds stop strings. A response ends with the token that completes one of its request's stop strings.
 
-The stop string stays in the response. The last token of a response may contain more text than the end of the stop
-string. Every engine uses this module, so all engines end a response at the same token.
+The stop string stays in the response that it ends. The last token of a response may contain more text than the end of
+the stop string. Every inference engine uses this module, so that all engines end a response at the same token.
 
-A stop string of n bytes has at most n tokens, because each token has at least one byte. After each token, it is enough
-to decode the newest tokens and to search their text for a stop string. `SPARE` more tokens are decoded, because some
-tokenizers drop a blank at the beginning of a text.
+A stop string of n bytes has at most n tokens, because each token has at least one byte. After each sampled token, it is
+enough to decode the newest tokens and to search their text for a stop string. To search for a stop string, `SPARE` more
+tokens are decoded, because some tokenizers drop a blank at the beginning of a text.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class StopWatch:
     __slots__ = ("_decode", "_newest", "_strings", "stopped")
 
     def __init__(self, strings: Sequence[str], decode: Decode, tokens: Iterable[int] = ()) -> None:
-        """Search for any of `strings`; `tokens` is the beginning of the response, which contains no stop string."""
+        """Prepare to search for `strings`. `tokens` is the beginning of the response, which contains no stop string."""
         self._strings, self._decode = strings, decode
         longest = max((len(one.encode()) for one in strings), default=0)
         self._newest: deque[int] = deque(tokens, longest + SPARE)
         self.stopped = False
 
     def feed(self, token: int) -> bool:
-        """Read the next token of the response; return whether the token completes a stop string."""
+        """Read the next token of the response. Return whether the token completes a stop string."""
         if not self._strings:
             return False
         self._newest.append(token)
@@ -44,7 +44,7 @@ class StopWatch:
         return self.stopped
 
     def find_end(self, tokens: Iterable[int]) -> int | None:
-        """Return how many of these next tokens complete the first stop string, or None if none is complete."""
+        """Return the number of tokens up to the end of the first stop string, or None if no stop string is complete."""
         if not self._strings:
             return None
         return next((count for count, token in enumerate(tokens, 1) if self.feed(token)), None)
@@ -54,7 +54,7 @@ NO_STOPS = StopWatch((), lambda tokens: "")
 
 
 def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[int] = ()) -> StopWatch:
-    """Create a `StopWatch` with the tokenizer in `folder`; without a folder, each token is a Unicode code point.
+    """Create a `StopWatch` with the tokenizer in `folder`. Without a folder, each token is a Unicode code point.
 
     Raises:
         ConfigError: there are stop strings, and the folder has no tokenizer.
