@@ -75,7 +75,7 @@ class TransformersEngineConfig(EngineBase):
 
 
 class TimedEngineConfig(EngineBase):
-    """Config of an engine for tests and simulations, which models only the latency of a language model."""
+    """An engine for tests and simulation that models only the latency of a language model."""
 
     kind: Literal["timed"] = Field("timed", description="no model: the engine emits random tokens at a given speed")
     median_tokens: float = Field(16.0, gt=0, description="median length of a response, in tokens")

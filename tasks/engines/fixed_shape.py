@@ -94,9 +94,7 @@ class RunningRow:
         return self.fed < self.request.prompt.length or self.pending > 1
 
     def take(self, token: int, logprob: float, version: int) -> int:
-        """Append a token to the response, and return it.
-
-        As long as the prefix is incomplete, append the prefix's next token instead of `token`.
+        """Append the prefix's next token, or `token` once the prefix is complete. Return the appended token.
 
         The list `versions` grows last, because another thread may read the request's lists in `progress`.
         """
