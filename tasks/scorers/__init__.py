@@ -1,4 +1,5 @@
-"""Scorers: `base` has the contract, and each kind of scorer has one file.
+"""Scorers, which compute the rewards of responses. The module `base` defines their interface, and each kind of scorer
+has its own module.
 
     verifier     a function that scores texts: `exact`, `reasoning_gym`, those in `text`, or user-defined (`imported`)
     pool         runs a verifier for one response after another, in worker processes
@@ -48,14 +49,14 @@ def build_scorers(
     copies: Callable[[str], ModelCopies | None] | None = None,
     anchors: Mapping[str, CaseAnchors] | None = None,
 ) -> Scorer:
-    """Build the scorers of a run by name (`RunConfig.scorers`) as one scorer, which is not started.
+    """Build all scorers of a run (`RunConfig.scorers`) as one scorer, without starting it.
 
     Args:
-        copies: returns the copies of a reward model by the name of its scorer.
-        anchors: what decides the adaptive deadlines of test cases, by the name of the scorer.
+        copies: A function that returns the copies of a reward model, given the name of its scorer. anchors: Measured
+        program times that decide the adaptive deadlines of test cases, by the name of the scorer.
 
     Raises:
-        ConfigError: there is no user-defined function with one of the import paths on this machine.
+        ConfigError: a user-defined function does not exist on this machine.
     """
     scorers = {
         name: build_scorer(
@@ -76,7 +77,9 @@ def build_scorers(
 
 
 def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
-    """Return a scorer whose scores have its version; a pool's workers report their version themselves."""
+    """Return the scorer, wrapped so that each score has the scorer's version. Worker processes of a pool report the
+    version themselves.
+    """
     from rollflow.tasks.scorers.version import compute_version
     from rollflow.tasks.scorers.versioned import VersionedScorer
     from rollflow.tasks.scorers.worker_pool import WorkerPool
@@ -91,13 +94,13 @@ def build_scorer(
     copies: ModelCopies | None = None,
     anchors: CaseAnchors | None = None,
 ) -> Scorer:
-    """Build the scorer of the kind that the section `[section]` names; the scorer is not started.
+    """Build the scorer that the config section `[section]` describes, without starting it.
 
-    The scorer decodes responses with the tokenizer in `policy_folder`. A reward model without `copies` is loaded in
+    The scorer decodes responses with the tokenizer in `policy_folder`. If `copies` is None, a reward model is loaded in
     this process.
 
     Raises:
-        ConfigError: there is no user-defined function with that import path on this machine.
+        ConfigError: the user-defined function that the section names does not exist on this machine.
     """
     if isinstance(config, JudgeReward):
         from rollflow.tasks.scorers.judge.scorer import JudgeScorer
@@ -108,7 +111,7 @@ def build_scorer(
 
     if isinstance(config, ModelReward):
         return _build_model_scorer(config, policy_folder, section, copies)
-    # Importing a user-defined function here reports a failed import before any worker starts.
+    # Importing a user-defined verifier here reports a failed import before any worker process starts.
     if (
         isinstance(config, ImportReward | CodeReward | CompositeReward)
         and (verifier := build_verifier(config, section)).scores_several
@@ -128,10 +131,10 @@ def _build_model_scorer(config: ModelReward, policy_folder: Path, section: str, 
 
 
 def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
-    """Build the verifier of the kind that the section `[section]` names, and import the verifier's modules.
+    """Build the verifier that the config section `[section]` describes, and import the verifier's modules.
 
     Raises:
-        ConfigError: there is no verifier with that import path, or a scorer of this kind is no function.
+        ConfigError: the user-defined verifier does not exist, or a scorer of this kind is no verifier function.
     """
     match config:
         case ReasoningGymReward():

@@ -1,13 +1,14 @@
-"""The contract of scorers, which get many responses at once and return a score for each response.
+"""The interface of scorers, which get many responses at once and return a score for each response.
 
-- A score has a value, which becomes the reward, a reason for people, optional named parts, and an `Outcome`.
-- Every response gets a score. If scoring failed, the outcome of the score says whether the deadline passed, the worker
+- A score has a value, which becomes the reward of the response. It also has a readable reason, optional named parts,
+  and an `Outcome`.
+- Every response gets a score. If scoring failed, the score's outcome says whether the deadline passed, the worker
   process died, or the scorer raised an error.
 - A response that is slow to score delays no other response for long, because each score has its own future.
-- A scorer may call a function in a worker process, an actor or an HTTP endpoint. `build_scorer` alone decides which
-  scorer a run has.
-- A score must depend only on the response and its reference, because a response is scored again after a worker has
-  died. The one exception are adaptive deadlines of test cases; a score that such a deadline decided has a part
+- A scorer may call a function in a worker process, a Ray actor or an HTTP endpoint. Only the function `build_scorer`
+  decides which scorer a run has.
+- A score must depend only on the response and its reference, because a response is scored again if its worker process
+  dies. The one exception are adaptive deadlines of test cases: a score that depends on an adaptive deadline has a part
   "deadline".
 """
 
@@ -26,12 +27,13 @@ from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Outcome
 from rollflow.storage.token_arrays import Int32s
 
-LONGEST_REASON, LONGEST_FAILURE = 1000, 200  # character limits of a reason, and of a failure's reason
-LARGEST = 3.4028234663852886e38  # largest absolute value of a score: the largest float32
-FAILED = " failed: "  # in the reason of a score of `failure_score`, between the code's name and its error
-MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts, and of characters in a part's name
+# largest number of characters of a score's reason, and of the reason of a failed score
+LONGEST_REASON, LONGEST_FAILURE = 1000, 200
+LARGEST = 3.4028234663852886e38  # largest absolute value of a score, which is the largest float32
+FAILED = " failed: "  # the text between the code's name and the error, in the reason that `failure_score` gives
+MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts of a score, and of characters in a part's name
 
-ScoreColumns = tuple[float, str, str, dict[str, float], float, str]  # the fields of a score, in order
+ScoreColumns = tuple[float, str, str, dict[str, float], float, str]  # the fields of a `Score`, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,10 @@ class Score:
     """The result of scoring a response: its value, which becomes the reward, and a reason.
 
     `parts` optionally maps names to the numbers from which the value was computed. A missing `outcome` is derived from
-    the value: "correct" from 1, "wrong" up to 0, and "partial" between 0 and 1. `seconds` is the time that scoring
-    took. `version` is the version of the scorer (see the module `version`); a verifier does not set it. `failed` is set
-    by `failure_score`, and is not part of the columns.
+    the value of the score: "correct" for 1 or more, "wrong" for 0 or less, and "partial" between 0 and 1. `seconds` is
+    the time that scoring the response took. `version` is the version of the scorer (see the module `version`); a
+    verifier does not set it. `failed` is True if user code failed on the response, as `failure_score` sets it.
+    `to_columns` omits `failed`.
     """
 
     value: float
@@ -63,7 +66,7 @@ class Score:
 
     @classmethod
     def of_columns(cls, columns: Sequence[Any]) -> Score:
-        """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for anything else."""
+        """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for any other input."""
         value, reason, outcome, parts, seconds, *version = columns
         return cls(value, reason, Outcome(outcome), parts, seconds, *version)
 
@@ -72,9 +75,10 @@ class Score:
 class ScoreRequest:
     """A response to score, with the reference answer for the verifier.
 
-    `scorer` is the name of the scorer; "" names the scorer of `[reward]`. `messages` is the prompt as chat messages.
-    `peers` are the tokens of the group's other responses, for a scorer that compares them. With `adapts = False`,
-    adaptive deadlines of test cases are at their maximum, so that scores of different times can be compared.
+    `scorer` is the name of the scorer; the name "" means the scorer of `[reward]`. `messages` is the prompt as chat
+    messages. `peers` are the tokens of the other responses to the same prompt, for a scorer that compares responses.
+    With `adapts = False`, adaptive deadlines of test cases are at their maximum, so that earlier and later scores can
+    be compared.
     """
 
     tokens: Sequence[int]
@@ -85,22 +89,22 @@ class ScoreRequest:
     adapts: bool = True
 
     def encode(self) -> bytes:
-        """Encode the request as JSON for a worker, with the int32 tokens in hexadecimal."""
+        """Encode the request as JSON for a worker process, with the tokens as hexadecimal int32."""
         asked = {"tokens": Int32s.of(self.tokens).data.hex(), "reference": dict(self.reference)}
         return json.dumps(asked).encode()
 
 
 @dataclass(slots=True)
 class ScorerUsage:
-    """Counters of a scorer since its start."""
+    """Counters of a scorer since the scorer's start."""
 
     scored: int = 0
     timeouts: int = 0
-    busy_seconds: float = 0.0  # seconds, summed over the workers
+    busy_seconds: float = 0.0  # time spent on scoring, in seconds, summed over the worker processes
 
 
 class Scorer(Protocol):
-    """Scores responses. See the module's docstring for the guarantees."""
+    """Scores responses. The module's docstring lists the guarantees."""
 
     usage: ScorerUsage
 
@@ -126,7 +130,7 @@ class Scorer(Protocol):
 
 
 def outcome_of(value: Any) -> Outcome:
-    """Return the outcome that follows from a value: "unjudged" if the value is not a number."""
+    """Return the outcome of a score with this value: "unjudged" if the value is NaN."""
     if not isinstance(value, Real):
         return Outcome.UNJUDGED
     number = float(value)
@@ -136,7 +140,7 @@ def outcome_of(value: Any) -> Outcome:
 def validate_score(who: str, score: Any) -> Score:
     """Convert the result of user code, a score or a number, into a score that can be stored.
 
-    For an invalid result, the function returns `failure_score`.
+    If the user code's result is invalid, the function returns `failure_score`.
     """
     try:
         if not isinstance(score, Score):
@@ -170,18 +174,19 @@ def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Unjudged(RollflowError):
-    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. The
-    response is judged again later.
+    """Raised by a scorer that cannot judge a response now, for a reason that the policy cannot have caused. After the
+    error `Unjudged`, the response is judged again later.
     """
 
 
 def failure_score(who: str, error: BaseException) -> Score:
-    """Return the score of a response on which user code failed, and log a warning.
+    """Return the score of a response on which user code, such as a verifier, failed, and log a warning.
 
-    A failure that the response may have caused scores 0, because otherwise the policy could learn to cause it. The
-    policy cannot have caused the error `Unjudged` or a lost connection; after these errors the outcome is "unjudged".
-    A broken pipe does not count as a lost connection, because it may be the pipe to a program of the policy. HTTP
-    libraries wrap the error of a lost connection in an error of their own, so the causes of `error` are searched too.
+    A failure that the response may have caused scores 0, because otherwise the policy could learn to cause failures.
+    The policy cannot have caused the error `Unjudged` or a lost connection, so after one of these errors the outcome is
+    "unjudged". A broken pipe does not count as a lost connection, because the pipe may belong to a program that the
+    policy wrote. HTTP libraries wrap the error of a lost connection in their own error, so the function also looks at
+    the causes of `error`.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
     causes = list_causes(error)
@@ -194,7 +199,7 @@ def failure_score(who: str, error: BaseException) -> Score:
 
 
 def list_causes(error: BaseException) -> list[BaseException]:
-    """Return an error, the error that caused it, and so on, as a traceback would show them."""
+    """Return an error and the chain of its causes, as a traceback would show them."""
     found = list[BaseException]()
     next_error: BaseException | None = error
     while next_error is not None and next_error not in found:
@@ -204,18 +209,18 @@ def list_causes(error: BaseException) -> list[BaseException]:
 
 
 def is_cancelled() -> bool:
-    """Return whether somebody cancelled the current task; if not, a `CancelledError` came from user code."""
+    """Return whether the current asyncio task was cancelled; if not, a `CancelledError` came from user code."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def is_failure(score: Score) -> bool:
-    """Return whether a score says that user code failed on the response, as `failure_score` does."""
+    """Return whether a score says that user code failed on the response."""
     return score.value == 0 and FAILED in score.reason
 
 
 def timeout_score(seconds: float, value: float) -> Score:
-    """Return the score, with this value, of a response that was not scored within the deadline of `seconds`."""
+    """Return the score, with the given value, of a response that was not scored within `seconds`."""
     return Score(value, f"deadline: no verdict in {seconds:g} s", Outcome.TIMEOUT, seconds=seconds)
 
 

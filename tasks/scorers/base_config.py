@@ -1,4 +1,4 @@
-"""The keys of the `[reward]` section that all kinds of scorer have."""
+"""The config keys of the `[reward]` section that all kinds of scorer have."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LengthPenalty(Section):
         return self
 
     def amount(self, length: int) -> float:
-        """Return the penalty of a response of this length."""
+        """Return the penalty of a response with this number of tokens."""
         return self.penalty * min(1.0, max(0.0, (length - self.start) / (self.full - self.start)))
 
 
@@ -119,21 +119,23 @@ class RewardBase(Section):
 
     @property
     def failure_value(self) -> float:
-        """The value of a response on which the scorer failed, before the penalty of its format."""
+        """The score of a response on which the scorer failed, before any format penalty."""
         return 0.0
 
     @property
     def unread_value(self) -> float:
-        """The reward of a response that ended its worker or was late, and whose format and length are not known."""
+        """The reward of a response that ended its worker process or missed its deadline, so that its format and length
+        are not known.
+        """
         penalties = [section.penalty for section in (self.format, self.length_penalty) if section]
         return self.failure_value - sum(penalties)
 
     @property
     def worker_processes(self) -> int:
-        """Number of worker processes that the reward actor starts for this scorer."""
+        """Number of worker processes that the Ray actor for rewards starts for this scorer."""
         return self.workers
 
     @property
     def compares_group(self) -> bool:
-        """True if the score of a response depends on the other responses of its group."""
+        """True if the score of a response depends on the other responses to the same prompt."""
         return False

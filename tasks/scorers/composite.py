@@ -1,4 +1,4 @@
-"""The verifier `composite`, whose score is computed from the scores of several verifiers.
+"""The verifier `composite`, which combines the scores of several verifiers.
 
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 
@@ -19,25 +19,25 @@ from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold
 
 
 class CompositeScorer:
-    """Scores responses by several verifiers. See the module's docstring."""
+    """Scores responses with several verifiers, whose scores are the parts of one score. See the module's docstring."""
 
     def __init__(self, config: CompositeReward, verifiers: Mapping[str, Verifier]) -> None:
-        """Use the verifiers of the config's parts, by name."""
+        """Use these verifiers, by the names of the parts in the config."""
         self._config = config
         self._verifiers = verifiers
 
     def build(self) -> Verifier:
-        """Return a verifier that adds up all parts; it is asynchronous if one of the parts is."""
+        """Return a verifier that combines all parts. The verifier is asynchronous if a part is asynchronous."""
         if any(verifier.scores_several for verifier in self._verifiers.values()):
             return Verifier(self.score_later, is_async=True)
         return Verifier(self.score)
 
     def score(self, response: str, reference: Mapping[str, Any]) -> Score:
-        """Score a response by parts that are plain functions."""
+        """Score a response with parts that are all synchronous functions."""
         return self.add_up({name: self._score_part(name, response, reference) for name in self._verifiers})
 
     async def score_later(self, response: str, reference: Mapping[str, Any]) -> Score:
-        """Score a response by its parts, one after another."""
+        """Score a response with the parts, one after another, some of which may be asynchronous."""
         scores = dict[str, Score]()
         for name, verifier in self._verifiers.items():
             if not verifier.scores_several:
@@ -51,7 +51,7 @@ class CompositeScorer:
         return self.add_up(scores)
 
     def add_up(self, scores: Mapping[str, Score]) -> Score:
-        """Return the score of a response from the scores of its parts."""
+        """Combine the scores of the parts into the score of a response."""
         parts = {name: score.value for name, score in scores.items()}
         for name, score in scores.items():
             parts |= {f"{name}.{inner}": value for inner, value in score.parts.items()}
@@ -81,7 +81,9 @@ class CompositeScorer:
 
 
 def _join_outcomes(outcomes: list[Outcome]) -> Outcome:
-    """Return "correct" if all parts are correct, "partial" if some are, otherwise the first part's outcome."""
+    """Return the outcome of a composite score: "correct" if all parts are correct, "partial" if a part is correct or
+    partial, otherwise the outcome of the first part.
+    """
     if set(outcomes) == {Outcome.CORRECT}:
         return Outcome.CORRECT
     return Outcome.PARTIAL if {Outcome.CORRECT, Outcome.PARTIAL} & set(outcomes) else outcomes[0]

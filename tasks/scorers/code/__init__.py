@@ -1,1 +1,3 @@
-"""The scorer of programs: `scorer` scores a response, `cases` runs it on test cases, `guest` runs in the sandboxes."""
+"""Scores programs that a model wrote. Module `scorer` scores a response, `cases` runs test cases, and `guest` is the
+code inside the sandboxes.
+"""

@@ -1,4 +1,4 @@
-"""Test cases of a program: their forms in a data row, and how each form is judged in sandboxes.
+"""Test cases of a program: the forms that a test case may have in a data row, and how each form runs in sandboxes.
 
     form                                              the program passes if
     {"stdin": text, "stdout": text}                   it prints that text (blanks at line ends do not count)
@@ -24,11 +24,11 @@ from typing import Any
 from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd, Sandboxes, SandboxFailed
 from rollflow.tasks.scorers.code.guest import ASKS, DIFFERS
 
-LONGEST_REASON = 300  # most characters of what a failed program printed
+LONGEST_REASON = 300  # largest number of characters of a failed program's output in a reason
 TESTS_SECONDS = 5.0  # seconds that tests may take in addition to the program's own time limit
-END_SECONDS = 1.0  # time in which a program that made its tests fail reports its own end
-MOST_CALLS = 200  # most calls of tests in sandboxes without a channel
-MOST_ANSWERED = 2**24  # most characters of all their answers
+END_SECONDS = 1.0  # seconds to wait after failed tests until the program ends, to report its own failure
+MOST_CALLS = 200  # largest number of calls that tests may make in sandboxes that cannot communicate
+MOST_ANSWERED = 2**24  # largest number of characters of the answers to all calls of the tests
 LARGEST_TOLERANCE = 1e300
 REPEATS = "tests made another call when they ran again"
 PLAIN_ANSWER = re.compile(r'\{"value": (?:[\[\], ]|true|false|null|-?\d[\d.e+-]*+)*+\}')  # truth values and numbers
@@ -37,7 +37,7 @@ FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", or "assert"
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one case; `end` says how the program ended."""
+    """The result of one test case; `end` says how the program ended."""
 
     passed: bool
     reason: str
@@ -56,7 +56,7 @@ class Printed:
     checker: str = ""
 
     async def judge(self, sandboxes: Sandboxes, code: str, seconds: float) -> CaseResult:
-        """Run the program on this input."""
+        """Run the program on the input of the test case."""
         found = await sandboxes.run(Program(code=code, stdin=self.stdin.encode(), timeout=seconds))
         if not found.succeeded:
             return CaseResult(False, describe_failure(found), found.end, found.seconds)
@@ -88,7 +88,8 @@ class Tested:
         """Run the program in one sandbox and the tests in another.
 
         Raises:
-            SandboxFailed: a sandbox failed, or tests without a channel do not repeat their calls.
+            SandboxFailed: a sandbox failed; or, in sandboxes that cannot communicate, repeated tests made different
+            calls.
         """
         if Capability.CHANNEL not in sandboxes.capabilities:
             return await judge_by_turns(sandboxes, self, code, seconds)
@@ -121,16 +122,18 @@ Case = Printed | Tested
 
 
 async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
-    """Judge a case in sandboxes without a channel, by running the tests and the program alternately.
+    """Judge a test case in sandboxes that cannot communicate, by running the tests and the program alternately.
 
-    The tests run until they call the program and the result of the call is not known yet. Then the program runs from
-    its start, makes all calls so far, and prints the result of the last call. The result of a call is never replaced,
-    so a program cannot let it depend on later calls. Tests with `n` calls need `2 n + 2` programs.
+    The tests run until they make a call of the program whose result is not known yet. Then the program runs from the
+    start, executes all calls so far, and prints the result of the last call. The result of a call never changes once it
+    is recorded, so a program cannot make the result depend on later calls. Tests that make `n` calls take `2 n + 2`
+    program runs.
 
-    The case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
+    The test case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
 
     Raises:
-        SandboxFailed: the tests made another call when they ran again, and no answer can be the cause.
+        SandboxFailed: the tests made a different call when they were repeated, although no answer of the program can be
+        the cause.
     """
     guest = read_guest()
     calls, answers = list[str](), list[str]()
@@ -146,7 +149,7 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
         if verdict.return_code == DIFFERS:
             if all(PLAIN_ANSWER.fullmatch(answer) for answer in answers[1:]):
                 raise SandboxFailed(f"{REPEATS}; without a channel they must repeat")
-            return _fail(REPEATS, verdict)  # the order of a set may differ, and the program may have returned one
+            return _fail(REPEATS, verdict)  # the program may have returned a set, whose order may differ between runs
         if verdict.return_code != ASKS:
             return CaseResult(verdict.succeeded, _last_line(verdict.stderr), verdict.end, verdict.seconds)
         calls.append(_read_last_line(verdict.stdout))
@@ -161,9 +164,9 @@ def _fail(reason: str, verdict: ExecResult) -> CaseResult:
 
 
 def read_case(row: Any) -> Case:
-    """Read one case of a data row; raise `ValueError` with a sentence if it has none of the forms.
+    """Read one test case of a data row; raise `ValueError` with a sentence if the test case has no valid form.
 
-    A key with the value null counts as missing, because in a table every case has the keys of all forms.
+    A key with the value null counts as missing, because in a table every test case has the keys of all forms.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a case is {row!r}, not an object with {FORMS}")
@@ -210,7 +213,9 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _read_name(row: Mapping[str, Any], key: str) -> str:
-    """Return the name of a function of the program; raise `ValueError` if no program can give its tests this name."""
+    """Return the name of the function to test; raise `ValueError` if a program cannot define this name for its
+    tests.
+    """
     name = _text(row, key)
     if not name.isidentifier() or name.startswith("_"):
         raise ValueError(f"{key!r} of a case is {name!r}, which is no name of a public function")
@@ -218,7 +223,7 @@ def _read_name(row: Mapping[str, Any], key: str) -> str:
 
 
 def _value(row: Mapping[str, Any], key: str, kind: Any, default: Any) -> Any:
-    """Return the value of an optional key; raise `ValueError` if it has another type."""
+    """Return the value of an optional key of a test case; raise `ValueError` if the value has the wrong type."""
     value = default if row.get(key) is None else row[key]
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = {"args": "a list", "named": "an object"}.get(key, "a number")
@@ -235,7 +240,7 @@ def _check_literals(*values: Any) -> None:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines without blanks at their ends, and without empty lines at the end."""
+    """Return the lines of a text without trailing spaces, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
@@ -253,5 +258,5 @@ def _shorten(text: str) -> str:
 
 @cache
 def read_guest() -> str:
-    """Return the source of `guest.py`, which runs in the sandboxes."""
+    """Return the source code of `guest.py`, which runs in the sandboxes."""
     return (Path(__file__).parent / "guest.py").read_text()

@@ -8,12 +8,13 @@
     CaseAnchors    --anchors of the row, with each response-->   CaseClock --deadlines--> CodeScorer
     (reward actor) <--seconds of correct programs, early kills-- (worker)  <--seconds----
 
-Two parts are not in the paper. First, a share of the early kills runs again with T_max, while the worker has nothing
-else to do (`Rechecks`). A case that passes then was killed falsely. It is counted and raises the anchor, so that the
-case's deadline recovers; it never changes a score. Second, a request with `adapts = False`, such as one of an
-evaluation, is scored with T_max.
+Two features of this module are not in the paper. First, a share of the programs that an adaptive deadline killed run
+again with T_max, while the worker process is idle (`Rechecks`). A program that passes its test case when it runs again
+was killed falsely. A false kill is counted and raises the anchor, so that the deadline of the test case recovers. A
+false kill never changes a score. Second, a request with `adapts = False`, as evaluations send, is scored with T_max.
 
-A `CaseClock` reaches the scorer as a context variable, because a composite scorer calls the scorer of programs, too.
+A `CaseClock` is passed to the scorer of programs as a context variable, because a composite scorer may call that
+scorer, too.
 """
 
 from __future__ import annotations
@@ -31,31 +32,40 @@ from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.tasks.sandboxes.base import SandboxFailed
 from rollflow.tasks.scorers.config import AdaptiveDeadline
 
-MOST_WAITING = 64  # largest number of early kills that wait to run again; older ones are forgotten
-Rerun = Callable[[], Awaitable[float | None]]  # runs a case with T_max; returns the seconds, or None if it failed
+MOST_WAITING = 64  # largest number of killed test cases that wait to run again; older ones are dropped
+# runs a test case with the deadline T_max; returns the program's time in seconds, or None if the program failed
+Rerun = Callable[[], Awaitable[float | None]]
 
 
 def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float | None) -> float:
-    """Compute the seconds that a program gets on a test case; without an anchor it gets `longest` (T_max)."""
+    """Compute the deadline of a program on a test case, in seconds. Without an anchor, the deadline is `longest`
+    (T_max).
+    """
     if anchor is None:
         return longest
     return min(max(adaptive.min_seconds, adaptive.factor * anchor), longest)
 
 
 def name_row(reference: Mapping[str, Any]) -> str:
-    """Return the name of a row, a hash of its content; raise `TypeError` or `ValueError` if it is no JSON."""
+    """Return the name of a data row, which is a hash of its content; raise `TypeError` or `ValueError` if the row is no
+    JSON.
+    """
     return hashlib.blake2b(json.dumps(dict(reference)).encode(), digest_size=12).hexdigest()
 
 
 def is_drawn(share: float, *names: str) -> bool:
-    """Return whether the thing with these names belongs to a share of all things; the draw is repeatable."""
+    """Return whether a pseudo-random draw with probability `share` succeeds. The result depends only on `share` and
+    `names`.
+    """
     drawn = int.from_bytes(hashlib.blake2b("\0".join(names).encode("utf-8", "replace"), digest_size=8).digest())
     return drawn < share * 2**64
 
 
 @dataclass(slots=True)
 class DeadlineReport:
-    """What a worker reports about the cases of a row: seconds of correct programs, and counts of `CaseAnchors`."""
+    """What a worker process reports about the test cases of a data row: times of correct programs in seconds, and the
+    counts of `CaseAnchors`.
+    """
 
     row: str
     seconds: dict[int, float] = field(default_factory=dict)
@@ -64,17 +74,17 @@ class DeadlineReport:
     false_kills: int = 0
 
     def to_columns(self) -> tuple[Any, ...]:
-        """Return the report as values for JSON."""
+        """Return the report as values that can be written as JSON."""
         return self.row, list(self.seconds.items()), self.kills, self.rechecked, self.false_kills
 
     @classmethod
     def of_columns(cls, columns: Sequence[Any]) -> DeadlineReport:
-        """Build a report from the result of `to_columns`; raise `ValueError` or `TypeError` for anything else."""
+        """Build a report from the result of `to_columns`; raise `ValueError` or `TypeError` for any other input."""
         row, seconds, *counts = columns
         return cls(str(row), {int(case): float(measured) for case, measured in seconds}, *map(int, counts))
 
     def add_to(self, anchors: CaseAnchors) -> None:
-        """Add the report to the anchors and counts of the scorer."""
+        """Add the times and counts of the report to the scorer's `CaseAnchors`."""
         anchors.raise_row(self.row, self.seconds)
         anchors.kills += self.kills
         anchors.rechecked += self.rechecked
@@ -83,12 +93,13 @@ class DeadlineReport:
 
 @dataclass(slots=True)
 class CaseClock:
-    """The anchors of one response's row, and what scoring the response tells about the row's cases."""
+    """The anchors of a response's data row, and what the scorer measures on the row's test cases."""
 
     row: str
     anchors: Mapping[int, float]
     report: DeadlineReport = field(init=False)
-    doubtful: list[tuple[int, Rerun]] = field(default_factory=list)  # early kills that should run again
+    # killed test cases that should run again, by the number of the test case
+    doubtful: list[tuple[int, Rerun]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.report = DeadlineReport(self.row)
@@ -98,7 +109,9 @@ CLOCK: ContextVar[CaseClock | None] = ContextVar("the clock of the response that
 
 
 class Rechecks:
-    """Runs early kills again, one at a time, while its worker has no response to score."""
+    """Runs programs that an adaptive deadline killed again, one at a time, while the worker process has no response to
+    score.
+    """
 
     def __init__(self, is_idle: Callable[[], bool], send: Callable[[DeadlineReport], None]) -> None:
         self._is_idle, self._send = is_idle, send
@@ -106,11 +119,11 @@ class Rechecks:
         self._running: asyncio.Task[None] | None = None
 
     def add(self, clock: CaseClock) -> None:
-        """Queue the early kills of a response."""
+        """Queue the test cases of a response that an adaptive deadline ended, to run them again."""
         self._waiting.extend((clock.row, case, rerun) for case, rerun in clock.doubtful)
 
     def begin(self) -> None:
-        """Run the next early kill again, unless the worker is busy or another one runs."""
+        """Run the next queued test case again, unless the worker process is busy or another test case runs."""
         if self._waiting and self._running is None and self._is_idle():
             self._running = asyncio.create_task(self._run(*self._waiting.popleft()))
 
@@ -118,7 +131,7 @@ class Rechecks:
         try:
             seconds = await rerun()
         except (SandboxFailed, OSError):
-            pass  # nothing is known about the program
+            pass  # a failed sandbox says nothing about the program
         else:
             passed = {} if seconds is None else {case: seconds}
             self._send(DeadlineReport(row, passed, rechecked=1, false_kills=len(passed)))

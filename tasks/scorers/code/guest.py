@@ -1,14 +1,15 @@
-"""The program that runs in both sandboxes of a case. In one sandbox it runs the model's program, and in the other one
+"""The code that runs in both sandboxes of a test case. One sandbox runs the model's program, and the other sandbox runs
 the tests.
 
     tests  --call of a function, as JSON--> candidate, in a sandbox of its own
            <---value or error, as JSON-----
 
-So a program can neither read the tests nor decide their verdict: it only answers calls. Values of the basic types are
-copied; an operator such as == then works on the copy. Other objects stay with the candidate, and the tests get a
-`Remote`, which forwards calls of methods.
+A program can neither read the tests nor decide their verdict, because the program only answers calls. Values of the
+basic types are copied to the tests, where an operator such as == works on the copy. Objects of other types stay in the
+program's sandbox, and the tests get a `Remote`, which forwards method calls.
 
-This file imports only the standard library. Its text is the start of the programs that `cases` gives to the sandboxes.
+`guest.py` imports only the standard library. The source code of `guest.py` is the beginning of each program that
+`cases` runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ import types
 from functools import partial
 from typing import Any, NoReturn
 
-CHANNEL = 3  # descriptor of the socket between the two sandboxes
-# return codes of tests without a channel: a call has no answer yet; a call differs from the call of the previous run
+CHANNEL = 3  # file descriptor of the socket between the two sandboxes of a test case
+# exit codes of tests in a sandbox without channels: a call has no recorded answer yet; a call differs from the recorded
+# call
 ASKS, DIFFERS = 75, 76
-DEEPEST = 100  # most levels of nested values
-LONGEST_TEXT = 500  # most characters of an error's text
+DEEPEST = 100  # largest depth of nested values
+LONGEST_TEXT = 500  # largest number of characters of an error's text
 PLAIN = (type(None), bool, int, str)
-ATTRIBUTE = "__getattr__"  # the method that stands for reading an attribute
+ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute
 FORWARDED = ("__call__", "__getitem__", "__iter__", "__len__", "__next__", "__repr__", "__str__")
 
 
 def encode(value: Any, keep: Any, depth: int = 0) -> Any:
-    """Return a value as JSON; `keep` stores an object of another type and returns its number."""
+    """Return a value as JSON. The function `keep` stores an object that has no JSON form, and returns a number for the
+    object.
+    """
     if depth > DEEPEST:
         raise ValueError("the value is nested too deeply")
     kind = type(value)
@@ -45,7 +49,7 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
     if kind in (list, tuple, set, frozenset):
         parts = [encode(part, keep, depth + 1) for part in value]
         if kind in (set, frozenset):
-            parts.sort(key=json.dumps)  # the order of a set differs from process to process
+            parts.sort(key=json.dumps)  # sorted because the order of a set differs between processes
         return parts if kind is list else {kind.__name__: parts}
     if kind is dict:
         pairs = [[encode(key, keep, depth + 1), encode(part, keep, depth + 1)] for key, part in value.items()]
@@ -62,7 +66,9 @@ def encode(value: Any, keep: Any, depth: int = 0) -> Any:
 
 
 def decode(value: Any, remote: Any) -> Any:
-    """Return the value from the JSON that `encode` wrote; `remote` returns the object that has a given number."""
+    """Return the value from the JSON that `encode` wrote. The function `remote` returns the object with a given
+    number.
+    """
     if isinstance(value, list):
         return [decode(part, remote) for part in value]
     if not isinstance(value, dict):
@@ -87,8 +93,8 @@ def open_channel() -> Any:
 
 
 class Script:
-    """Replaces the channel of a program in a sandbox without one. It gives the program known calls, and prints only the
-    last answer.
+    """Replaces the program's channel to the tests, in a sandbox without channels. `Script` gives the program the calls
+    recorded so far, and prints only the last answer.
     """
 
     def __init__(self, calls: list[str]) -> None:
@@ -106,16 +112,17 @@ class Script:
         """Do nothing."""
 
     def print_answer(self) -> None:
-        """Print the last answer as the last line."""
+        """Print the answer to the last call as the last line of the output."""
         sys.stdout.flush()
         os.write(1, b"\n" + self._answer)
 
 
 class Recording:
-    """Replaces the channel of tests in a sandbox without one. It gives recorded answers, and ends the process at the
-    first call without an answer.
+    """Replaces the tests' channel to the program, in a sandbox without channels. `Recording` gives the tests recorded
+    answers, and ends the process at the first call without an answer.
 
-    `calls` are the calls that were answered; the first answer is for no call, as it lists the program's names.
+    `calls` are the calls that were answered. The first answer belongs to no call and lists the names that the program
+    defines.
     """
 
     def __init__(self, calls: list[str], answers: list[str]) -> None:
@@ -130,7 +137,7 @@ class Recording:
         """Do nothing."""
 
     def readline(self) -> str:
-        """Return the answer of the call, or print the call and end this process."""
+        """Return the recorded answer to the tests' call, or print the call and end this process."""
         answer = next(self._answers, None)
         if answer is None:
             sys.stdout.flush()
@@ -142,14 +149,18 @@ class Recording:
 
 
 def answer_calls(code: str, name: str, calls: list[str]) -> None:
-    """Run the model's program and all these calls; print the last answer, or without a call the program's names."""
+    """Run the model's program and the calls in `calls`; print the answer to the last call, or the names that the
+    program defines if there is no call.
+    """
     script = Script(calls)
     serve_candidate(code, name, script)
     script.print_answer()
 
 
 def serve_candidate(code: str, name: str, channel: Any = None) -> None:
-    """Run the model's program as the module `solution`, then answer calls of its functions until the tests end."""
+    """Run the model's program as the module `solution`, then answer the tests' calls of its functions until the tests
+    end.
+    """
     channel = channel or open_channel()
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -178,7 +189,7 @@ def serve_candidate(code: str, name: str, channel: Any = None) -> None:
 
 
 class Remote:
-    """An object in the candidate's sandbox."""
+    """Stands for an object in the sandbox of the model's program."""
 
     def __init__(self, channel: Any, number: int) -> None:
         self.__dict__.update(_channel=channel, _number=number)
@@ -190,7 +201,9 @@ class Remote:
 
 
 def forward(name: str) -> Any:
-    """Return a special method that calls the method of the same name on the candidate's object."""
+    """Return a special method of `Remote`, which calls the method of the same name on the object in the program's
+    sandbox.
+    """
     return lambda self, *args, **named: ask(self._channel, self._number, name, args, named)
 
 
@@ -199,7 +212,7 @@ for special in FORWARDED:
 
 
 def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
-    """Call a method of a candidate's object; raise its error as a built-in error."""
+    """Call a method of an object in the program's sandbox; raise the method's error as a built-in error."""
 
     def refer(value: Any) -> int:
         if isinstance(value, Remote):
@@ -215,17 +228,18 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
     answer = json.loads(line)
     if "error" in answer:
         kind = getattr(builtins, str(answer["error"]), RuntimeError)
-        ends = kind is StopIteration and method != "__next__"  # it would end a loop of the tests early
+        ends = kind is StopIteration and method != "__next__"  # a StopIteration would silently end a loop of the tests
         usable = isinstance(kind, type) and issubclass(kind, Exception) and not ends
         raise (kind if usable else RuntimeError)(answer.get("text", ""))
     return decode(answer["value"], lambda other: Remote(channel, other))
 
 
 def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
-    """Run tests on the candidate's functions, and exit with 0 if all pass.
+    """Run tests on the functions of the model's program, and exit with 0 if all tests pass.
 
-    The tests see the functions by their names, as the module `solution`, and the function `entry` as `candidate`. A
-    name of Python's own is the program's only if it is `entry`: the tests' `abs` or `all` decides whether they pass.
+    The tests see the program's functions by their names and in the module `solution`, and the function `entry` as
+    `candidate`. A program cannot replace built-ins such as `abs` or `all` in the tests, because the tests use them to
+    decide whether the program passes. Only `entry` may have the name of a built-in.
     """
     channel = channel or open_channel()
     line = channel.readline()
@@ -246,15 +260,15 @@ def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
 
 
 def is_usable(name: str) -> bool:
-    """Return True if a program may define this name for its tests."""
+    """Return True if the model's program may define this name for the tests."""
     return name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name)
 
 
 def equal(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Compare two values; a tuple equals a list of the same values.
 
-    Numbers may differ by `tolerance`, or by this share of the expected number. A share of the value would let a huge
-    value equal every number.
+    Two numbers may differ by `tolerance`, or by `tolerance` times the expected number. The tolerance is not relative to
+    `value`, because a huge value would then equal every number.
     """
     if isinstance(expected, (list, tuple)) and isinstance(value, (list, tuple)):
         return len(value) == len(expected) and all(map(lambda a, b: equal(a, b, tolerance), value, expected))

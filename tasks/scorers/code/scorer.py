@@ -1,12 +1,15 @@
 """Scores programs that a model wrote, by running them on test cases in sandboxes.
 
-The reference of a response has a column `cases` (see `cases`). The value is the share of cases that the program passes,
-or with `reward.all_or_nothing` 1 if it passes all cases, otherwise 0. A fault that the program may have caused, such as
-a timeout, makes its case fail. If a sandbox fails, its case runs again, up to `TRIES` times in all; then the outcome of
-the response is "unjudged". In sandboxes without isolation the case fails instead, because a program can end them.
+The reference of a response has a column `cases` with the test cases (see the module `cases`). The value of a score is
+the share of test cases that the program passes. With `reward.all_or_nothing`, the value is 1 if the program passes all
+test cases, otherwise 0. A failure that the program may have caused, such as a timeout, makes its test case fail. If a
+sandbox fails, its test case runs again, up to `TRIES` times in all. If all tries fail, the outcome of the response is
+"unjudged". If a sandbox without isolation ends at each try, the test case fails, because the program may have ended the
+sandbox.
 
-With `reward.adaptive` the deadlines of the cases follow the seconds of correct programs (`deadlines`). If such a
-deadline ended a run, the score's reason says so, and the part "deadline" has the shortest such deadline in seconds.
+With `reward.adaptive`, the deadlines of test cases follow the measured times of correct programs (see the module
+`deadlines`). If an adaptive deadline ended a program, the score's reason says so, and the part "deadline" has the
+shortest such deadline in seconds.
 """
 
 from __future__ import annotations
@@ -28,18 +31,21 @@ from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_cas
 from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock, compute_deadline, is_drawn
 from rollflow.tasks.scorers.config import CodeReward
 
-TRIES = 3  # most tries of a case if sandboxes fail
+TRIES = 3  # largest number of tries of a test case if sandboxes fail
 FENCE = re.compile(r"(`{3,})[ \t]*([^\n`]*?)[ \t]*\n(.*?)\1`*", re.DOTALL)
-LANGUAGES = ("", "python", "py", "python3")  # words after the opening fence of a program
+# languages after the opening fence of a code block that mark it as a program
+LANGUAGES = ("", "python", "py", "python3")
 
 
 class CodeScorer:
-    """Scores responses by running their programs in sandboxes, one response after another or several at a time. See the
+    """Scores responses by running their programs in sandboxes. One response or several may be scored at a time. See the
     module's docstring.
     """
 
     def __init__(self, config: CodeReward, sandboxes: Sandboxes | None = None) -> None:
-        """Use `sandboxes`, which are started already; if None, start those of the config with the first response."""
+        """Use `sandboxes`, which are already started. If None, the first response starts the sandboxes that the config
+        describes.
+        """
         self._config = config
         self._sandboxes = sandboxes
         self._starting = asyncio.Lock()
@@ -78,21 +84,25 @@ class CodeScorer:
         return replace(score, parts={**score.parts, "deadline": min(early)}) if early else score
 
     def _compute_deadline(self, clock: CaseClock | None, number: int) -> float:
-        """Compute the deadline of a case; without a clock it is that of the config."""
+        """Compute the deadline of a test case, which is the configured one if `clock` is None."""
         adaptive, longest = self._config.adaptive, self._config.case_seconds
         return compute_deadline(adaptive, longest, clock.anchors.get(number)) if adaptive and clock else longest
 
     def _note_kill(self, clock: CaseClock, number: int, sandboxes: Sandboxes, case: Case, program: str) -> None:
-        """Count a kill by an adaptive deadline, and let a share of such kills run again with the longest deadline."""
+        """Count a program that an adaptive deadline killed, and let a share of such programs run again with the longest
+        deadline.
+        """
         clock.report.kills += 1
         if self._config.adaptive and is_drawn(self._config.adaptive.recheck, clock.row, str(number), program):
             rerun = functools.partial(_measure, sandboxes, case, program, self._config.case_seconds)
             clock.doubtful.append((number, rerun))
 
     async def start(self) -> Sandboxes:
-        """Return the sandboxes, started; raise `ConfigError` if this machine cannot run them."""
+        """Start the sandboxes if necessary, and return them; raise `ConfigError` if this machine cannot run the
+        sandboxes.
+        """
         if self._loop not in (None, asyncio.get_running_loop()):
-            self._sandboxes, self._starting = None, asyncio.Lock()  # the sandboxes ended with their event loop
+            self._sandboxes, self._starting = None, asyncio.Lock()  # the old sandboxes ended with their event loop
         async with self._starting:
             if self._sandboxes is None:
                 sandboxes = build_sandboxes(self._config.sandbox)
@@ -116,7 +126,7 @@ class CodeScorer:
 
 
 def _outcome(passed: int, count: int, ends: Sequence[ProgramEnd]) -> Outcome:
-    """Return the outcome of a program; for a program that passed no case, the outcome says how the program ended."""
+    """Return the outcome of a program. If the program passed no test case, the outcome says how the program ended."""
     if passed == count:
         return Outcome.CORRECT
     if passed:
@@ -130,7 +140,7 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
     for attempt in range(TRIES):
         try:
             return await case.judge(sandboxes, program, seconds)
-        except (SandboxFailed, OSError) as error:  # OSError: of this process, such as too many open files
+        except (SandboxFailed, OSError) as error:  # an OSError comes from this process, such as too many open files
             if attempt < TRIES - 1:
                 continue
             if isinstance(error, SandboxLost) and Capability.ISOLATION not in sandboxes.capabilities:
@@ -140,13 +150,13 @@ async def _judge(sandboxes: Sandboxes, case: Case, program: str, seconds: float)
 
 
 async def _measure(sandboxes: Sandboxes, case: Case, program: str, seconds: float) -> float | None:
-    """Return the seconds of a program that passes the case, or None if it fails."""
+    """Return the time in seconds of a program that passes the test case, or None if the program fails."""
     result = await _judge(sandboxes, case, program, seconds)
     return result.seconds if result.passed else None
 
 
 def read_cases(reference: Mapping[str, Any]) -> list[Case]:
-    """Read the test cases of a data row; raise `ValueError` with a sentence if there are none."""
+    """Read the test cases of a data row; raise `ValueError` with a sentence if the row has none."""
     rows = reference.get("cases")
     if isinstance(rows, str):
         raise ValueError('the column "cases" is text, not a list; if it is JSON, name it in prompts.json_columns')
@@ -162,7 +172,7 @@ def read_cases(reference: Mapping[str, Any]) -> list[Case]:
 
 
 def find_cases_fault(reference: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the test cases of a data row, or None; the code of a case must compile."""
+    """Return what is wrong with the test cases of a data row, or None. The code in a test case must compile."""
     try:
         cases = read_cases(reference)
     except ValueError as error:
@@ -185,9 +195,10 @@ def _find_syntax_fault(code: str) -> str | None:
 
 
 def find_program(response: str, *, fenced: bool) -> str | None:
-    """Return the last fenced block of Python, or of no language, in a response; None without such a block.
+    """Return the last Markdown code block in a response that is marked as Python or has no language; None if there is
+    no such block.
 
-    If `fenced` is False, return the whole response.
+    If `fenced` is False, the whole response is the program.
     """
     if not fenced:
         return response
