@@ -1,4 +1,4 @@
-"""A pool of worker processes for verifiers that are asynchronous or score a list of responses in one call.
+"""A pool of worker processes for verifiers that are asynchronous functions or score several responses in one call.
 
     queue --up to `at_once` responses--> worker --numbered scores, in any order--> their callers
       ^                                    |
@@ -30,7 +30,8 @@ from rollflow.tasks.scorers.verifier import Verifier
 from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
-GRACE_SECONDS = 5.0  # time after the deadline in which a worker may end the call itself, before it is killed
+# seconds after the deadline in which a worker process may end the call itself, before the process is killed
+GRACE_SECONDS = 5.0
 
 
 class ConcurrentPool(WorkerPool):
@@ -44,19 +45,23 @@ class ConcurrentPool(WorkerPool):
         section: str = "reward",
         anchors: CaseAnchors | None = None,
     ) -> None:
-        """Start nothing yet; `anchors` decide the deadlines of test cases, which are fixed if it is None."""
+        """Create a pool without starting its workers. `anchors` decide the adaptive deadlines of test cases; None means
+        that deadlines are fixed.
+        """
         super().__init__(config, tokenizer_folder, section)
         self._anchors = anchors
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
         self._limit_seconds = config.deadline_seconds
-        if verifier.is_async:  # after a failed call, the worker calls again for each response
+        if verifier.is_async:  # after a failed call, the worker process calls the verifier again for each response
             self._limit_seconds = config.deadline_seconds * (2 if verifier.takes_several else 1) + GRACE_SECONDS
 
     def _start_lanes(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(self._run_lane()) for _ in range(self._config.workers)]
 
     async def _run_lane(self) -> None:
-        """Run one worker after another, each until the worker dies or is killed because a response is late."""
+        """Run one worker process after another. Each one runs until it dies or is killed because a response missed its
+        deadline.
+        """
         worker: WorkerProcess | None = None
         try:
             while True:
@@ -74,19 +79,19 @@ class ConcurrentPool(WorkerPool):
         return name_row(request.reference) if self._anchors is not None and request.adapts else ""
 
     def encode_job(self, job: ScoringJob) -> bytes:
-        """Encode a request for a worker, with the anchors of its row."""
+        """Encode a request for a worker process, with the deadline anchors of the request's data row."""
         if not job.row or self._anchors is None:
             return b"[%d,%s]" % (job.arrival, job.body)
         row = json.dumps([job.row, list(self._anchors.list_row(job.row).items())])
         return b"[%d,%s,%s]" % (job.arrival, job.body, row.encode())
 
     def note_report(self, report: DeadlineReport) -> None:
-        """Add a worker's report to the anchors."""
+        """Add the times that a worker process reports to the deadline anchors."""
         if self._anchors is not None:
             report.add_to(self._anchors)
 
     async def take(self, most: int) -> list[ScoringJob]:
-        """Wait for jobs and take up to `most` of them; a job whose `alone` is True is taken alone."""
+        """Wait for jobs in the queue and remove up to `most` of them. A job whose `alone` is True is removed alone."""
         jobs = [(await self._queue.get())[1]]
         while not jobs[0].alone and len(jobs) < most and not self._queue.empty():
             job = self._queue.get_nowait()[1]
@@ -98,7 +103,7 @@ class ConcurrentPool(WorkerPool):
 
 
 class _Exchange:
-    """The exchange of requests and scores with one worker until the worker ends."""
+    """The exchange of requests and scores with one worker process, until the process ends."""
 
     def __init__(self, pool: ConcurrentPool, worker: WorkerProcess) -> None:
         self._pool, self._worker = pool, worker
@@ -108,7 +113,9 @@ class _Exchange:
         self._busy_since = 0.0
 
     async def run(self) -> None:
-        """Exchange requests and scores until the worker ends; then requeue or fail the responses without a score."""
+        """Exchange requests and scores until the worker process ends; then requeue or fail the responses without a
+        score.
+        """
         feeding = asyncio.create_task(self._feed())
         try:
             while True:
@@ -126,7 +133,7 @@ class _Exchange:
             self._recover()
 
     async def _feed(self) -> None:
-        """Send queued requests to the worker whenever the worker may take more."""
+        """Send queued requests to the worker process whenever fewer are running than allowed."""
         pool, taken = self._pool, list[ScoringJob]()
         try:
             while True:
@@ -165,7 +172,7 @@ class _Exchange:
         self._worker.kill()
 
     def _land(self, number: int) -> ScoringJob | None:
-        """Remove the running job with this number and return it, or return None if no such job runs."""
+        """Remove and return the running job with this number, or return None if no such job runs."""
         job = self._flying.pop(number, None)
         if job is not None and job.timer is not None:
             job.timer.cancel()
@@ -180,7 +187,9 @@ class _Exchange:
         self._busy_since = 0.0
 
     def _recover(self) -> None:
-        """Requeue responses without a score, or fail a response that was alone with the worker and has no try left."""
+        """Requeue responses without a score. A response that the worker process was scoring alone fails if it has no
+        try left.
+        """
         jobs = [job for number in list(self._flying) if (job := self._land(number))]
         if len(jobs) == 1 and jobs[0] in self._late:
             self._pool._settle_late(jobs.pop())

@@ -1,4 +1,4 @@
-"""The `[reward]` section: one class for each kind of verifier."""
+"""The `[reward]` section of a run's TOML file, with one class for each kind of verifier."""
 
 from __future__ import annotations
 
@@ -175,7 +175,8 @@ SHARED = (
 )
 
 
-RESERVED = ("format", "length_penalty")  # names of parts of a score that are not those of a composite
+# names that no part of a composite reward may have, because other parts of a score have them
+RESERVED = ("format", "length_penalty")
 
 
 class CompositePart(Section):
@@ -218,7 +219,9 @@ class CompositeReward(RewardBase):
 
     @property
     def failure_value(self) -> float:
-        """The sum of the negative weights, so that no response gets more because a part fails or is late."""
+        """The sum of the negative weights, so that no response gets a higher reward because a reward part fails or
+        misses its deadline.
+        """
         return sum(min(0.0, part.weight) for part in self.parts.values())
 
     @model_validator(mode="after")
@@ -251,11 +254,11 @@ RewardConfig = Annotated[
 
 
 def name_section(name: str) -> str:
-    """Return the section of the scorer with this name: `rewards.<name>`, or `reward` for the name ""."""
+    """Return the config section of the scorer with this name: `rewards.<name>`, or `reward` for the name ""."""
     return f"rewards.{name}" if name else "reward"
 
 
 def has_adaptive_deadlines(config: RewardConfig) -> bool:
-    """Return whether the deadlines of a scorer's test cases follow the seconds of correct programs."""
+    """Return whether the deadlines of a scorer's test cases adapt to the measured times of correct programs."""
     scorers = [part.scorer for part in config.parts.values()] if isinstance(config, CompositeReward) else [config]
     return any(isinstance(scorer, CodeReward) and scorer.adaptive is not None for scorer in scorers)

@@ -10,7 +10,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 def exact(response: str, reference: Mapping[str, Any]) -> Score:
-    """Return 1 if the answer equals the reference answer, else 0. A missing or empty answer scores 0."""
+    """Return 1 if the response's answer equals the reference answer, else 0. A missing or empty answer scores 0."""
     if not response:
         return Score(0.0, "no answer", Outcome.UNPARSABLE)
     right = response == str(reference["answer"]).strip()

@@ -1,4 +1,4 @@
-"""Imports a user-defined verifier, which is a function in one of the forms that `verifier` lists."""
+"""Imports a user-defined verifier, a function in one of the forms that the module `verifier` lists."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.config import ImportReward
 from rollflow.tasks.scorers.verifier import Verifier
 
-LONGEST = 100_000  # largest size of `[reward]` in bytes, because it is a command-line argument (Linux: 131,071)
+# largest size of the `[reward]` section in bytes, because a worker process gets it as a command-line argument
+LONGEST = 100_000
 ONE, SEVERAL = ("response", "reference"), ("responses", "references")  # first two arguments' names
 NUMBERS = (float, int, bool)
 
 
 def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier:
-    """Import the function that the key `path` of the section names, and bind its options from the recipe.
+    """Import the function that the key `path` of the config section names, and bind the section's options to the
+    function.
 
     Raises:
-        ConfigError: the function does not exist or does not take the options, or the options are too large.
+        ConfigError: the function does not exist, does not accept the options, or the options are too large.
     """
     if (size := len(config.model_dump_json().encode())) > LONGEST:
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
@@ -37,7 +39,8 @@ def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier
 
 
 def _is_scorer(function: FunctionType, annotation: Any) -> bool:
-    """Return whether a function is a verifier, by its return type and, if it returns a number, by its arguments' names.
+    """Return whether a function is a verifier, which depends on its return type and, if it returns a number, on its
+    argument names.
 
     A verifier returns a `Score` or a number, or, for several responses, a list or sequence of these types.
     """

@@ -1,4 +1,4 @@
-"""Scores responses by a language model behind an OpenAI-compatible endpoint.
+"""Scores responses with a judge, a language model behind an OpenAI-compatible endpoint.
 
 prompts     writes what the judge reads, so that a response cannot pose as an instruction, and reads the verdict
 endpoint    calls the endpoint: tries, limits, budget

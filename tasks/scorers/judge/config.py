@@ -12,9 +12,10 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 from rollflow.tasks.scorers.base_config import RewardBase
 
 NAME = re.compile(r"[A-Za-z_][\w-]{0,39}", re.ASCII)  # the name of a rubric's item
-RESERVED = ("answer", "disagreement", "format", "reason")  # names of parts and fields that no item may have
+# names that no rubric item may have, because parts of the score or fields of the judge's answer have them
+RESERVED = ("answer", "disagreement", "format", "reason")
 MOST_ITEMS = 32
-# mode -> the fields that a template of that mode must have
+# mode of the judge -> placeholders that a prompt template for that mode must contain
 FIELDS = {"verdict": ("response",), "rubric": ("response", "rubric"), "pairwise": ("first", "second")}
 _JUDGED = "earlier responses were judged by it"
 
@@ -148,12 +149,12 @@ class JudgeReward(RewardBase):
 
     @property
     def worker_processes(self) -> int:
-        """Number of worker processes of this scorer: none."""
+        """Number of worker processes of a judge, which is 0."""
         return 0
 
     @property
     def compares_group(self) -> bool:
-        """True if the score of a response depends on the other responses of its group."""
+        """True if the score of a response depends on the other responses to the same prompt."""
         return self.mode == "pairwise"
 
     @model_validator(mode="after")

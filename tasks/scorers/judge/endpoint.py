@@ -1,11 +1,13 @@
-"""Calls an OpenAI-compatible endpoint: at most `at_once` calls at a time, and `tokens_per_minute` tokens in a minute.
+"""Calls a judge at an OpenAI-compatible endpoint, with at most `at_once` calls at a time and `tokens_per_minute` tokens
+in a minute.
 
-- The client tries a failed call again: lost connections, time-outs, 408, 409, 429 and 5xx, with growing pauses, or when
-  the endpoint's Retry-After says. An answer that is no verdict counts as a failed try, too.
-- If no try gives a verdict, `ask` raises `Unjudged`, because the policy is not the cause.
-- Some failures end the run: the endpoint refuses the key or the model before it has given any verdict, or the budget is
-  used up. `failed` then has the error, and each further call raises it.
-- The endpoint's key appears in no error.
+- The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. Pauses between
+  tries grow, or follow the endpoint's Retry-After header. An answer of the judge that is no valid verdict counts as a
+  failed try.
+- If no try of a call gives a verdict, the method `ask` raises `Unjudged`, because the policy is not the cause.
+- The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
+  up. When the run must end, the event `failed` is set, and each further call raises the error.
+- The endpoint's API key appears in no error message.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from rollflow.tasks.scorers.base import Unjudged
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
 
-REFUSED = (401, 403, 404)  # statuses that mean a wrong key, address or model, and not a fault of the moment
-CHARS_PER_TOKEN = 3  # for the size of a request; few texts have fewer characters per token
-LONGEST_ANSWER = 200  # most characters of an answer of the endpoint in an error
+REFUSED = (401, 403, 404)  # HTTP statuses that mean a wrong API key, address or model, so that a retry is useless
+CHARS_PER_TOKEN = 3  # characters per token in the estimate of a request's tokens; few texts have fewer
+LONGEST_ANSWER = 200  # largest number of characters of an endpoint's answer in an error message
 
 
 @dataclass(slots=True)
 class JudgeUsage:
-    """Counters of an endpoint: calls with an answer, verdicts, and tokens as the endpoint reports them."""
+    """Counters of a judge's endpoint: answered calls, valid verdicts, and tokens as the endpoint reports them."""
 
     calls: int = 0
     verdicts: int = 0
@@ -37,7 +39,7 @@ class JudgeUsage:
 
 
 class Endpoint:
-    """Asks a judge questions. See the module's docstring."""
+    """Sends questions to a judge. See the module's docstring."""
 
     def __init__(self, config: JudgeReward, section: str) -> None:
         self._config, self._section = config, section
@@ -50,10 +52,10 @@ class Endpoint:
         self.usage = JudgeUsage()
 
     async def open(self) -> None:
-        """Import the client, and create it; no call is made.
+        """Create the HTTP client, without making a call.
 
         Raises:
-            ConfigError: the variable with the key is not set, or a package is missing.
+            ConfigError: the environment variable with the API key is not set, or a package is missing.
         """
         if name := self._config.token_env:
             if not (key := os.environ.get(name)):
@@ -64,7 +66,7 @@ class Endpoint:
         except ImportError as error:
             cure = f"the package {error.name} is missing; pip install 'rollflow[judge]'"
             raise ConfigError(f"{self._section}.kind = 'judge': {cure}") from None
-        # By default the client sends what OPENAI_ORG_ID and OPENAI_PROJECT_ID name, whatever the endpoint is.
+        # By default the client sends the values of OPENAI_ORG_ID and OPENAI_PROJECT_ID to any endpoint.
         own = {"OpenAI-Organization": openai.Omit(), "OpenAI-Project": openai.Omit()}
         self._client = openai.AsyncOpenAI(
             base_url=self._config.url,
@@ -83,16 +85,17 @@ class Endpoint:
 
     @property
     def error(self) -> ConfigError:
-        """The error with which the endpoint failed; `failed` must be set."""
+        """The error with which the endpoint failed; the event `failed` must be set."""
         assert self._error is not None
         return self._error
 
     async def ask(self, question: JudgeQuestion, repeat: int) -> Verdict:
-        """Return the judge's verdict; `repeat` is the number of the repetition, which changes the judge's seed.
+        """Return the judge's verdict on a question; `repeat`, the number of the repetition, changes the judge's random
+        seed.
 
         Raises:
-            Unjudged: no try gave a verdict.
-            ConfigError: the endpoint failed; see the module's docstring.
+            Unjudged: no try gave a valid verdict.
+            ConfigError: the endpoint has failed in a way that ends the run.
         """
         left = self._config.tries
         while True:
@@ -111,7 +114,7 @@ class Endpoint:
             return verdict
 
     async def _call(self, question: JudgeQuestion, tries: int, seed: int) -> tuple[str, int]:
-        """Call the endpoint up to `tries` times; return the body of its answer, and the number of tries."""
+        """Call the endpoint up to `tries` times; return the body of the answer, and the number of tries."""
         import openai
 
         await self._reserve(self._estimate(question))
@@ -154,7 +157,7 @@ class Endpoint:
         return self._fail(f"{key} = {getattr(self._config, key)!r}: {self._config.url} refuses it with {said}; {cure}")
 
     def _check_budget(self) -> None:
-        """Raise the error of the endpoint if it has failed, or if the budget is used up."""
+        """Raise an error if the endpoint has failed or the token budget is used up."""
         budget = self._config.budget_tokens
         if budget and self.usage.tokens >= budget and self._error is None:
             raise self._fail(
@@ -170,14 +173,14 @@ class Endpoint:
         return self._error
 
     async def _reserve(self, tokens: int) -> None:
-        """Wait until `tokens` more tokens are within the limit of tokens per minute."""
+        """Wait until the limit of tokens per minute allows `tokens` more tokens."""
         while self._limiter is not None and tokens > 0:
             some = min(tokens, self._config.tokens_per_minute or tokens)
             await self._limiter.acquire(some)
             tokens -= some
 
     async def _count(self, question: JudgeQuestion, tokens: int | None) -> None:
-        """Count the tokens of an answered call; tokens above the estimate delay the next calls."""
+        """Count the tokens of an answered call. Tokens above the estimate delay the next calls."""
         estimate = self._estimate(question)
         self.usage.tokens += estimate if tokens is None else tokens
         await self._reserve((tokens or 0) - estimate)
@@ -187,7 +190,7 @@ class Endpoint:
         return sum(len(one["content"]) for one in question.messages) // CHARS_PER_TOKEN + self._config.max_tokens
 
     def _quote(self, text: str) -> str:
-        """Return the beginning of a text in one line, without the endpoint's key."""
+        """Return the beginning of a text as one line, without the endpoint's API key."""
         hidden = text.replace(self._key, "***") if self._key else text
         return " ".join(hidden.split())[:LONGEST_ANSWER]
 
@@ -200,7 +203,9 @@ def _import_packages() -> tuple[Any, Any]:
 
 
 def _read_answer(text: str) -> tuple[str, int | None]:
-    """Return the judge's message and the number of tokens of an answer; raise `ValueError` if it has no message."""
+    """Return the message and the number of tokens in an endpoint's answer; raise `ValueError` if the answer has no
+    message.
+    """
     answer = json.loads(text)
     try:
         choice = answer["choices"][0]
@@ -216,7 +221,7 @@ def _read_answer(text: str) -> tuple[str, int | None]:
 
 
 def _find_cause(error: BaseException) -> str:
-    """Return the text of the innermost error behind `error`."""
+    """Return the text of the root cause of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"

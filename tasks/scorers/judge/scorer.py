@@ -1,4 +1,4 @@
-"""A scorer that asks a language model behind an OpenAI-compatible endpoint.
+"""A scorer that asks a judge, a language model behind an OpenAI-compatible endpoint, to score responses.
 
     response --(text)--> questions, `repeats` of each --cache--> endpoint --> mean of the verdicts
 
@@ -65,14 +65,14 @@ class JudgeScorer(Scorer):
         self._cache: OrderedDict[str, asyncio.Task[list[Verdict]]] = OrderedDict()
         self._tasks: set[asyncio.Task[Score]] = set()
         self._tokenizer: PolicyTokenizer | None = None
-        self._busy_since = 0.0  # monotonic time since which responses wait for a score; 0: none does
+        self._busy_since = 0.0  # monotonic time since which responses wait for a score; 0 if no response waits
         self.usage = ScorerUsage()
 
     async def start(self) -> None:
-        """Load the tokenizer and the client.
+        """Load the tokenizer and create the client of the judge's endpoint.
 
         Raises:
-            ConfigError: the variable with the endpoint's key is not set, or a package is missing.
+            ConfigError: the environment variable with the endpoint's API key is not set, or a package is missing.
         """
         self._tokenizer = await asyncio.to_thread(PolicyTokenizer, self._folder)
         await self._endpoint.open()
@@ -80,7 +80,7 @@ class JudgeScorer(Scorer):
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
         """Begin to judge responses, and return a future of each score, in the order of the requests.
 
-        A future raises `ConfigError` if the endpoint has failed.
+        A future raises `ConfigError` if the judge's endpoint has failed.
         """
         tasks = [asyncio.get_running_loop().create_task(self._score(request)) for request in requests]
         for task in tasks:
@@ -90,7 +90,9 @@ class JudgeScorer(Scorer):
         return list[asyncio.Future[Score]](tasks)
 
     async def serve(self, finished: asyncio.Event) -> None:
-        """Wait until `finished` is set, then close the scorer; raise `ConfigError` if the endpoint has failed."""
+        """Wait until `finished` is set, then close the scorer; raise `ConfigError` if the judge's endpoint has
+        failed.
+        """
         ends = [asyncio.create_task(event.wait()) for event in (finished, self._endpoint.failed)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -102,7 +104,7 @@ class JudgeScorer(Scorer):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel all calls, and close the connections."""
+        """Cancel all calls of the judge, and close the connections."""
         tasks = [*self._tasks, *self._cache.values()]
         for task in tasks:
             task.cancel()
@@ -123,7 +125,7 @@ class JudgeScorer(Scorer):
             score = finish_score(score, self._config, text, len(request.tokens))
         except Unjudged as error:
             score = Score(0.0, make_storable(str(error), LONGEST_REASON), Outcome.UNJUDGED)
-        except (TypeError, ValueError) as error:  # a user's environment passed an invalid request
+        except (TypeError, ValueError) as error:  # raised if a user-defined environment passed an invalid request
             score = failure_score("request", error)
         self.usage.scored += 1
         return replace(score, seconds=time.perf_counter() - started)
@@ -137,8 +139,8 @@ class JudgeScorer(Scorer):
 
         Raises:
             Unjudged: the judge gave no verdict.
-            ConfigError: the endpoint has failed.
-            ValueError: the row has no valid rubric.
+            ConfigError: the judge's endpoint has failed.
+            ValueError: the data row has no valid rubric.
         """
         config, material = self._config, describe_material(request.messages, request.reference)
         if not response.strip():
@@ -152,7 +154,9 @@ class JudgeScorer(Scorer):
         return await self._compare(response, material, choose_opponents(response, peers, config.opponents))
 
     async def _compare(self, response: str, material: Material, peers: Sequence[str]) -> Score:
-        """Compare a response with others; the value is the share of the points that the response wins."""
+        """Let the judge compare a response with other responses. The value of the score is the share of points that the
+        response wins.
+        """
         others = peers or ([material.answer] if material.answer.strip() else [])
         if not others:
             raise Unjudged('the mode "pairwise" has neither another response nor a reference answer to compare with')
@@ -166,10 +170,11 @@ class JudgeScorer(Scorer):
         return Score(statistics.fmean(points), reason, parts=parts)
 
     async def _compare_pair(self, response: str, other: str, material: Material) -> list[Verdict]:
-        """Return the verdicts on a pair, with the points of `response` as their values.
+        """Return the judge's verdicts on a pair of responses, with the points of `response` as values.
 
-        The order of a pair depends on a hash of both texts, and changes with each repetition. So both responses ask the
-        same question, and no response is first more often than chance.
+        The order of the two responses depends on a hash of both texts, and alternates with each repetition. Scoring
+        either response of a pair therefore asks the judge the same question, and neither response is systematically
+        first.
         """
         if not other.strip() or response == other:
             return [Verdict(0.5 if response == other else 1.0, "no comparison needed", {})]
@@ -184,7 +189,7 @@ class JudgeScorer(Scorer):
         ]
 
     async def _ask(self, questions: Sequence[JudgeQuestion]) -> list[Verdict]:
-        """Ask repetitions of a question, or return their verdicts from the cache."""
+        """Ask the judge a question several times, or return the verdicts from the cache."""
         key = _hash(questions[0].text)
         task = self._cache.get(key)
         if task is None:
@@ -195,7 +200,7 @@ class JudgeScorer(Scorer):
         return await asyncio.shield(task)
 
     def _settle(self, key: str, task: asyncio.Task[list[Verdict]]) -> None:
-        """Drop a failed question from the cache, and the oldest verdicts if there are too many."""
+        """Drop a failed question from the cache of verdicts, and the oldest verdicts if the cache is full."""
         if task.cancelled() or task.exception() is not None:
             self._cache.pop(key, None)
         excess = max(0, len(self._cache) - self._config.cache_entries)
@@ -205,9 +210,11 @@ class JudgeScorer(Scorer):
 
 
 def choose_opponents(response: str, peers: Sequence[str], most: int | None) -> Sequence[str]:
-    """Choose up to `most` opponents among the group's other responses: the neighbours on a ring of all responses.
+    """Choose up to `most` opponents of a response among the other responses to the same prompt, which are the
+    neighbours on a ring of all these responses.
 
-    The order of the ring depends on hashes of the texts, so a response is the opponent of its own opponents.
+    The order of the ring depends only on hashes of the responses, so that every response is an opponent of its own
+    opponents.
     """
     if most is None or len(peers) <= most:
         return peers
@@ -217,7 +224,7 @@ def choose_opponents(response: str, peers: Sequence[str], most: int | None) -> S
 
 
 async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all calls; if some fail, raise the first error once all have ended."""
+    """Await all calls; if some calls fail, raise the first error after all calls have ended."""
     found = await asyncio.gather(*calls, return_exceptions=True)
     values = list[T]()
     for one in found:
@@ -228,7 +235,7 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _combine(verdicts: Sequence[Verdict]) -> Score:
-    """Return the mean of verdicts as a score; several verdicts have the part "disagreement"."""
+    """Return the mean of verdicts as a score. The score of several verdicts has a part "disagreement"."""
     value = statistics.fmean(verdict.value for verdict in verdicts)
     names = verdicts[0].parts
     parts = {name: statistics.fmean(verdict.parts[name] for verdict in verdicts) for name in names}

@@ -1,4 +1,4 @@
-"""Scores responses with a reward model: a sequence-classification model in an actor of its own.
+"""Scores responses with a reward model, a sequence-classification model in a Ray actor of its own.
 
 config       the keys of `[reward]` with `kind = "model"`
 folder       finds the model's files, and refuses a folder that cannot be used

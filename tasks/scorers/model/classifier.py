@@ -1,4 +1,4 @@
-"""A sequence-classification model that grades many responses, in batches of inputs of similar length.
+"""A reward model, which grades responses with a sequence-classification model, in batches of inputs of similar length.
 
     conversations --> inputs --sorted by length--> batches of at most `max_batch` rows and `batch_tokens` tokens
                                                    --padded on the right, one forward pass each--> grades
@@ -26,21 +26,23 @@ from rollflow.tasks.scorers.model.inputs import Conversation, GraderInput, Input
 SAVE = "save the model again (save_pretrained)"
 TRIED: Conversation = ([{"role": "user", "content": "What is the colour of snow?"}], "White.")
 TRIED_BYTES = 2**28  # size in bytes up to which a model is tried out before a run starts
-SHOWN = 4  # largest number of names in one error message
+SHOWN = 4  # largest number of labels or tensor names in one error message
 
 
 class Classifier:
-    """Grades responses with a reward model. See the module's docstring. One thread may use it at a time."""
+    """Grades responses with a reward model. See the module's docstring. Only one thread at a time may use a
+    `Classifier`.
+    """
 
     def __init__(self, config: ModelReward, folder: Path, section: str = "reward", now: float = 0.0) -> None:
         """Load the model.
 
         Args:
-            section: the config section that errors name.
-            now: the time that the chat template reads, in seconds since the epoch.
+            section: The config section that error messages name. now: The time that the chat template reads, in seconds
+            since the Unix epoch.
 
         Raises:
-            ConfigError: the folder cannot be used as this section says.
+            ConfigError: the reward model's folder cannot be used as the config section says.
         """
         torch.set_num_threads(config.cpus)
         self._config, self._section = config, section
@@ -53,12 +55,14 @@ class Classifier:
     def grade(
         self, conversations: Sequence[Conversation], note: Callable[[int], None] = lambda count: None
     ) -> list[Grade]:
-        """Grade responses, in their order; call `note` with the number of responses after each batch."""
+        """Return the grades of responses, in the order of the responses; call `note` with the number of graded
+        responses after each batch.
+        """
         grades, inputs = dict[int, Grade](), dict[int, GraderInput]()
         for place, conversation in enumerate(conversations):
             try:
                 inputs[place] = self._writer.write(conversation)
-            except ConfigError as error:  # the chat template rejects the prompt
+            except ConfigError as error:  # raised if the chat template rejects the prompt
                 grades[place] = Grade(math.nan, fault=str(error))
         for batch in self._batches(inputs):
             found = self._run([inputs[place] for place in batch])
@@ -70,7 +74,7 @@ class Classifier:
         """Grade a short conversation.
 
         Raises:
-            ConfigError: the model cannot grade it, or the grade is not a finite number.
+            ConfigError: the model cannot grade the conversation, or the grade is not a finite number.
         """
         try:
             [grade] = self.grade([TRIED])
@@ -80,7 +84,7 @@ class Classifier:
             raise _refusal(self._config, self._section, grade.fault or f"the model computes {grade.raw}", SAVE)
 
     def _batches(self, inputs: Mapping[int, GraderInput]) -> Iterator[list[int]]:
-        """Yield the places of the inputs of each batch, shortest inputs first."""
+        """Yield the indices of the inputs of each batch, shortest inputs first."""
         batch: list[int] = []
         for place in sorted(inputs, key=lambda place: len(inputs[place])):
             tokens = (len(batch) + 1) * len(inputs[place])
@@ -92,7 +96,7 @@ class Classifier:
             yield batch
 
     def _run(self, rows: Sequence[GraderInput]) -> list[Grade]:
-        """Grade the inputs of a batch; if the memory does not suffice, grade its halves."""
+        """Grade the inputs of a batch; if memory runs out, grade the halves of the batch one after the other."""
         try:
             return [Grade(raw, row.cut) for raw, row in zip(self._forward(rows), rows, strict=True)]
         except torch.OutOfMemoryError as error:
@@ -105,7 +109,7 @@ class Classifier:
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[GraderInput]) -> list[float]:
-        """Return the logit or probability of each input."""
+        """Return the model's logit or probability for each input."""
         width = max(map(len, rows))
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         columns["attention_mask"] = [[1] * len(row) for row in rows]
@@ -126,7 +130,7 @@ def check_model(config: ModelReward, folder: Path, section: str) -> None:
     """Check a reward model before a run, without loading a large model's weights.
 
     Raises:
-        ConfigError: the model cannot be used; the message says what the user must change.
+        ConfigError: the reward model cannot be used; the message says what the user must change.
     """
     empty = _load(config, folder, section, empty=True)
     find_label(config, empty.config, section)
@@ -136,10 +140,11 @@ def check_model(config: ModelReward, folder: Path, section: str) -> None:
 
 
 def find_label(config: ModelReward, described: Any, section: str) -> int | None:
-    """Return the number of the label whose probability is the score; None if the score is the only label's logit.
+    """Return the index of the model's label whose probability is the score, or None if the model has one label, whose
+    logit is the score.
 
     Raises:
-        ConfigError: the model has no such label, or several and none is named.
+        ConfigError: the model lacks the label that the config names, or has several labels and the config names none.
     """
     names = {str(name): int(number) for number, name in described.id2label.items()}
     if config.label is None and len(names) == 1:
@@ -157,7 +162,7 @@ def find_label(config: ModelReward, described: Any, section: str) -> int | None:
 
 
 def _open_writer(config: ModelReward, folder: Path, model: Any, section: str, now: float) -> InputWriter:
-    """Open the model's tokenizer, and compare it with the model."""
+    """Open the model's tokenizer, and check that the tokenizer fits the model."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
         with silence_transformers():
@@ -182,7 +187,7 @@ def _open_writer(config: ModelReward, folder: Path, model: Any, section: str, no
 
 
 def _load(config: ModelReward, folder: Path, section: str, *, empty: bool = False) -> Any:
-    """Load the model; with `empty`, without the values of its weights."""
+    """Load the model; with `empty`, load it without the values of the weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     try:

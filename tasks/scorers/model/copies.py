@@ -1,4 +1,6 @@
-"""The interface between a reward model's scorer and the copies of the model, and a copy in the scorer's own process."""
+"""The interface between a reward model's scorer and the copies of the model, and a copy that runs in the scorer's own
+process.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from rollflow.tasks.scorers.model.inputs import Conversation
 
 
 class Grade(NamedTuple):
-    """A model's logit or probability of a response, the number of tokens that were cut off, and why there is no number,
-    or "".
+    """A reward model's logit or probability for a response, how many input tokens were cut off, and why grading failed
+    ("" if it did not).
     """
 
     raw: float
@@ -22,10 +24,10 @@ class Grade(NamedTuple):
 
 
 class Grader(Protocol):
-    """A loaded model, which one thread uses at a time."""
+    """A loaded reward model, which only one thread may use at a time."""
 
     def grade(self, conversations: Sequence[Conversation]) -> list[Grade]:
-        """Grade responses, in their order."""
+        """Return the grades of responses, in the order of the responses."""
 
 
 class ModelAway(RollflowError):
@@ -36,20 +38,20 @@ class ModelCopies(Protocol):
     """The copies of a reward model, numbered from 0."""
 
     async def start(self) -> None:
-        """Start the copies, unless somebody else starts them."""
+        """Start the copies, unless another process starts them."""
 
     async def wait_ready(self, number: int) -> None:
-        """Wait until the copy `number` has loaded the model; raise `ModelAway` if the copy is not there."""
+        """Wait until copy `number` has loaded the model; raise `ModelAway` if the copy is not available."""
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
-        """Grade responses with the copy `number`; raise `ModelAway` if the copy is lost."""
+        """Grade responses with copy `number` of the model; raise `ModelAway` if the copy is not available."""
 
 
 class LocalCopy(ModelCopies):
-    """One copy of the model in this process, which all numbers share."""
+    """A single copy of the reward model in this process, which serves requests to every copy number."""
 
     def __init__(self, load: Callable[[], Grader]) -> None:
-        """Store the function that loads the model, which runs in a thread."""
+        """Store the function `load`, which loads the model and runs in a thread."""
         self._classifier = AsyncOnce(lambda: asyncio.to_thread(load))
         self._turn = asyncio.Lock()
 

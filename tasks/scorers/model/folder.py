@@ -1,4 +1,6 @@
-"""Finds the files of a reward model, a folder with safetensors and a fast tokenizer, without loading the model."""
+"""Finds the files of a reward model without loading it. The model's folder has safetensors files and a fast
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from rollflow.tasks.scorers.model.config import ModelReward
 
 
 def find_model(config: ModelReward, section: str, download: bool = True) -> Path | None:
-    """Return the local folder of a reward model, or None if it is on the hub and is not downloaded.
+    """Return the local folder of a reward model, or None if the model is on the Hugging Face hub and not downloaded.
 
     Raises:
-        ConfigError: there is no such folder, or a file is missing; the message names the key.
+        ConfigError: the folder does not exist or lacks a file; the message names the config key.
     """
     folder = find_policy(config.path, download, f"{section}.path")
     if folder is not None:
@@ -25,7 +27,7 @@ def read_model(config: ModelReward, section: str) -> dict[str, Data]:
     """Return the files of a reward model by name: config, tokenizer, and memory-mapped weights.
 
     Raises:
-        ConfigError: there is no such folder, or a file is missing; the message names the key.
+        ConfigError: the folder does not exist or lacks a file; the message names the config key.
     """
     key = f"{section}.path"
     return {**copy_folder(config.path, key), **weight_files(config.path, key)}

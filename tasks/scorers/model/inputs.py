@@ -1,8 +1,9 @@
 """Writes a prompt and a response as the input of a reward model.
 
-With a chat template, the input is the conversation as the model's own template writes it, with the response as the
-answer. Without a chat template, as encoder models have none, the input is a pair of texts: the prompt and the response.
-A response cannot write the model's special tokens: the text of a special token in a response becomes ordinary tokens.
+If the reward model has a chat template, the input is the conversation as that template renders it, with the response as
+the answer. If the reward model has no chat template, as most encoder models, the input is a pair of texts: the prompt
+and the response. The text of a special token in a response becomes ordinary tokens, so that a response cannot write
+special tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rollflow.storage.errors import ConfigError
 
 Conversation = tuple[Sequence[Mapping[str, str]], str]  # a prompt's chat messages, and the response
 MARK = "[7f3a: the response stands here]"  # text that no prompt contains
-UNLIMITED = 10**9  # tokenizers without a limit name a larger number of tokens
+UNLIMITED = 10**9  # a larger limit in a tokenizer's config means that there is no limit
 
 
 class GraderInput(NamedTuple):
-    """The model's input: lists of numbers of the same length by name, such as `input_ids`; and how many tokens were cut
-    off.
+    """The input of a reward model: named lists of numbers of equal length, such as `input_ids`, and how many tokens
+    were cut off.
     """
 
     columns: dict[str, list[int]]
@@ -39,9 +40,9 @@ class InputWriter:
         """Open the tokenizer in `folder`.
 
         Args:
-            longest: largest number of tokens of an input; None: no limit.
-            cut: the end of a longer input that is cut off.
-            now: the time that the chat template reads, in seconds since the epoch.
+            longest: The largest number of tokens of an input; None means no limit. cut: The end of the input where
+            tokens are cut off if the input is longer. now: The time that the chat template reads, in seconds since the
+            Unix epoch.
         """
         from transformers import AutoTokenizer
 
@@ -52,7 +53,7 @@ class InputWriter:
 
     @property
     def limit(self) -> int | None:
-        """Largest number of tokens that the tokenizer's folder allows, or None."""
+        """Largest number of tokens of an input that the tokenizer's config allows, or None."""
         found = self._tokenizer.model_max_length
         return int(found) if found < UNLIMITED else None
 
@@ -65,7 +66,7 @@ class InputWriter:
         """Write a prompt and a response.
 
         Raises:
-            ConfigError: the chat template rejects the prompt, or leaves the response out.
+            ConfigError: the chat template rejects the prompt or omits the response.
         """
         messages, response = conversation
         if self._tokenizer.chat_template and messages:
@@ -91,7 +92,7 @@ class InputWriter:
         return self._with_segments({"input_ids": kept}, cut)
 
     def _encode(self, text: str, *, split: bool = False) -> list[int]:
-        """Return the tokens of a text; with `split`, the texts of special tokens become ordinary tokens."""
+        """Return the tokens of a text. With `split`, the text of a special token becomes ordinary tokens."""
         found = self._tokenizer(text, add_special_tokens=False, split_special_tokens=split, verbose=False)
         return list(found["input_ids"])
 
@@ -106,7 +107,7 @@ class InputWriter:
         return self._with_segments({name: list(column) for name, column in found.items()}, cut)
 
     def _with_segments(self, columns: dict[str, list[int]], cut: int) -> GraderInput:
-        tokens = columns["input_ids"] or [0]  # a model reads at least one token
+        tokens = columns["input_ids"] or [0]  # the model needs at least one token
         found = {"input_ids": tokens}
         if self._segments:
             found["token_type_ids"] = columns.get("token_type_ids") or [0] * len(tokens)

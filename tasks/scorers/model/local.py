@@ -1,4 +1,4 @@
-"""A reward model that is loaded in the process of its caller, from its own folder."""
+"""A verifier that loads a reward model in the caller's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rollflow.tasks.scorers.model.scorer import score_grade
 
 
 class ModelVerifier:
-    """Scores texts by a reward model in this process. The prompt is the column `question` of the reference."""
+    """Scores texts with a reward model that is loaded in this process. The prompt of a response is the column
+    `question` of the reference.
+    """
 
     def __init__(self, config: ModelReward) -> None:
         self._config = config
@@ -32,7 +34,7 @@ class ModelVerifier:
 
 
 def open_classifier(config: ModelReward, section: str) -> Classifier:
-    """Load the model from the folder that its section names, or from the hub."""
+    """Load the reward model from the folder that the config section names, or from the Hugging Face hub."""
     folder = find_model(config, section)
     assert folder is not None, "a missing model is downloaded"
     return Classifier(config, folder, section)

@@ -35,9 +35,10 @@ from rollflow.tasks.scorers.model.copies import Grade, ModelCopies
 from rollflow.tasks.scorers.model.inputs import Conversation
 from rollflow.tasks.scorers.verifier import answer_of, apply_threshold, finish_score
 
-AHEAD = 4  # largest number of batches in a call, so that the batches have inputs of similar lengths
-AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy
-CHECK_SECONDS = 1.0  # seconds between two looks at the queue
+# largest number of batches of responses in a call of the model; several batches allow sorting inputs by length
+AHEAD = 4
+AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy of the model
+CHECK_SECONDS = 1.0  # seconds between two checks of the queue for late responses
 
 Decode = Callable[[Sequence[int], bool], str]
 
@@ -54,11 +55,11 @@ class GradingJob:
 
 
 class ModelScorer(Scorer):
-    """Scores responses by a reward model. See the module's docstring."""
+    """Scores responses with a reward model. See the module's docstring."""
 
     def __init__(self, config: ModelReward, decode: Decode, copies: ModelCopies) -> None:
-        """Prepare a scorer of the model's `copies`; `decode` converts tokens to text, with or without special
-        tokens.
+        """Create a scorer that uses the model's `copies`. The function `decode` converts tokens to text, with or
+        without special tokens.
         """
         self._config, self._decode, self._copies = config, decode, copies
         self._waiting = deque[GradingJob]()
@@ -70,7 +71,7 @@ class ModelScorer(Scorer):
         self.usage = ScorerUsage()
 
     async def start(self) -> None:
-        """Start the copies, if this process owns them, and the tasks that call them."""
+        """Start the model's copies, if this process owns them, and the asyncio tasks that call the copies."""
         await self._copies.start()
         loops = [self._run_lane(number) for number in range(self._config.workers)]
         self._tasks = [asyncio.create_task(loop) for loop in (*loops, self._expire())]
@@ -82,7 +83,8 @@ class ModelScorer(Scorer):
         for request, future in zip(requests, futures, strict=True):
             try:
                 text = self._decode(list(Int32s.of(request.tokens)), self._config.special_tokens)
-            except (TypeError, ValueError, OverflowError) as error:  # a user's environment passed an invalid request
+            # raised if a user-defined environment passed an invalid request
+            except (TypeError, ValueError, OverflowError) as error:
                 future.set_result(failure_score("request", error))
                 continue
             conversation = [*request.messages], answer_of(text, self._config.answer)
@@ -96,13 +98,13 @@ class ModelScorer(Scorer):
         await self.close()
 
     async def close(self) -> None:
-        """End the tasks that call the copies."""
+        """End the asyncio tasks that call the model's copies."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run_lane(self, number: int) -> None:
-        """Send responses to the copy `number`, one call after another."""
+        """Send responses to copy `number` of the model, one call after another."""
         while True:
             try:
                 await self._copies.wait_ready(number)
@@ -112,7 +114,7 @@ class ModelScorer(Scorer):
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def _take(self) -> list[GradingJob]:
-        """Wait for responses, and take this copy's share of them."""
+        """Wait for responses in the queue, and remove one copy's share of them."""
         while not self._waiting:
             self._news.clear()
             await self._news.wait()
@@ -120,7 +122,7 @@ class ModelScorer(Scorer):
         return [self._waiting.popleft() for _ in range(min(share, AHEAD * self._config.max_batch))]
 
     async def _call(self, number: int, jobs: list[GradingJob]) -> None:
-        """Have responses graded; put them back into the queue if the call fails."""
+        """Grade responses with a copy of the model; put the responses back into the queue if the call fails."""
         loop, grades = asyncio.get_running_loop(), list[Grade]()
         started, self._calls = loop.time(), self._calls + 1
         try:
@@ -136,7 +138,7 @@ class ModelScorer(Scorer):
             self._settle(job, replace(self._score(job, grade), seconds=self._moved - started))
 
     async def _expire(self) -> None:
-        """Return responses as unjudged after the deadline, while no copy of the model answers."""
+        """While no copy of the model answers, give queued responses the outcome "unjudged" after their deadline."""
         while True:
             await asyncio.sleep(min(CHECK_SECONDS, self._config.deadline_seconds / 4))
             limit = asyncio.get_running_loop().time() - self._config.deadline_seconds
