@@ -1,3 +1,3 @@
-"""Contains the parts of rollflow that decide what happens: Prefect flows, the run's config, the cluster and the command
+"""Contains the Prefect flows, the reading of a run's configuration, the management of the Ray cluster, and the command
 line.
 """

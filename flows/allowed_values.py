@@ -1,5 +1,5 @@
-"""Describes the allowed values of a config key in words: its choices, or its type and bounds. Values are written as
-TOML.
+"""Describes the allowed values of a configuration key in words, for documentation and error messages. A description
+lists the choices, or gives the type and its bounds. Values are written as TOML.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def describe_allowed(info: FieldInfo) -> str:
-    """Return a description of a key's allowed values, such as `"adamw" or "sgd"` or `whole number above 0`."""
+    """Return a description of a configuration key's allowed values, such as `"adamw" or "sgd"` or
+    `whole number above 0`.
+    """
     bounds = (
         f"{words} {getattr(rule, name):g}"
         for rule in info.metadata
@@ -27,7 +29,7 @@ def describe_allowed(info: FieldInfo) -> str:
 
 
 def default_of(info: FieldInfo) -> str:
-    """Return a key's default as TOML, or "unset" if the key has no default."""
+    """Return a configuration key's default as TOML, or "unset" if the key has no default."""
     value = info.get_default(call_default_factory=True)
     return UNSET if value is None else json.dumps(_plain(value), ensure_ascii=False)
 

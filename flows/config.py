@@ -1,6 +1,6 @@
-"""Reads a recipe (a TOML file that describes one run) into the typed config tree of `tasks/run/config.py`.
+"""Reads a recipe, the TOML file that describes one run, into the typed configuration tree of `tasks/run/config.py`.
 
-Imports pydantic only. Every error message is one sentence with the key, the value and the fix.
+Imports pydantic only. Every error message of this module is one sentence with the key, its value and how to fix it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ SHIPPED_HARDWARE = Path(__file__).parent / "hardware"
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe, apply the overrides (`key.path=value`), and check the resulting config. `recipe_paths` defines the
-    meaning of relative paths in a recipe.
+    """Read a recipe (a TOML file that describes one run), apply the overrides (`key.path=value`), and check the
+    resulting configuration. The module `recipe_paths` defines what relative paths in a recipe are relative to.
 
     Raises:
-        ConfigError: the recipe is invalid; the message has a sentence for each key to change.
+        ConfigError: the recipe is invalid. The message has a sentence for each key that must change.
     """
     tree = read_toml(path, "recipe")
     replaced = {override.partition("=")[0].strip() for override in overrides}
@@ -68,13 +68,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _is_within(key: str, sections: Iterable[str]) -> bool:
-    """Return whether a dotted key is one of these sections, or lies within one of them."""
+    """Return whether a dotted configuration key is one of the given sections, or lies within one of them."""
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
-    """Apply the overrides (`key.path=value`) to a run's recorded config and check the result; raise `ConfigError` for
-    errors.
+    """Apply the overrides (`key.path=value`) to a run's recorded configuration, and check the result. Raise
+    `ConfigError` if the result is invalid.
     """
     given = _without_nulls(tree)
     recorded = path_values(given)
@@ -85,20 +85,23 @@ def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunCon
 
 
 def _without_nulls(tree: Any) -> Any:
-    """Return a config tree without its null values, so that the keys of an unset section can be set one by one."""
+    """Return a configuration tree without its null values, so that users can set the keys of an unset section one by
+    one.
+    """
     if isinstance(tree, Mapping):
         return {name: _without_nulls(value) for name, value in tree.items() if value is not None}
     return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
 
 
 def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
-    """Reject values that `parse_config` accepts only because old runs were recorded with them.
+    """Reject configuration values that are no longer allowed in new runs. `parse_config` accepts these values, because
+    older runs were recorded with them.
 
     Args:
-        recorded: the recorded config of a run that is being changed; values that it already has are accepted.
+        recorded: the recorded configuration of an existing run. Values that the run already has are accepted.
 
     Raises:
-        ConfigError: a value is not allowed in a new run.
+        ConfigError: a configuration value is not allowed in a new run.
     """
     known = list(_faults(recorded)) if recorded else []
     for fault in _faults(config):
@@ -135,10 +138,11 @@ def _check_temperature(config: RunConfig, key: str, temperature: float, engine: 
 
 
 def load_hardware(path: Path) -> Hardware:
-    """Read and check a hardware file; `path` may be the name of a hardware file that rollflow ships.
+    """Read and check a hardware file, which describes GPUs for simulations. `path` may be the name of a hardware file
+    that rollflow ships.
 
     Raises:
-        ConfigError: the hardware file is invalid; the message has a sentence for each key to change.
+        ConfigError: the hardware file is invalid. The message has a sentence for each key that must change.
     """
     from rollflow.tasks.simulation.hardware import Hardware
 
@@ -151,13 +155,15 @@ def load_hardware(path: Path) -> Hardware:
 
 
 def hardware_file(path: Path) -> Path:
-    """Return the path of a hardware file: `path` itself, or the file that rollflow ships under this name."""
+    """Return the path of a hardware file. If `path` is the name of a hardware file that rollflow ships, return the path
+    of that file.
+    """
     shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
     return shipped if len(path.parts) == 1 and not path.suffix and shipped.exists() else path
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Read a user's TOML file; `what` is the kind of file, for error messages."""
+    """Read a TOML file that a user wrote. `what` is the kind of file, for error messages."""
     try:
         # "utf-8-sig", because some editors write a byte-order mark
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -170,7 +176,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
-    """Return a config tree as a checked `RunConfig`; raise `ConfigError` if it is invalid."""
+    """Check a configuration tree and return it as a `RunConfig`; raise `ConfigError` if the tree is invalid."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -178,7 +184,9 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply one override (`key.path=value`) to a config tree; a value that is not TOML is a string."""
+    """Apply one override (`key.path=value`) to a configuration tree. A value that is not valid TOML is read as a
+    string.
+    """
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ConfigError(f"--set {override!r} is not of the form key=value, e.g. --set train.learning_rate=1e-4")
@@ -202,7 +210,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: object) -> None:
-    """Remove the keys that do not fit the new kind of a section; a new preset removes all keys of the section."""
+    """Remove the keys that do not fit the new kind of a configuration section. If the new kind is a preset, remove all
+    keys of the section.
+    """
     choices = _choices(parents)
     for chosen in (choice for choice in choices if key == "kind" and kind in list_kinds(choice)):
         if len(list_kinds(chosen)) > 1:
@@ -212,9 +222,9 @@ def _change_kind(node: dict[str, Any], parents: list[str], key: str, kind: objec
 
 
 def _choices(path: Iterable[str]) -> list[type[Section]]:
-    """Return the section types that a recipe may have at this path of keys."""
+    """Return the types of configuration sections that a recipe may have at this path of keys."""
     found: list[type[Section]] = [RunConfig]
-    named = False  # True if the next name is that of a section in a table
+    named = False  # True if the next name in the path is a user-defined name in a table of sections.
     for name in path:
         if named or name.isdecimal():
             named = False
@@ -236,20 +246,20 @@ def _toml_value(text: str) -> Any:
         read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    # a text of several lines may define several keys, and is then a plain string
+    # A text of several lines may define several keys, and is then read as a string.
     return read["value"] if len(read) == 1 else text
 
 
 def describe_errors(
     error: ValidationError, section: type[Section] = RunConfig, tree: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the errors of a config tree as text, one sentence for each key. Errors that concern several keys come
-    last.
+    """Describe the errors of a configuration tree as text, with one sentence for each key. Errors that concern several
+    configuration keys come last.
     """
     by_key: dict[str, str] = {}
     for details in (*error.errors(), *_errors_behind(section, tree or {})):
         text = describe_error(details, section, tree)
-        # pydantic reports an error for each type that a value may have; keep the first
+        # pydantic reports an error for each type that a value may have; keep the first one.
         by_key.setdefault(text.partition(" = ")[0], text)
     if len(by_key) == 1:
         return next(iter(by_key.values()))
@@ -257,7 +267,9 @@ def describe_errors(
 
 
 def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Return the further errors of a config tree that was rejected because of renamed keys."""
+    """Return errors that renamed keys have hidden. The configuration tree is checked again with the present names of
+    its keys.
+    """
     renamed = section.renames.apply(tree)
     if renamed == tree:
         return []
@@ -299,10 +311,10 @@ def describe_error(
 
 
 def _place_refusal(place: str, error: ErrorDetails) -> str:
-    """Return the sentence of a refusal, with the dotted name of its key.
+    """Return the sentence of a rejected configuration value, with the complete dotted name of its key.
 
-    A scorer's section names its keys as those of `reward`, or without a section; it may also be `rewards.<name>`, or a
-    part of a composite. Other sections stand in one place only.
+    The section of a scorer names its keys as if it were `reward`, or without a section. The section may also be
+    `rewards.<name>`, or a part of a composite scorer. Every other kind of section has only one place in a recipe.
     """
     if place.partition(".")[0] not in ("reward", "rewards"):
         return error["msg"]
@@ -313,12 +325,12 @@ def _place_refusal(place: str, error: ErrorDetails) -> str:
 
 
 def _key(place: Iterable[int | str], section: type[Section]) -> str:
-    """Return the dotted key where pydantic found an error, without the section kinds that pydantic inserts into the
+    """Return the dotted configuration key of a pydantic error, without the section kinds that pydantic inserts into the
     path.
     """
     parts, here, entered, named = list[str](), [section], False, False
     for part in place:
-        if named:  # the name of a section in a table, which may be that of a kind
+        if named:  # The name of a section in a table may equal the name of a section kind.
             parts, named = [*parts, str(part)], False
             continue
         if entered and (chosen := [one for one in here if part in list_kinds(one)]):
@@ -327,7 +339,7 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
         parts.append(str(part))
         if isinstance(part, str):
             fields = [one.model_fields[part] for one in here if part in one.model_fields]
-            if not fields:  # a name in a table of sections
+            if not fields:  # This is a user-defined name in a table of sections.
                 continue
             here, entered = [one for info in fields for one in sections_of(info.annotation)], True
             named = bool(here) and any(map(is_table, fields))
@@ -335,20 +347,24 @@ def _key(place: Iterable[int | str], section: type[Section]) -> str:
 
 
 def _in_words(limit: object) -> str:
-    """Return a bound, or a list of allowed values, as JSON schema writes it."""
+    """Return a bound, or a list of allowed values, in the notation of JSON schema."""
     whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
     return str(whole).replace(" or ", ", ")
 
 
 def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[str, Any]) -> str:
-    """Return a hint for an unknown key: the known key that was probably meant, of the same shape as the given value."""
+    """Return a hint for an unknown configuration key: the known key that the user probably meant. Only keys that can
+    have a value of the given shape are suggested.
+    """
     known = [name for name, info in usable_keys(section, tree) if _accepts(info, given)]
     close = _find_by_initials(key, known) or _find_similar(key, known)
     return f"; did you mean {close[0]}?" if close else f"; remove the key; {section.keys_page} lists all keys"
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:
-    """Return the known keys that resemble a key as a whole or in the last word, keys of the same section first."""
+    """Return the known configuration keys whose name, or whose last word, resembles a given key. Keys of the same
+    section come first.
+    """
     import difflib
 
     def likeness(one: str, other: str) -> float:
@@ -368,7 +384,9 @@ def _find_similar(key: str, known: Iterable[str]) -> list[str]:
 
 
 def _accepts(info: FieldInfo, given: object) -> bool:
-    """Return whether a field has the shape of a given value: a table, a list of tables, or a plain value."""
+    """Return whether a configuration field can have a given value, judged by its shape: a table, a list of tables, or a
+    plain value.
+    """
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
         return (sections and not is_list(info)) or get_origin(info.annotation) is dict
@@ -378,7 +396,9 @@ def _accepts(info: FieldInfo, given: object) -> bool:
 
 
 def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
-    """Return the keys whose words have these initials: for `train.lr`, `train.learning_rate`."""
+    """Return the configuration keys whose words have the given initials. For `train.lr`, this is
+    `train.learning_rate`.
+    """
     place, _, name = key.rpartition(".")
     below = ((one, one.rpartition(".")) for one in known)
     return [

@@ -1,4 +1,6 @@
-"""Lists the keys of a recipe, with their defaults, allowed values and meanings, from the config's types."""
+"""Lists the configuration keys of a recipe, with their defaults, allowed values and meanings. All information comes
+from the types of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from rollflow.tasks.runtime.sections import Section
 
 
 def list_kinds(section: type[Section]) -> tuple[object, ...]:
-    """Return the kinds or presets of a section, or an empty tuple if the section has neither."""
+    """Return the kinds or presets that users can choose for a configuration section, or an empty tuple if there is no
+    choice.
+    """
     field = section.model_fields.get("kind")
     return get_args(field.annotation) if field else ()
 
 
 def describe_keys(section: type[Section] = RunConfig) -> list[str]:
-    """Return a line for each key: its name, default, allowed values and meaning."""
+    """Return a line of text for each configuration key: its name, default, allowed values and meaning."""
     lines = []
     for one in key_values(section):
         value = "" if one["required"] else f" = {one['default']}"
@@ -28,7 +32,7 @@ def describe_keys(section: type[Section] = RunConfig) -> list[str]:
 
 
 def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
-    """Return each key with its default, allowed values and meaning; defaults are written as TOML."""
+    """Return each configuration key with its default, allowed values and meaning. Defaults are written as TOML."""
     return [
         {
             "key": name,
@@ -43,12 +47,14 @@ def key_values(section: type[Section] = RunConfig) -> list[dict[str, Any]]:
 
 
 def list_keys(section: type[Section]) -> Iterable[str]:
-    """Return all dotted keys below a section, including the keys of all kinds of section."""
+    """Return all dotted keys below a configuration section, including the keys of every kind of section."""
     return (name for name, _ in list_fields(section))
 
 
 def has_key(section: type[Section], key: str) -> bool:
-    """Return whether some kind of a section has this dotted key, whose parts may be positions and names in tables."""
+    """Return whether some kind of a configuration section has this dotted key. Parts of the key may be list positions
+    and user-defined names in tables.
+    """
     parts = [part for part in key.split(".") if not part.isdecimal()]
     named = {".".join([*parts[:place], "NAME", *parts[place + 1 :]]) for place in range(len(parts))}
     return not {".".join(parts), *named}.isdisjoint(list_keys(section))
@@ -62,12 +68,14 @@ def list_fields(section: type[Section], prefix: str = "") -> Iterable[tuple[str,
 
 
 def is_table(info: FieldInfo) -> bool:
-    """Return whether a field is a table of values by name, such as `rewards`."""
+    """Return whether a configuration field is a table with user-defined names, such as `rewards`."""
     return get_origin(info.annotation) is dict
 
 
 def sections_of(annotation: Any) -> Iterable[type[Section]]:
-    """Yield the section types that a field of this type may have, such as one for each kind of engine."""
+    """Yield the section types that a configuration field may have, such as one type for each kind of inference
+    engine.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for part in get_args(annotation):
@@ -75,13 +83,13 @@ def sections_of(annotation: Any) -> Iterable[type[Section]]:
 
 
 def is_list(info: FieldInfo) -> bool:
-    """Return whether a field is a list, such as `prompts`."""
+    """Return whether a configuration field is a list, such as `prompts`."""
     return get_origin(info.annotation) in (list, tuple)
 
 
 def usable_keys(section: type[Section], tree: object, prefix: str = "") -> Iterable[tuple[str, FieldInfo]]:
-    """Yield the keys that a config tree may have; where a section has several kinds, use the kind that the tree
-    chooses.
+    """Yield the keys that a configuration tree may have. Where a section has several kinds, only the keys of the chosen
+    kind are yielded.
     """
     for name, info in section.model_fields.items():
         yield prefix + name, info
@@ -99,8 +107,8 @@ def usable_keys(section: type[Section], tree: object, prefix: str = "") -> Itera
 
 
 def _sections_in_use(info: FieldInfo, given: object) -> list[type[Section]]:
-    """Return the section types that a field has in a config tree: that of the given or default kind, or all if there is
-    neither.
+    """Return the section types that a field of a configuration tree can have. If the tree or the default chooses a
+    kind, only the type of that kind is returned.
     """
     sections = list(sections_of(info.annotation))
     kind = given.get("kind") if isinstance(given, Mapping) else None

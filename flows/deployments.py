@@ -1,13 +1,14 @@
-"""Runs the Prefect runner: serves the flows as deployments, so that runs can be started from the UI or by a schedule.
+"""Runs a Prefect runner, which serves rollflow's flows as deployments. Deployments can be started from the Prefect UI
+or by a schedule.
 
-`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves until it is stopped. The runner polls
-Prefect every second, because with Prefect's default (ten seconds) a run's stages would start late. A command such as
-`rollflow run` watches its runner and restarts crashed runs. A runner without such a command uses Prefect automations:
-see `registration/automations.py`.
+`python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves the flows until the process is stopped.
+The runner asks Prefect for scheduled flow runs every second. With Prefect's default of ten seconds, the flows of a run
+would start late. A command such as `rollflow run` watches its own runner and restarts crashed runs. If no command
+watches a runner, Prefect automations restart crashed runs (see `registration/automations.py`).
 
-The runner of `rollflow run` serves six flows, in deployments that are named after the run's key. The runner of
-`rollflow serve` serves the flows under the name "rollflow". It also serves `post-training` once for each recipe that
-rollflow ships or that `rollflow deploy` has added.
+The runner of `rollflow run` serves six flows, whose deployments have the name of the run. The runner of
+`rollflow serve` serves the six flows in deployments with the name "rollflow". For each recipe that rollflow ships or
+that `rollflow deploy` has added, the runner of `rollflow serve` serves one more deployment of the flow `post-training`.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ from rollflow.storage.errors import ConfigError, Unreachable
 
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
-LOOK_SECONDS = 2.0  # seconds between checks for newly deployed recipes
-# largest number of flow runs at the same time: a training run has four, and Prefect's default is 5
+LOOK_SECONDS = 2.0  # Seconds between two checks for newly deployed recipes.
+# Largest number of flow runs that run at the same time. A training run has four flow runs, and Prefect's default limit
+# is 5.
 LIMIT = 40
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 
 
 def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
-    """Return the deployments of the six flows, under the name `name` or under this runner's name."""
+    """Return the Prefect deployments of rollflow's six flows. The deployments are called `name`, or by default as this
+    Prefect runner.
+    """
     session = name is None and runner_deployment() != SERVED
     tags = (INTERNAL, OF_SESSION, home_tag(run_home())) if session else (INTERNAL,)
     name = name or runner_deployment()
@@ -68,7 +72,7 @@ def list_deployments(name: str | None = None) -> list[DeploymentOffer]:
 
 
 def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
-    """Return the deployment of `post-training` that has this recipe as its default parameters."""
+    """Return the Prefect deployment of the flow `post-training` whose default parameters are this recipe."""
     text = f"{recipe.about}\n\nThe recipe: `{recipe.file}`".strip()
     return DeploymentOffer(
         post_training, recipe.config.name, {"config": form_values(recipe.config)}, text, (RECIPE,), hidden=("storage",)
@@ -76,7 +80,9 @@ def offer_recipe(recipe: ServedRecipe) -> DeploymentOffer:
 
 
 def offer_nightly(plan: Nightly) -> DeploymentOffer:
-    """Return the deployment of a nightly file, with the file's schedule and at most one flow run at a time."""
+    """Return the Prefect deployment of a nightly file. The deployment has the file's schedule, and runs at most one
+    flow run at a time.
+    """
     parameters, text = (
         {"plan": plan.model_dump(mode="json", exclude_none=True)},
         (nightly.__doc__ or "").partition("\n")[0],
@@ -86,7 +92,9 @@ def offer_nightly(plan: Nightly) -> DeploymentOffer:
 
 
 def offer_recipes() -> list[DeploymentOffer]:
-    """Return the deployments of all served recipes and nightly files; report invalid files and skip them."""
+    """Return the Prefect deployments of all served recipes and nightly files. Invalid files are reported and
+    skipped.
+    """
 
     def tell(error: object) -> None:
         print(f"This recipe is not served: {error}", file=sys.stderr, flush=True)
@@ -101,7 +109,7 @@ def offer_recipes() -> list[DeploymentOffer]:
 
 
 def build_runner(heartbeat_seconds: int | None) -> Runner:
-    """Build the Prefect runner, with its working folder in the run home.
+    """Build the Prefect runner, whose working folder is in the run home (rollflow's folder for local files).
 
     Prefect's default working folder, /tmp/runner_storage, is writable only for the user who first started a runner on
     this machine.
@@ -143,7 +151,9 @@ async def serve(
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve the recipes that `rollflow deploy` adds while this runner lives; report a failure and try again."""
+    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. After a failure, report it
+    and try again.
+    """
     seen, reported = _modified_at(), ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""Evaluates one version of a run on the run's held-out prompts."""
+"""Evaluates one policy version of a run on the run's held-out prompts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 
 @flow(name="evaluate")
 def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
-    """Return the evaluation of `version`: the stored one, or a new one on a separate engine."""
+    """Return the held-out evaluation of the policy version `version`. If no evaluation is stored, evaluate the version
+    on a new engine.
+    """
     return asdict(evaluate_version(await_run(run), version))
 
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Return the version's stored evaluation; if there is none, evaluate the version and store the result."""
+    """Return the stored held-out evaluation of a policy version. If there is none, evaluate the version and store the
+    result.
+    """
     if stored := read_evaluation(context.store, version):
         return stored
     evaluation = asyncio.run(evaluate_now(context, version, note))
@@ -40,7 +44,9 @@ def evaluate_version(context: RunContext, version: int, note: Callable[[], None]
 
 
 async def evaluate_now(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Evaluate a version: load it into a new engine, and generate and score answers to the held-out prompts."""
+    """Evaluate a policy version: load it into a new inference engine, and generate and score answers to the held-out
+    prompts.
+    """
     config = context.config
     published = context.policies.find(version)
     try:
@@ -63,7 +69,7 @@ async def evaluate_now(context: RunContext, version: int, note: Callable[[], Non
 
 
 def build_evaluator(context: RunContext, scorer: Scorer, note: Callable[[], None]) -> Evaluator:
-    """Build the evaluator for the run's held-out prompts; `note` is called after each scored answer."""
+    """Build the evaluator for the run's held-out prompts. `note` is called after each scored answer."""
 
     async def score(request: ScoreRequest) -> Score:
         score = (await scorer.score([request]))[0]

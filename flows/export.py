@@ -1,7 +1,8 @@
-"""Exports a version of a run as an ordinary Hugging Face folder; only the run's storage is read.
+"""Exports one policy version of a run as an ordinary Hugging Face model folder. Only the run's storage is read.
 
-The exported weights are checked against the hashes in the run's log. In the exported folder, `AutoTokenizer` gives the
-same tokens as in the run. An exported folder appears under its final name only after all its files are written.
+The exported weights are checked against the hashes in the run's log. In the exported folder, Hugging Face's
+`AutoTokenizer` gives the same tokens as in the run. An exported folder appears under its final name only after all its
+files are written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:
     """Write a policy version to `folder`, which must be new or empty.
 
     Raises:
-        ConfigError: the version's weights were deleted, or the folder cannot be written.
+        ConfigError: the weights of the policy version were deleted, or the folder cannot be written.
         Corrupt: the stored weights differ from the published weights.
     """
     with _create_folder(folder.expanduser().absolute()) as temporary:
@@ -60,7 +61,7 @@ def _create_folder(folder: Path) -> Iterator[Path]:
 
 
 def _check_kept(context: RunContext, version: PolicyVersion) -> None:
-    """Raise `ConfigError` if the weights of this version were deleted; the error lists the versions that can be
+    """Raise `ConfigError` if the weights of this policy version were deleted. The error lists the versions that can be
     exported.
     """
     stored = set(context.store.list("policies"))
@@ -77,18 +78,20 @@ def _check_kept(context: RunContext, version: PolicyVersion) -> None:
 
 
 def _has_weights(stored: Set[str], version: PolicyVersion) -> bool:
-    """Return whether `stored` contains all weight files of the version."""
+    """Return whether `stored`, the paths of stored objects, contains all weight files of the policy version."""
     return all(one.path in stored for one in version.weights)
 
 
 def _read_policy_files(context: RunContext) -> dict[str, bytes]:
-    """Return the files of the policy folder by name, without the weights."""
+    """Return the files of the run's policy folder (such as its tokenizer) by name, without the weights."""
     names = [path for path in context.store.list("policy") if Path(path).name in COPIED]
     return {Path(path).name: context.store.get(path) for path in names}
 
 
 def _read_prompts(context: RunContext) -> list[str]:
-    """Return the first `TEXTS` prompts of the run, or none if they cannot be read, since an export needs no prompts."""
+    """Return the first `TEXTS` prompts of the run. If the prompts cannot be read, return none, because an export does
+    not need them.
+    """
     try:
         prompts = context.prompts()
         return [prompts.prompt(index).text for index in range(TEXTS)]

@@ -1,3 +1,3 @@
-"""Implements the commands of the command line, one module for each command. The package `cli` reads the options and
-runs the command.
+"""Implements the commands of `rollflow`, with one module for each command. The package `cli` parses the options and
+calls the command's function.
 """

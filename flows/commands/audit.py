@@ -1,5 +1,5 @@
-"""Implements `rollflow audit`: proves from a run's storage alone that the run kept its guarantees, or repairs a damaged
-log (`--repair`).
+"""Implements `rollflow audit`, which checks from a run's storage alone that the run kept its guarantees. With
+`--repair`, `rollflow audit` repairs a damaged log of the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ REPORT = TypeAdapter(AuditReport)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Audit the run and print the report, or repair the run's log. Return `FAILED` if there is a violation, or if
-    damage was not repaired.
+    """Audit the run and print the report, or repair the run's log. Return `FAILED` if the audit found a violation, or
+    if damage to the log was not repaired.
     """
     context = chosen_run(options)
     try:
@@ -38,7 +38,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _audit(context: RunContext, options: argparse.Namespace) -> bool:
-    """Audit the run and print the report; return whether there is no violation."""
+    """Audit the run and print the report; return True if the audit found no violation."""
     anchors = [anchor for said in options.anchor for anchor in _collect_anchors(context, said)]
     report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
     report.violations += check_anchors(context.store, anchors)
@@ -50,7 +50,9 @@ def _audit(context: RunContext, options: argparse.Namespace) -> bool:
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchor that the user gives, or, for "mlflow", the anchors in the run's MLflow."""
+    """Return the anchor (number and hash of a log entry) that the user gives. For "mlflow", return all anchors that are
+    stored in the run's MLflow.
+    """
     if said != "mlflow":
         return [parse_anchor(said)]
     # This module is imported here because it imports Prefect, which takes seconds.
@@ -60,7 +62,9 @@ def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
 
 
 def _read_shares(context: RunContext) -> dict[str, float]:
-    """Return the configured shares of the domains; return an empty mapping if the config is too damaged to read."""
+    """Return the configured share of each prompt domain, or an empty mapping if the run's configuration is too damaged
+    to read.
+    """
     try:
         return context.config.shares
     except Corrupt:
@@ -68,8 +72,8 @@ def _read_shares(context: RunContext) -> dict[str, float]:
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Print how the run's log can be repaired, and repair it if `agreed` is true; return whether the log is undamaged
-    afterwards.
+    """Print how the run's log can be repaired, and repair the log if `agreed` is true. Return whether the log is
+    undamaged afterwards.
 
     Raises:
         Missing: the run does not exist.

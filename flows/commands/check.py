@@ -1,8 +1,8 @@
 """Implements `rollflow check RECIPE`, which checks a recipe without starting a run.
 
-`rollflow check` rejects each recipe that `rollflow run` would reject before it starts, with the same message. The
-command downloads nothing, and with `--offline` it contacts no service. The command prints a note for each check that it
-had to skip.
+`rollflow check` rejects every recipe that `rollflow run` would reject, with the same error message. The command
+downloads nothing. With `--offline`, the command contacts no service. The command prints a note for each check that was
+skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollflow.flows.preflight import preflight
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipe, and print the result or the resolved config."""
+    """Check the recipe, and print the result or the complete configuration with all defaults."""
     config = load_recipe(options.recipe, options.set)
     tell = functools.partial(print, file=sys.stderr, flush=True)
     found = preflight(config, download=False, ask=not options.offline, tell=tell)

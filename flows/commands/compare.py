@@ -1,4 +1,6 @@
-"""Implements `rollflow compare`: compares the configs, results and costs of runs, in a table and on a page."""
+"""Implements `rollflow compare`, which compares the configurations, results and costs of runs in a table and on an HTML
+page.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from rollflow.tasks.run.context import RunContext
 
 
 def command(options: argparse.Namespace) -> int:
-    """Compare the runs: print the table and write the page."""
+    """Compare the runs: print a table, and write an HTML page."""
     named = [find_run(run, options.store) for run in options.runs]
     contexts = named or newest_runs(options.store, 2)
     _check_apart(contexts)
@@ -49,8 +51,8 @@ def _check_apart(contexts: Sequence[RunContext]) -> None:
 
 
 def compared_table(runs: Sequence[ComparedRun]) -> Table:
-    """Build a table with one column for each run: first the config keys that differ, then results, costs and idle
-    shares.
+    """Build a table that compares runs, with one column for each run. The first rows have the configuration keys that
+    differ; results, costs and the idle share of each stage follow.
     """
     table = Table(title=f"{len(runs)} runs", title_justify="left", box=SIMPLE)
     table.add_column("", overflow="fold", min_width=20)

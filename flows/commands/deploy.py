@@ -1,4 +1,6 @@
-"""Implements `rollflow deploy FOLDER`: makes each recipe of a folder a deployment in the Prefect UI."""
+"""Implements `rollflow deploy FOLDER`, which makes each recipe of a folder a deployment that users can start in the
+Prefect UI.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes of a folder; then add the folder to those that `rollflow serve` serves, or print a
-    `prefect.yaml` for a work pool.
+    """Check the recipes of a folder. Then add the folder to the folders that `rollflow serve` serves, or print a
+    `prefect.yaml` for a Prefect work pool.
     """
     recipes = recipes_of(options.folder)
     if options.work_pool:
@@ -26,8 +28,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _render_for_pool(recipes: Sequence[ServedRecipe], pool: str) -> str:
-    """Return the text of `prefect.yaml` for a work pool. `prefect.yaml` contains the whole config of each recipe,
-    because Prefect checks it against the deployment's form.
+    """Return the text of a `prefect.yaml` that deploys the recipes to a Prefect work pool. `prefect.yaml` contains the
+    whole configuration of each recipe, because Prefect checks the configuration against the deployment's form.
     """
     from dataclasses import replace
 

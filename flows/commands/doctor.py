@@ -1,9 +1,10 @@
-"""Implements `rollflow doctor`: shows what is installed, which services answer, and which engine a run would use.
+"""Implements `rollflow doctor`, which shows what is installed on this machine, which services answer, and which
+inference engine a run would use.
 
-With `--settings FILE` the command also checks a settings file, and contacts each service that the file names.
+With `--settings FILE`, `rollflow doctor` checks a settings file, and contacts each service that the file names.
 
-Guarantees: no large library is imported (versions come from package metadata), every wait is bounded, and no secret is
-shown.
+`rollflow doctor` imports no large library, because it reads version numbers from package metadata. Every wait has a
+time limit, and no secret is shown.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ NEEDED = ("prefect", "ray", "torch", "transformers", "mlflow", "pyarrow", "s3fs"
 GIB = 2**30
 LEAST_MEMORY = 6 * GIB
 LEAST_DISK = 5 * GIB
-SANDBOX_SECONDS = 15.0  # longest wait for the first program of a sandbox
+SANDBOX_SECONDS = 15.0  # Longest wait in seconds until a new sandbox has run its first program.
 UNTRACKED = "SQLite in the run home"
 
 
@@ -63,8 +64,8 @@ def command(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check: the name of what was checked, the outcome, and the finding as text. The outcome
-    "missing" means that the default recipe cannot run.
+    """The result of one check: the name of the checked item, the outcome, and the finding as text. The outcome
+    "missing" means that the default recipe cannot run on this machine.
     """
 
     name: str
@@ -73,7 +74,9 @@ class Check:
 
 
 def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
-    """Check everything that a run with this run home needs, and the services that `settings` names."""
+    """Check everything that a run on this machine needs, including its folder for local files (`home`). Check the
+    services that `settings` names, too.
+    """
     return [
         _check_python(),
         *[_check_package(name) for name in NEEDED],
@@ -160,7 +163,9 @@ def _check_unnamed_places() -> list[Check]:
 
 
 def _check_places(settings: Settings) -> list[Check]:
-    """Check the files and services that a settings file names, as `rollflow check` does for a recipe."""
+    """Check the files and services that a settings file names, in the same way as `rollflow check` does for a
+    recipe.
+    """
     config = settings.config
     store, address, tracking = store_uri(config), config.cluster.address, config.tracking.uri
     return [
@@ -191,7 +196,9 @@ def _check_file(variable: str, path: str) -> Check:
 
 
 def _check_unused(name: str, variable: str, key: str, otherwise: str) -> Check:
-    """Report a service that is set by an environment variable, although runs use it only if their recipe names it."""
+    """Report a service whose address is set only by an environment variable. Runs use the service only if their recipe
+    names it.
+    """
     if value := os.environ.get(variable):
         return Check(f"{name} server", "note", f"{variable} = {redact(value)!r} is not used; name it in {key}")
     return Check(f"{name} server", "ok", f"{otherwise}, unless a recipe has {key}")
@@ -253,7 +260,7 @@ def _check_disk(home: Path) -> Check:
 
 
 def _check_sandbox(config: BubblewrapSandbox | SandlockSandbox) -> Check:
-    """Run one program in a sandbox of this kind."""
+    """Run one test program in a sandbox of this kind, and report whether it works."""
     name = f"sandbox {config.kind}"
     try:
         try_sandboxes(config)

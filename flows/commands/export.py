@@ -1,4 +1,6 @@
-"""Implements `rollflow export`: writes a version as an ordinary Hugging Face folder, from the run's storage alone."""
+"""Implements `rollflow export`, which writes one policy version of a run as an ordinary Hugging Face model folder. Only
+the run's storage is read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rollflow.flows.export import export
 
 
 def command(options: argparse.Namespace) -> int:
-    """Export the version, and print how to serve the exported folder."""
+    """Export one policy version of a run, and print how to serve the exported folder."""
     context = chosen_run(options)
     export(context, find_published(context, options.version), options.folder)
     dtype = context.config.policy.dtype

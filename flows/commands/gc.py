@@ -1,4 +1,6 @@
-"""Implements `rollflow gc`: lists or deletes old objects in a run's storage that the run's log does not need."""
+"""Implements `rollflow gc`, which lists or deletes old objects in a run's storage that the run's log does not
+reference.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def command(options: argparse.Namespace) -> int:
-    """List or delete the orphans of a run, the objects that its log does not need."""
+    """List or delete the orphans of a run, which are the stored objects that the run's log does not reference."""
     context = chosen_run(options)
     if options.json:
         found, size = collect_orphans(context, options.older_than, options.dry_run)
@@ -33,12 +35,12 @@ def command(options: argparse.Namespace) -> int:
 
 
 def collect_orphans(context: RunContext, older_than: str, dry_run: bool) -> tuple[list[Orphan], int]:
-    """Return the run's orphans that are older than `older_than`, and their total size in bytes; delete them unless
-    `dry_run` is true.
+    """Find the run's orphans (objects that its log does not reference) that are older than `older_than`, and delete
+    them unless `dry_run` is true. Return the orphans and their total size in bytes.
 
     Raises:
-        ConfigError: `older_than` is not an age, or the run does not exist.
-        Corrupt: the run's log is damaged, so it is unknown which objects are orphans.
+        ConfigError: `older_than` is not an age such as "2h", or the run does not exist.
+        Corrupt: the run's log is damaged, so it is unknown which stored objects it needs.
     """
     age = parse_age(older_than)
     context.created  # noqa: B018 - says which run is not there
@@ -47,7 +49,9 @@ def collect_orphans(context: RunContext, older_than: str, dry_run: bool) -> tupl
 
 
 def show_garbage(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
-    """Delete the run's orphans, or only find them if `dry_run` is true, and print them as a table."""
+    """Delete the run's orphans, which are objects that its log does not reference, and print them as a table. If
+    `dry_run` is true, only print them.
+    """
     console = console or Console(highlight=False)
     found, freed = collect_orphans(context, older_than, dry_run)
     if not found:
@@ -58,7 +62,7 @@ def show_garbage(context: RunContext, older_than: str, dry_run: bool, console: C
 
 
 def parse_age(text: str) -> float:
-    """Return an age such as 90s, 30m, 1h or 2d in seconds."""
+    """Convert an age such as 90s, 30m, 1h or 2d to seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
         raise ConfigError(f"--older-than {text!r} is not an age; write 90s, 30m, 1h or 2d")

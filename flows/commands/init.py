@@ -1,4 +1,6 @@
-"""Implements `rollflow init FILE`: writes a new recipe, with the default and the meaning of every key in comments."""
+"""Implements `rollflow init FILE`, which writes a new recipe. Comments in the recipe give the default and the meaning
+of every key.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ def command(options: argparse.Namespace) -> int:
 
 
 def build_recipe(name: str) -> str:
-    """Return the text of a recipe that sets only the name and the default prompts; all other keys are comments."""
+    """Return the text of a new recipe. The recipe sets only the name and the default prompts, and lists all other keys
+    as comments.
+    """
     config = RunConfig()
     prompts = to_toml({"prompts": [source.model_dump(mode="json") for source in config.prompts]})
     return "\n".join([HEAD, f"name = {json.dumps(name)}", *_section_lines(config, ""), "", prompts])
 
 
 def _section_lines(section: Section, path: str) -> Iterator[str]:
-    """Yield the lines of a section: its own keys, then the sections below it, each with its heading."""
+    """Yield the recipe lines of a configuration section: first the section's own keys, then its subsections, each with
+    a heading.
+    """
     below: list[tuple[str, Section]] = []
     for name, info in type(section).model_fields.items():
         value, meaning = getattr(section, name), info.description or ""

@@ -1,5 +1,5 @@
-"""Implements `rollflow inspect`: shows a run, a version or a trajectory and where it comes from, from the run's storage
-alone.
+"""Implements `rollflow inspect`, which shows a run, a policy version or a trajectory, and where it comes from. Only the
+run's storage is read.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.restore import name_of
 
-SHOWN = 12  # largest number of group keys in a list; further keys are only counted
+SHOWN = 12  # Largest number of response groups that a list names; further groups are only counted.
 
 
 def command(options: argparse.Namespace) -> int:
-    """Show the run, version or trajectory that the user names."""
+    """Show the run, policy version or trajectory that the user names."""
     context = chosen_run(options)
     if options.json:
         print(json.dumps(value_of(context, options.what)))
@@ -60,7 +60,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
-    """Return the run, version or trajectory that `what` names, as JSON values."""
+    """Return the run, policy version or trajectory that `what` names, as JSON values."""
     if what is None:
         return run_value(context)
     if (version := _parse_version(what)) is not None:
@@ -69,10 +69,10 @@ def value_of(context: RunContext, what: str | None) -> dict[str, Any]:
 
 
 def inspect(context: RunContext, what: str | None, console: Console | None = None) -> None:
-    """Print the run, a version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`).
+    """Print the run, a policy version (such as `7`) or a trajectory (`PROMPT.ATTEMPT[.SAMPLE]`).
 
     Raises:
-        ConfigError: the run has no such version or trajectory.
+        ConfigError: the run has no such policy version or trajectory.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there
@@ -135,7 +135,7 @@ def _describe_batches(state: RunState) -> str:
 
 
 def _discard_table(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
-    """Build a table of the run's discarded groups by reason."""
+    """Build a table that counts the discarded groups of responses in a run, by the reason for the discard."""
     table = Table(title="discards", title_justify="left")
     table.add_column("reason")
     for name in ("groups", "response tokens", "tokens a group"):
@@ -149,7 +149,7 @@ def _print_quarantined(context: RunContext, console: Console) -> None:
     state = context.log.state
     console.print(f"quarantined batches: {state.voids or 'none'}")
     if not state.voids:
-        return  # if no batch is quarantined, the log need not be read
+        return  # If no batch is quarantined (removed because it was damaged), the log need not be read.
     for record in iterate_written(context.log, 0, state.n):
         if isinstance(body := record.entry.body, BatchVoided):
             file = context.batches.read_commit(body.entry).file.path
@@ -171,7 +171,7 @@ def _print_recoveries(context: RunContext, console: Console) -> None:
 
 
 def find_published(context: RunContext, version: int) -> PolicyVersion:
-    """Return a published version; raise `ConfigError` if the version is not published."""
+    """Return a published policy version; raise `ConfigError` if the policy version is not published."""
     newest = context.policies.newest()
     if not 0 <= version <= newest:
         there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
@@ -203,7 +203,9 @@ def _describe_parent(context: RunContext, number: int) -> str:
 
 
 def _add_batch_rows(context: RunContext, entry: int, table: Table) -> None:
-    """Add rows about a version's batch: its groups, tokens by version, issued prompts and discarded groups."""
+    """Add table rows about the batch of a policy version: its groups of responses, its tokens by the policy version
+    that generated them, its issued prompts and its discarded groups.
+    """
     batch = context.batches.read_commit(entry)
     groups = f"{len(batch.groups)} groups: {_format_keys([group.key for group in batch.groups])}"
     table.add_row("batch", f"{batch.number} (entry {entry}), {groups}")
@@ -262,7 +264,9 @@ def _print_trajectory(
 
 
 def _read_question(context: RunContext, prompt: int) -> str:
-    """Return the text of a prompt, or the reason why it is not available (a run may store no prompts)."""
+    """Return the text of a prompt. If the run does not store its prompts, return the reason why the text is not
+    available.
+    """
     try:
         return context.prompts().prompt(prompt).text
     except (ConfigError, Corrupt) as error:
@@ -272,7 +276,9 @@ def _read_question(context: RunContext, prompt: int) -> str:
 def _show_trajectories(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
 ) -> Table | None:
-    """Add rows about one trajectory to `table`; if `sample` is None, return a table of the group's trajectories."""
+    """Add rows about one trajectory to `table`. If `sample` is None, return a table of all trajectories of the group of
+    responses.
+    """
     chosen = trajectories_of(context, key, batch, sample)
     one = chosen[0]
     table.add_row("question", Text(context.tokenizer.decode(prompt_tokens(one))))
@@ -293,7 +299,7 @@ def _show_trajectories(
 
 
 def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
-    """Yield rows for the values of a trajectory that are not recorded in every run, such as reward parts and branch."""
+    """Yield table rows for values of a trajectory that only some runs record, such as the parts of its reward."""
     if one.reward_parts:
         yield "reward parts", _describe_parts(one)
     if one.outcome is not None:
@@ -311,7 +317,9 @@ def _describe_parts(one: Trajectory) -> str:
 
 
 def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Table:
-    """Build a table of a multi-turn trajectory with a row for each part; only the policy's tokens have loss mask 1."""
+    """Build a table of a multi-turn trajectory, with one row for each part (consecutive tokens of one author). Only the
+    tokens that the policy generated have loss mask 1.
+    """
     table = Table(title="turns", title_justify="left")
     for name in ("turn", "by", "tokens", "mask", "versions", "log-probs", "text"):
         table.add_column(name, justify="right" if name in ("turn", "mask") else "left", overflow="fold")
@@ -352,7 +360,7 @@ def _decode_response(context: RunContext, trajectory: Trajectory) -> str:
 
 
 def _describe_spans(trajectory: Trajectory) -> str:
-    """Return a text that says which policy version generated which tokens."""
+    """Return text that says which policy version generated which tokens of a response."""
     written = [v for v, mask in zip(trajectory.versions, trajectory.loss_mask, strict=True) if mask]
     spans, start = [], 0
     for version, run in groupby(written):
@@ -373,7 +381,7 @@ def _grid() -> Table:
 
 
 def _format_keys(keys: Sequence[GroupKey]) -> str:
-    """Format at most `SHOWN` group keys, each as PROMPT.ATTEMPT, and count the rest."""
+    """Format at most `SHOWN` names of response groups, each as PROMPT.ATTEMPT, and say how many more there are."""
     named = ", ".join(f"{key.prompt}.{key.attempt}" for key in sorted(keys)[:SHOWN])
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return f"{named}{more}" if keys else "none"

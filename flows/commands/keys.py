@@ -1,4 +1,4 @@
-"""Implements `rollflow keys`: prints every key of a recipe, with its default and meaning."""
+"""Implements `rollflow keys`, which prints every configuration key of a recipe, with its default and meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the keys of a recipe or of a hardware file."""
+    """Print the configuration keys of a recipe or of a hardware file."""
     if options.markdown:
         print(keys_page(), end="")
         return OK

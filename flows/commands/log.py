@@ -1,6 +1,6 @@
-"""Implements `rollflow log`: prints the history of a run, one line for each entry of its log.
+"""Implements `rollflow log`, which prints the history of a run, one line for each entry of the run's log.
 
-`rollflow log --processes` prints the log lines of the run's processes.
+`rollflow log --processes` prints the text logs of the run's processes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.run_log import Log
 from rollflow.tasks.run.context import RunContext
 
-LOOK_SECONDS = 1.0  # seconds between reads of a log that is followed
-SHOWN = ("reward", "loss")  # names of the metrics that are shown for each version
+LOOK_SECONDS = 1.0  # Seconds between two reads of the log with `--follow`.
+SHOWN = ("reward", "loss")  # Names of the metrics that the log shows for each policy version.
 
 
 def command(options: argparse.Namespace) -> int:
-    """Print the run's log, the log lines of its processes, or the pass rates of its questions."""
+    """Print the entries of the run's log, the text logs of the run's processes, or the pass rates of the run's
+    questions.
+    """
     if options.rates:
         print("\n".join(map(json.dumps, list_rates(chosen_run(options)))))
         return OK
@@ -52,11 +54,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def print_log(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:
-    """Print every entry of the run's log; with `follow`, also print new entries until the user ends the command.
+    """Print every entry of the run's log. If `follow` is true, print new entries until the user ends the command.
 
     Raises:
         ConfigError: the run does not exist.
-        Missing, Corrupt: the log is damaged; the entries before the damage have been printed.
+        Missing, Corrupt: the log is damaged. The entries before the damage have been printed.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there

@@ -1,4 +1,4 @@
-"""Implements `rollflow nightly FILE`: trains recipes every night, on a schedule that the Prefect UI shows."""
+"""Implements `rollflow nightly FILE`, which trains recipes every night, on a schedule that the Prefect UI shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollflow.flows.served_recipes import deploy_recipes
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the nightly file, and add it to what `rollflow serve` serves."""
+    """Check the nightly file, and add its schedule to the deployments of `rollflow serve`."""
     plan = read_nightly(options.file)
     deploy_recipes(run_home(), options.file.absolute())
     recipes = f"{len(plan.recipes)} recipes, one after the other" if len(plan.recipes) > 1 else "1 recipe"

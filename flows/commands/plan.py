@@ -1,9 +1,10 @@
-"""Implements `rollflow plan`: simulates a recipe on other hardware. With `--gpus`, `rollflow plan` searches for the
-best split of the GPUs between rollout and training, and for the best alpha (`async_ratio`).
+"""Implements `rollflow plan`, which simulates on one machine how fast a recipe would train on other hardware. With
+`--gpus`, `rollflow plan` searches for the best split of the GPUs between rollout and training, and for the best limit
+on the age of samples (`async_ratio`, called alpha).
 
-The search prints the best candidates and the proven bounds on their step times. With `--write`, the search writes a
-recipe and a hardware file for the recommended plan, with the comments of the originals. This module imports neither Ray
-nor torch.
+The search prints the best candidates, and for each candidate a proven bound on the time of a train step. With
+`--write`, the search writes a recipe and a hardware file for the recommended plan. Comments of the original files are
+kept. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from rollflow.tasks.simulation.planner import TOLERANCE, Plan, plan
 from rollflow.tasks.simulation.prices import Prices, cost_of
 
 WIDTH = 180  # width of the table in characters if the output is not a terminal
-# the comment that `_write_files` has put at the top of an earlier plan's recipe
+# Matches the comment that `_write_files` put at the top of the recipe of an earlier plan.
 EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")
 HEADINGS = (
     "rollout:train", "alpha", "step s", "traj/s", "speed-up", "idle", "staleness", "wasted", "length bias",
@@ -49,7 +50,7 @@ HEADINGS = (
 
 
 def command(options: argparse.Namespace) -> int:
-    """Simulate the recipe as it is; with `--gpus`, search for the best plan and print it."""
+    """Simulate the recipe unchanged. With `--gpus`, search for the best plan and print it."""
     config = load_recipe(options.recipe, options.set)
     if options.gpus is None:
         _simulate(config, options)
@@ -59,8 +60,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _simulate(config: RunConfig, options: argparse.Namespace) -> None:
-    """Simulate the recipe on the given hardware; with `--from-run`, simulate it on hardware that is fitted to a
-    recorded run, and compare the two.
+    """Simulate the recipe on the given hardware. With `--from-run`, simulate the recipe on hardware that is fitted to a
+    recorded run, and compare the simulation with the run.
     """
     outputs = Outputs.of(options.plot, options.json)
     if options.from_run is None:
@@ -83,7 +84,7 @@ def _build_request(options: argparse.Namespace) -> PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options of a search for a plan, and the files to write."""
+    """The options of a search for the best plan, and the files to write."""
 
     recipe: Path
     text: str  # text of the recipe, including its comments
@@ -99,15 +100,15 @@ class PlanRequest:
 
     @property
     def hardware_file(self) -> Path:
-        """The path of the hardware file that is written for the plan."""
+        """The path of the hardware file that is written next to the planned recipe."""
         assert self.write is not None
         return self.write.with_name(f"{self.write.stem}-hardware.toml")
 
     def check(self) -> None:
-        """Check the request before the search, which takes minutes.
+        """Check the options before the search starts, because a search takes minutes.
 
         Raises:
-            ConfigError: a number is out of its range, or a file cannot be written.
+            ConfigError: an option is out of its range, or a file cannot be written.
         """
         for name, value in (("alpha", self.largest), ("max-bias", self.limits.bias), ("max-waste", self.limits.waste)):
             if not 0 <= value < float("inf"):
@@ -122,7 +123,7 @@ class PlanRequest:
 
 
 def run_plan(config: RunConfig, hardware: Hardware, asked: PlanRequest, *, console: Console | None = None) -> Plan:
-    """Search for the best plan, print the result, and write the files."""
+    """Search for the best plan for a recipe, print the result, and write the requested files."""
     asked.check()
     console = console or _console()
     budget, began = QUICK if asked.quick else FULL, time.monotonic()
@@ -151,7 +152,9 @@ def _console() -> Console:
 
 @contextmanager
 def _show_progress(most: int) -> Iterator[Callable[[int, CandidateOutcome], None]]:
-    """Show the progress of a search on standard error: as a bar on a terminal, else as a line for each simulation."""
+    """Show the progress of a search on standard error. A terminal gets a progress bar; any other output gets one line
+    for each simulation.
+    """
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
         yield lambda count, one: console.print(
@@ -176,7 +179,7 @@ def _describe_outcome(one: CandidateOutcome) -> str:
 
 
 def build_table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
-    """Build a table of the best candidates, including the synchronous mode."""
+    """Build a table of the best candidates of a search. Synchronous training is always one of its rows."""
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
     )
@@ -214,14 +217,18 @@ def _row(one: CandidateOutcome, planned: Plan, limits: PlanLimits) -> list[str]:
 
 
 def describe_split(candidate: Candidate) -> str:
-    """Return the split of the GPUs as text, such as "96:32" (engines : GPUs for training)."""
+    """Return a candidate's split of the GPUs as text, such as "96:32" for 96 inference engines and 32 GPUs for
+    training.
+    """
     if candidate.colocated:
         return f"{candidate.learner_gpus:g} in turns"
     return f"{candidate.engines}:{candidate.learner_gpus:g}"
 
 
 def describe_redundancy(candidate: Candidate) -> str:
-    """Return text about the groups that a candidate generates beyond a batch, and about its handling of slow groups."""
+    """Return text about the redundant work of a candidate: the groups of responses that it generates beyond a batch,
+    and how it treats slow groups.
+    """
     parts = [f"+{candidate.redundant_groups} groups"] if candidate.redundant_groups else []
     parts += [f"+{candidate.redundant_responses} responses"] if candidate.redundant_responses else []
     parts += ["tail batching"] if candidate.tail_batching else []
@@ -232,7 +239,7 @@ def describe_redundancy(candidate: Candidate) -> str:
 
 
 def describe_plan(planned: Plan, asked: PlanRequest, seconds: float) -> Iterator[str]:
-    """Yield sentences about the recommended plan: the reasons for the choice, and its limits."""
+    """Yield sentences about the recommended plan: the reasons for the choice, and what the search does not show."""
     limits = asked.limits
     yield _describe_choice(planned, asked)
     fastest = planned.finals[0]
@@ -291,7 +298,9 @@ def _describe_choice(planned: Plan, asked: PlanRequest) -> str:
 
 
 def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
-    """Return a sentence about the gain of a larger bound on staleness, with the same number of responses in flight."""
+    """Return a sentence that says how much faster training would be with a larger limit on the age of samples (alpha),
+    if the number of responses in generation stays the same.
+    """
     return (
         f"A wider bound would pay: alpha = {wider.candidate.async_ratio:g} with rollout.max_batches_ahead = "
         f"{wider.candidate.lead:g} takes {wider.figures.step_seconds:,.4g} s a step instead of "
@@ -307,7 +316,7 @@ def _describe_wider(taken: CandidateOutcome, wider: CandidateOutcome) -> str:
 def _write_files(
     one: CandidateOutcome, config: RunConfig, hardware: Hardware, asked: PlanRequest, console: Console
 ) -> None:
-    """Write the recipe and the hardware file of a plan, each with a comment at the top that describes the plan."""
+    """Write the recipe and the hardware file of a plan. A comment at the top of each file describes the plan."""
     assert asked.write is not None
     recipe, divided = one.candidate.config(config, hardware), one.candidate.hardware(hardware)
     divided = divided.model_copy(update={"title": f"{config.name}, {asked.gpus} GPUs, {describe_split(one.candidate)}"})
@@ -329,7 +338,7 @@ def _write_files(
 def plan_to_json(
     planned: Plan, config: RunConfig, hardware: Hardware, limits: PlanLimits, prices: Prices | None = None
 ) -> dict[str, Any]:
-    """Return the whole result of a search as a JSON object."""
+    """Return the complete result of a search as a JSON object."""
 
     def one(outcome: CandidateOutcome) -> dict[str, Any]:
         return {

@@ -1,14 +1,15 @@
-"""Implements `rollflow replay`: trains published versions again and compares the results, from the run's storage alone.
+"""Implements `rollflow replay`, which repeats the training of published policy versions and compares the results. Only
+the run's storage is read.
 
-A replay needs neither Ray nor Prefect nor an engine, and writes nothing. To replay a version, its parent is restored
-and trained on the batch that the version's log entry names. Each file of the result is compared with the published
-file.
+A replay does not use Ray, Prefect or an inference engine, and writes nothing. To replay a policy version, the version
+before it is restored and trained on the batch that the run's log names. Each resulting weight file is compared with the
+published weight file.
 
-Each version is trained with the config that the run had at that version. A replay with the recorded number of ranks
-gives exactly the published weights. With another number of ranks, numbers are added in another order, so the weights
-differ by rounding. With another number of ranks, each version is trained from its published parent, and must come close
-to the published version (`replay_diff`). A version is skipped if its published weights, or the earlier weights that it
-needs, are not stored.
+Each policy version is trained with the configuration that the run had at that version. A replay with the same number of
+training processes (ranks) as the run gives exactly the published weights. With another number of ranks, gradients are
+added in another order, so the weights differ by rounding. With another number of ranks, each policy version is trained
+from the published version before it, and must come close to its published weights (`replay_diff`). A policy version is
+skipped if its published weights, or the earlier weights that its replay needs, are not stored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ CAUSE = "a replay is bit for bit the same only on the same kind of machine, with
 
 
 def command(options: argparse.Namespace) -> int:
-    """Train the version or all versions again, and compare the results with the published versions."""
+    """Repeat the training of one policy version or of all versions, and compare the results with the published
+    weights.
+    """
     context = chosen_run(options)
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks = {options.ranks}: choose 1 or more")
@@ -55,20 +58,21 @@ def _parse_version(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """The result of a replay of one version; `ranks` and `recorded` are the numbers of ranks in the replay and in the
-    run.
+    """The result of the replay of one policy version. `ranks` is the number of training processes in the replay, and
+    `recorded` is their number in the run.
     """
 
     replayed: ReplayedVersion
     ranks: int
     recorded: int
-    # distance between the replayed and the published weights; None if it is zero or cannot be computed
+    # Distance between the replayed and the published weights. None means that the distance is zero or cannot be
+    # computed.
     apart: ReplayDistance | None
 
     @property
     def right(self) -> bool:
-        """True if the replayed weights equal the published weights, or differ only by rounding because the number of
-        ranks differs.
+        """True if the replayed weights equal the published weights, or if they differ only by rounding because the
+        number of training processes (ranks) differs.
         """
         near = self.ranks != self.recorded and self.apart is not None and self.apart.near
         return near or not self.replayed.differences
@@ -94,13 +98,13 @@ def replay(
     tell: Callable[[ReplayOutcome], None],
     ranks: int | None = None,
 ) -> bool:
-    """Replay `version` (by default the newest), or all versions if `every` is true; return whether all results are
-    right.
+    """Replay the training of the policy version `version` (by default the newest), or of all versions if `every` is
+    true. Return whether all replayed weights agree with the published weights.
 
-    `tell` is called with each outcome, and `say` with every other message.
+    `tell` is called with the outcome of each replayed policy version, and `say` with every other message.
 
     Raises:
-        ConfigError: the run has no such version, or version 0 is named.
+        ConfigError: the run has no such policy version, or the user names version 0, which was not trained.
     """
     policies, batches = context.policies, context.batches
     first, last = _select_range(context, version, policies.newest(), every)
@@ -130,11 +134,11 @@ def replay(
 
 
 def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Callable[[str], None]) -> Sequence[int]:
-    """Return the versions that can be replayed with another number of ranks, because all weights that they need are
-    stored.
+    """Return the policy versions that can be replayed with another number of training processes (ranks), because all
+    weights that the replay needs are stored.
 
     Raises:
-        ConfigError: no version can be replayed.
+        ConfigError: no policy version can be replayed.
     """
     newest, retention = policies.newest(), policies.retention
 
@@ -154,8 +158,8 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
 
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance | None:
-    """Return the distance between the replayed and the published weights; return None if they are equal, or if the
-    published weights are not stored.
+    """Return the distance between the replayed and the published weights. Return None if the weights are equal, or if
+    the published weights are not stored.
     """
     from rollflow.tasks.run.replay_diff import measure_distance
 
@@ -168,7 +172,7 @@ def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion
 
 
 def _select_range(context: RunContext, version: int | None, newest: int, every: bool) -> tuple[int, int]:
-    """Return the first and the last version to replay."""
+    """Return the first and the last policy version to replay."""
     if newest < 1:
         raise ConfigError(f"run {context.run_id!r}: no version has been trained yet; there is nothing to replay")
     if every:
@@ -182,13 +186,13 @@ def _select_range(context: RunContext, version: int | None, newest: int, every: 
 
 
 def describe_outcome(outcome: ReplayOutcome) -> str:
-    """Return a sentence about the replay of a version."""
+    """Return a sentence about the replay of a policy version."""
     number, batch = outcome.replayed.version.number, outcome.replayed.batch
     return f"version {number}: parent {number - 1}, {_describe_batch(batch)}: {_describe_outcome(outcome)}"
 
 
 def value_of(outcome: ReplayOutcome) -> dict[str, Any]:
-    """Return the outcome of a replay as a JSON object."""
+    """Return the outcome of the replay of a policy version as a JSON object."""
     replayed, apart = outcome.replayed, outcome.apart
     version, batch = replayed.version, replayed.batch
     return {
@@ -221,7 +225,7 @@ def _describe_outcome(outcome: ReplayOutcome) -> str:
 
 
 def _describe_hash(version: PolicyVersion) -> str:
-    """Return the hash of the version's weights, or of each shard of the weights."""
+    """Return the hash of the policy version's weights as text, or one hash for each shard of the weights."""
     if len(version.weights) == 1:
         return f"sha256 {version.weights[0].sha256[:12]}"
     return ", ".join(f"{name_of(o).rpartition('/')[2]} {o.sha256[:12]}" for o in version.weights)

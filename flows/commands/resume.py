@@ -1,4 +1,6 @@
-"""Implements `rollflow resume`: continues a run that was stopped or has ended; `--set` changes its config."""
+"""Implements `rollflow resume`, which continues a run that was stopped or has ended. `--set` changes the run's
+configuration before it continues.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.scorer_versions import list_changed_scorers
 from rollflow.tasks.run.user_code import changed_code, check_own_parts
 
-ALIVE_SECONDS = 5.0  # seconds within which a living supervisor writes a new status
+ALIVE_SECONDS = 5.0  # Seconds within which a living supervisor process writes a new status.
 
 
 def command(options: argparse.Namespace) -> int:
-    """Continue the run from the state in its storage, and follow it to its end."""
+    """Continue the run from the state in its storage, and show the run until it ends."""
     context = chosen_run(options)
     with hold_run(run_home(), context):
         if options.set:
@@ -42,10 +44,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def record_change(context: RunContext, overrides: Sequence[str]) -> None:
-    """Record a changed config in the run's log, unless the run already has that config.
+    """Record a changed configuration in the run's log, unless the run already has this configuration.
 
     Raises:
-        ConfigError: one of the keys cannot change, or a supervisor is working on the run.
+        ConfigError: one of the keys cannot change, or another process (a supervisor) is working on the run.
     """
     before = context.config
     after = override_config(tree_of(before), overrides)
@@ -64,8 +66,8 @@ def record_change(context: RunContext, overrides: Sequence[str]) -> None:
 
 
 def is_under_way(context: RunContext) -> bool:
-    """Return whether a supervisor is working on the run, which shows in new statuses of the run within
-    `ALIVE_SECONDS`.
+    """Return whether a supervisor process is working on the run. A working supervisor writes a new status of the run
+    within `ALIVE_SECONDS`.
     """
     first = read_status(context)
     if first is None or first.ended:

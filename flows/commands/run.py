@@ -1,4 +1,4 @@
-"""Implements `rollflow run RECIPE`: starts the services of a run, shows the run until it ends, and prints its
+"""Implements `rollflow run RECIPE`, which starts the services of a run, shows the run until it ends, and prints its
 summary.
 """
 
@@ -33,7 +33,7 @@ from rollflow.tasks.run.expectations import expected_of
 
 
 def command(options: argparse.Namespace) -> int:
-    """Prepare a new run and follow it to its end."""
+    """Prepare a new run from a recipe, and show the run until it ends."""
     config = load_recipe(options.recipe, options.set)
     run_id = new_run_id(config.name) if options.run_id is None else options.run_id
     context = prepare(config, run_id, lambda note: print(note, file=sys.stderr, flush=True))
@@ -74,8 +74,8 @@ def drive(context: RunContext) -> int:
 
 
 def _suggest_next_step(reason: str, uri: str) -> str:
-    """Return a sentence that says what the user can do after a failure. If an invalid config was the reason, resuming
-    the unchanged run would fail again.
+    """Return a sentence that says what the user can do after a run has failed. If the run failed because of an invalid
+    configuration, resuming it unchanged would fail again.
     """
     if ConfigError.__name__ in reason:
         change = f"rollflow resume {uri} --set KEY=VALUE"
@@ -84,8 +84,8 @@ def _suggest_next_step(reason: str, uri: str) -> str:
 
 
 def _complete_summary(context: RunContext) -> dict[str, Any]:
-    """Update the CPU seconds in the run's summary, because some flows were running when it was written; return the
-    summary.
+    """Update the CPU seconds in the run's summary, and return the summary. Some Prefect flows were still running when
+    the summary was written.
     """
     summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     summary["cpu_seconds"] = read_usage(context.store).totals()
@@ -94,10 +94,10 @@ def _complete_summary(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Write a status that says that the run is starting, and remove old stop requests, so that `rollflow stop` works
-    from now on.
+    """Write a status that says that the run is starting, and remove old stop requests. `rollflow stop` works from this
+    time on.
 
-    A store that does not answer is ignored here, because the run waits for the store later.
+    A storage error is ignored here, because the run itself waits for its storage later.
     """
     with contextlib.suppress(Unreachable, StoreFailed):
         take_back(context.store, began)
@@ -107,8 +107,8 @@ def _announce(context: RunContext, began: float) -> None:
 
 
 def _show(session: Session, context: RunContext, began: float) -> RunStatus:
-    """Start the supervisor's flow run, and show the run until it ends; return its last status. Ctrl-C cancels the
-    run.
+    """Start the Prefect flow run that supervises the training run, and show the training run until it ends. Return its
+    last status. Ctrl-C cancels the run.
     """
     status = kept = RunStatus(context.run_id)
     try:
@@ -129,7 +129,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
 
 
 def _report_stop(context: RunContext) -> int:
-    """Print what is stored and how to resume the run, after Ctrl-C or after `rollflow stop`."""
+    """After Ctrl-C or `rollflow stop`, print which results are stored and how to resume the run."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())

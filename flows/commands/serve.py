@@ -1,4 +1,6 @@
-"""Implements `rollflow serve`: serves the Prefect UI for starting runs, and MLflow for comparing runs; or sandboxes."""
+"""Implements `rollflow serve`, which runs a Prefect server, where users start runs, and an MLflow server, where users
+compare runs. With `--sandboxes`, `rollflow serve` runs untrusted programs for other processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ POLL_SECONDS = 0.1
 
 
 def command(options: argparse.Namespace) -> int:
-    """Serve the deployments, the Prefect UI and MLflow, or end the servers of this run home; or serve sandboxes."""
+    """Run the Prefect server, the MLflow server and the runner, or stop the servers of this machine's run home. With
+    `--sandboxes`, serve sandboxes.
+    """
     if options.sandboxes is not None:
         from rollflow.flows.commands.cli import serve_sandboxes  # a late import, because this module imports uvicorn
 
@@ -70,11 +74,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _serve_in_background(options: argparse.Namespace) -> int:
-    """Start a background process that serves and is restarted when it dies; wait until it serves. If the servers are
-    running already, only print their addresses.
+    """Start a background process that runs `rollflow serve` and restarts it after a crash. Wait until the servers
+    answer. If the servers are running already, print their addresses and start nothing.
     """
     place, limit = run_home(), time.monotonic() + START_SECONDS
-    while _is_begun(place) and time.monotonic() < limit:  # wait for servers that another command is starting
+    while _is_begun(place) and time.monotonic() < limit:  # Wait for servers that another command is starting.
         if found := stack.find(place):
             print(f"the servers are up already\n{found.pages}")
             return OK
@@ -100,7 +104,7 @@ def _serve_in_background(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         serving.terminate()
         raise
-    if serving.poll() is not None and _is_begun(place):  # another command started the servers at the same time
+    if serving.poll() is not None and _is_begun(place):  # Another command started the servers at the same time.
         return _serve_in_background(options)
     serving.terminate()
     output = log.read_bytes()[begun:].decode(errors="replace").strip()
@@ -118,7 +122,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
-    """Return the ports and the database that the user requests, which are stored in the run home.
+    """Return the ports and the database that the user requests. The run home stores them for later starts of the
+    servers.
 
     Raises:
         ConfigError: a port or the database cannot be used.

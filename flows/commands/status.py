@@ -1,5 +1,5 @@
-"""Implements `rollflow status`: shows the status of a run, once or until the run ends (`--watch`). `rollflow status
---all` lists the runs of a store.
+"""Implements `rollflow status`, which shows the status of a run. With `--watch`, the status is shown until the run
+ends. `rollflow status --all` lists all runs of a store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollflow.tasks.run.context import RunContext
 
 # longest time in seconds for all reads together, so that the whole command takes at most ten seconds
 STORE_SECONDS = 6.0
-# age in seconds from which a status counts as old; a supervisor writes a status once a second
+# Age in seconds from which a status counts as old. A run's supervisor writes a status once a second.
 SILENT_SECONDS = 60.0
 LOOK_SECONDS = 1.0  # seconds between updates of the live view
 COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
@@ -38,8 +38,8 @@ COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
 
 @dataclass(frozen=True)
 class StoredStatus:
-    """The status of a run, as read from the run's store. `age` is the number of seconds since the status was
-    written.
+    """The status of a run, read from the run's storage, and the age of that status. `age` is the number of seconds
+    since the status was written.
     """
 
     context: RunContext
@@ -55,7 +55,9 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print the run's status; if the store does not answer, print the last status that this machine has seen."""
+    """Print the run's status. If the run's storage does not answer, print the last status that this machine has
+    seen.
+    """
     try:
         found = call_in_time(lambda: _read_store(options), STORE_SECONDS, "the run's store")
     except Unreachable as error:
@@ -86,7 +88,9 @@ def _read_store(options: argparse.Namespace) -> StoredStatus:
 
 
 def _show_seen(options: argparse.Namespace, why: Unreachable) -> int:
-    """Print the last status of the run that this machine has seen, because the run's store does not answer."""
+    """Print the last status of the run that this machine has seen, for the case that the run's storage does not
+    answer.
+    """
     if options.run:
         seen = read_last_status(run_home(), locate_run(options.run, options.store or default_store()).uri)
     else:
@@ -135,8 +139,8 @@ def _list_runs(options: argparse.Namespace) -> int:
 
 
 def _read_row(context: RunContext) -> dict[str, Any]:
-    """Return the values that `rollflow status --all --json` prints for one run. `state` is the phase in the run's last
-    status; `why` is the reason why a run cannot be read.
+    """Return the values that `rollflow status --all --json` prints for one run. In the returned values, `state` is the
+    phase in the run's last status, and `why` is the reason why a run cannot be read.
     """
     row: dict[str, Any] = dict.fromkeys((*COLUMNS, "versions")) | {
         "run": context.uri.rpartition("/")[2],

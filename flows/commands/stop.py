@@ -1,5 +1,5 @@
-"""Implements `rollflow stop`: ends a run at its next version, or immediately with `--now`, from any machine that can
-write to the run's storage.
+"""Implements `rollflow stop`, which ends a run after its next policy version, or immediately with `--now`. The command
+works on any machine that can write to the run's storage.
 
 A stopped run can be resumed.
 """
@@ -18,7 +18,8 @@ from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
-# seconds without a new status after which the supervisor counts as dead; it writes a status once a second
+# Seconds without a new status after which the run's supervisor counts as dead. A living supervisor writes a status once
+# a second.
 SILENT_SECONDS = 120.0
 WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end at once"}
 
@@ -29,7 +30,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def end_run(context: RunContext, how: How, *, wait: bool) -> int:
-    """Ask the run to end, and print one sentence about the result."""
+    """Ask the run to end, and print one sentence that says whether it has ended."""
     context.created  # noqa: B018 - says which run is not there
     status = read_status(context)
     if status is None or status.ended or status.phase == "paused":

@@ -1,5 +1,5 @@
-"""Implements `rollflow sweep RECIPE`: trains a run for each combination of values and seeds, one after another, and
-compares the runs.
+"""Implements `rollflow sweep RECIPE`, which trains one run for each combination of configuration values and seeds, one
+after another, and compares the runs.
 
     rollflow sweep RECIPE --set train.learning_rate=1e-4,3e-4 --seeds 3       six runs
 
@@ -42,7 +42,9 @@ MOST = 1000  # largest number of runs in a study
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run of a study: its id, its config, and a text that says how it differs from the other runs."""
+    """One run of a study (a set of compared runs): its id, its configuration, and text that says how it differs from
+    the other runs.
+    """
 
     run_id: str
     config: RunConfig
@@ -50,13 +52,13 @@ class SweepRun:
 
     @property
     def context(self) -> RunContext:
-        """The context of the run, which may not exist yet."""
+        """The run context, which gives access to the run's storage. The run may not exist yet."""
         return context_of(store_uri(self.config), self.run_id)
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check all runs of the study, then train them one after another and compare them; a failed run does not stop the
-    others.
+    """Check all runs of the study, then train them one after another and compare the results. A failed run does not
+    stop the study.
     """
     points = points_of(options)
     checked_configs = set[str]()
@@ -81,7 +83,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def points_of(options: argparse.Namespace) -> list[SweepRun]:
-    """Return the runs of a study in order: all seeds of the first combination of values, then of the next.
+    """Return the runs of a study in order. All seeds of the first combination of values come first.
 
     Raises:
         ConfigError: a value or the name of the study is invalid.
@@ -111,7 +113,7 @@ def points_of(options: argparse.Namespace) -> list[SweepRun]:
 
 
 def _check_values(sets: Sequence[str]) -> None:
-    """Reject a key that is given twice, a missing value, and a value that is given twice."""
+    """Reject a configuration key that is given twice, a missing value, and a value that is given twice."""
     keys = set[str]()
     for override in sets:
         key, _, text = (part.strip() for part in override.partition("="))
@@ -127,8 +129,8 @@ def _check_values(sets: Sequence[str]) -> None:
 
 
 def combine_values(sets: Sequence[str]) -> Iterator[list[str]]:
-    """Yield every combination of the values in overrides such as `a=1,2`, which has two values. Commas within brackets
-    or quotes do not separate values.
+    """Yield every combination of the values in the given overrides. An override such as `a=1,2` has two values. A comma
+    within brackets or quotes does not separate values.
     """
     for chosen in product(*(_list_values(one) for one in sets)):
         yield list(chosen)
@@ -140,7 +142,7 @@ def _list_values(override: str) -> list[str]:
 
 
 def _split_values(text: str) -> list[str]:
-    """Split a text into values at its commas, except at commas within brackets or quotes."""
+    """Split text into values at its commas, except at commas within brackets or quotes."""
     parts, begun = list[str](), ""
     for piece in text.split(","):
         begun = f"{begun},{piece}" if begun else piece
@@ -162,12 +164,14 @@ def _is_whole(text: str) -> bool:
 
 
 def _list_fixed(sets: Sequence[str]) -> list[str]:
-    """Return the overrides with only one value, which all runs share."""
+    """Return the overrides that have only one value, because that value is the same in all runs."""
     return [one for override in sets if len(values := _list_values(override)) == 1 for one in values]
 
 
 def _is_begun(point: SweepRun) -> bool:
-    """Return whether the run exists; raise `ConfigError` if an existing run of that name has other values."""
+    """Return whether the run exists. Raise `ConfigError` if a run of that name exists with other configuration
+    values.
+    """
     context = point.context
     if not context.store.exists(entry_path(0)):
         return False
@@ -177,7 +181,7 @@ def _is_begun(point: SweepRun) -> bool:
 
 
 def _complete_run(point: SweepRun, number: int, count: int) -> bool:
-    """Train a run to its end, unless it is already done; return whether it is done."""
+    """Train a run to its end, unless it has ended already; return whether the run has ended successfully."""
     context = point.context
     print(f"--- {number + 1} of {count}: {point.words}", flush=True)
     if read_summary(context).get("audit") == "clean":
@@ -192,13 +196,14 @@ def _complete_run(point: SweepRun, number: int, count: int) -> bool:
 
 
 def drive(context: RunContext) -> int:
-    """Run `rollflow resume` in a child process, and return its exit code, or `INTERRUPTED` if the user ended this
-    command.
+    """Run `rollflow resume` in a child process, and return its exit code. If the user interrupts this process, return
+    `INTERRUPTED`.
 
-    The child process starts its own servers and Ray cluster. The child process is stopped together with this process.
+    The child process starts its own Prefect server and Ray cluster. The child process is stopped together with this
+    process.
     """
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "resume", context.uri]
-    # The child has its own session, so that Ctrl-C does not reach it; `end` stops the child.
+    # The child process has its own session, so that Ctrl-C does not reach it. The function `end` stops the child.
     child = subprocess.Popen(command, start_new_session=True)
     signals = list[int]()
 

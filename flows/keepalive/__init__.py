@@ -1,1 +1,1 @@
-"""Restarts dead actors, engines, stages, services and supervisors."""
+"""Restarts the crashed parts of a training run: Ray actors, inference engines, Prefect flow runs and services."""

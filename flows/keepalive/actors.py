@@ -1,5 +1,5 @@
-"""Keeps one actor alive: watches whether the actor lives and makes progress, and restarts it from storage, within a
-budget.
+"""Keeps one Ray actor alive: checks whether the actor lives and makes progress, and restarts it from storage. The
+number of restarts is limited.
 
     start --> watch --ended--> result
       ^         |
@@ -34,12 +34,12 @@ Status = TypeVar("Status", bound=ActorStatus)
 
 @dataclass(frozen=True)
 class WatchedActor(Generic[Status]):
-    """An actor that a keeper watches and restarts; its `name` is unique in the run.
+    """A Ray actor that an `ActorKeeper` watches and restarts. Its `name` is unique in the run.
 
-    `start` creates the actor, or returns the actor that exists. `redone(status)` describes the work that a new actor
-    must repeat if the old actor died after reporting `status`. `patience` is the longest time in seconds that the
-    actor's status may stay unchanged before the actor is restarted. `poll` is the interval of status calls in seconds;
-    after a restart the interval is `POLL_SECONDS`.
+    `start` creates the Ray actor, or returns the actor if it exists already. `redone(status)` describes the work that a
+    restarted actor must repeat, if the old actor died after reporting `status`. `patience` is the longest time in
+    seconds for which the actor's status may stay unchanged; after this time the actor is restarted. `poll` is the
+    number of seconds between two status calls to the actor. After a restart, this number is `POLL_SECONDS`.
     """
 
     name: str
@@ -50,13 +50,13 @@ class WatchedActor(Generic[Status]):
 
 
 class SupervisorGone(RollflowError):
-    """Raised if no supervisor has watched the run for `cluster.lease_seconds`, because no process would end a restarted
-    actor.
+    """Raised if no supervisor process has watched the run for `cluster.lease_seconds`. In this case no process would
+    stop a restarted actor.
     """
 
 
 class ActorKeeper(Generic[Status]):
-    """Keeps one actor alive until its `run` returns. See the module's docstring."""
+    """Keeps one Ray actor alive until the actor's `run` method returns. See the module's docstring."""
 
     def __init__(self, context: RunContext, watched: WatchedActor[Status], log: Callable[[str], None]) -> None:
         self.context, self.watched = context, watched
@@ -69,8 +69,8 @@ class ActorKeeper(Generic[Status]):
         set_log_facts(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:
-        """Run the actor until its `run` method returns, and return the result; call `tick(actor, status)` after each
-        status call.
+        """Run the actor until its `run` method returns, and return the result. `tick(actor, status)` is called after
+        each status call.
         """
         try:
             while True:
@@ -80,7 +80,7 @@ class ActorKeeper(Generic[Status]):
                     self.restarts.mark_launched(self.watched.name)
                     return self._watch(actor, tick)
                 except (ConfigError, NotFinite, StoreFailed, RestartsExhausted, Superseded, SupervisorGone):
-                    raise  # a restart would not help: the user or another supervisor must act first
+                    raise  # A restart would not help, because the user or another supervisor process must act first.
                 except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
                     self._prepare_restart(first_line(error))
         finally:
@@ -89,7 +89,7 @@ class ActorKeeper(Generic[Status]):
     def _watch(self, actor: Any, tick: Callable[[Any, Status], None]) -> Any:
         running, vitals = actor.run.remote(), Vitals(self.watched.name, actor, self._answer)
         self._changed, before, name = time.monotonic(), None, self.watched.name
-        poll = 0.0  # seconds; the first status is read at once, because engines wait for it
+        poll = 0.0  # Seconds until the next status call. The first status is read at once, because engines wait for it.
         while not cluster.has_ended(running, poll):
             poll = POLL_SECONDS if self.restarts.outage(name) else self.watched.poll
             status = self._read_status(actor, vitals)
@@ -107,7 +107,9 @@ class ActorKeeper(Generic[Status]):
         return result
 
     def _read_status(self, actor: Any, vitals: Vitals) -> Status:
-        """Return the actor's status. If the actor does not answer, wait as long as it is starting or computing."""
+        """Return the actor's status. If the actor does not answer, this method waits as long as the actor's process is
+        starting or computing.
+        """
         asked = actor.status.remote()
         while not cluster.has_ended(asked, POLL_SECONDS):
             if vitals.check_actor():
@@ -127,7 +129,7 @@ class ActorKeeper(Generic[Status]):
             raise SupervisorGone(self._lease.lease.sentence)
 
     def _prepare_restart(self, reason: str) -> None:
-        """Kill the actor's remaining processes, and wait for the pause that the restart budget requires."""
+        """Kill the remaining processes of the actor, and wait for the pause that the limit on restarts requires."""
         redone, trajectories = self.watched.redone(self._last) if self._last else ("its start", 0)
         outage = self.restarts.mark_down(self.watched.name, reason, redone, trajectories)
         self._last = None

@@ -1,7 +1,9 @@
-"""Measures the CPU seconds of a command such as `rollflow run`, and of the services and flows that it started.
+"""Measures the CPU seconds that a command such as `rollflow run` uses, including the services and Prefect flows that
+the command started.
 
-This module leaves out the actors and their children, because each actor reports its own CPU seconds in its status.
-The CPU time of services that another command started, and of Ray's own processes on other nodes, is not counted.
+Ray actors and their child processes are not measured here, because each actor reports its own CPU seconds in its
+status. The CPU time of services that another command started is not counted, nor is that of Ray's own processes on
+other nodes.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ COMMAND, SUPERVISOR, STAGES = "command", "supervisor", "stage flows"
 
 
 def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[CpuCost]:
-    """Yield the CPU cost so far of this process and of the services' process trees. `supervisor` is the id of the
-    supervisor's flow run.
+    """Yield the CPU seconds that this process and the process trees of its services have used so far. `supervisor` is
+    the id of the Prefect flow run that supervises the training run.
     """
     yield own_cost(COMMAND, psutil.Process())
     for role, service in services.items():
         if (pid := service.pid) <= 0:
-            continue  # the service is down, or belongs to another command
+            continue  # The service is down, or another command started it.
         with contextlib.suppress(psutil.Error):
             guard = psutil.Process(pid)
             if role == RUNNER:
@@ -39,8 +41,8 @@ def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[
 
 
 def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
-    """Yield the CPU costs of the runner and of each flow process separately, so that a flow that has ended does not add
-    to the runner's cost.
+    """Yield the CPU costs of the Prefect runner and of each flow process separately. The costs of a flow that has ended
+    are then not added to the runner's costs.
     """
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -50,9 +52,9 @@ def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
 
 
 def _ray_costs(guard: psutil.Process) -> Iterator[CpuCost]:
-    """Yield the CPU costs of Ray's own processes, without the actors and their children."""
+    """Yield the CPU costs of Ray's own processes, without the Ray actors and their child processes."""
     actors: set[int] = set()
-    # Parents come first in this order, because a parent process is older than its children.
+    # Sort the processes by their creation times, so that a parent process comes before its children.
     for process in sorted(guard.children(recursive=True), key=lambda process: process.create_time()):
         with contextlib.suppress(psutil.Error):
             # A process that is ending has no command line.

@@ -1,4 +1,4 @@
-"""Keeps the run's engine actors alive for the rollout stage: starts them, checks their health, restarts them.
+"""Keeps the Ray actors of a run's inference engines alive: starts them, checks their health and restarts them.
 
     missing --> starting --> ready --> joining the scheduler --> serving --dead or silent--> missing
 
@@ -30,16 +30,17 @@ START_POLL_SECONDS = 0.1
 
 @dataclass
 class _Engine:
-    """The state of one engine, with references to the unfinished Ray calls to its actor."""
+    """The state of one inference engine, with references to the unfinished Ray calls to the engine's actor."""
 
     number: int
     actor: Any = None
     joined: bool = False  # True if the current scheduler uses the engine
-    starting: Any = None  # Ray reference of the engine's unfinished `start`
-    joining: Any = None  # Ray reference of the scheduler's unfinished `join`
-    health: Any = None  # Ray reference of the last health check
-    failure: str | None = None  # reason why the scheduler had removed the engine when the health check began, or None
-    began: float = 0.0  # monotonic time at which `start` was called
+    starting: Any = None  # Ray reference of the unfinished call to the engine's `start` method.
+    joining: Any = None  # Ray reference of the unfinished call to the scheduler's `join` method.
+    health: Any = None  # Ray reference of the last health check of the engine.
+    # Reason why the scheduler had already removed the engine when the health check began, or None.
+    failure: str | None = None
+    began: float = 0.0  # Monotonic time at which the engine's `start` method was called.
     asked: float = 0.0
     vitals: Vitals | None = None  # watches the engine's process since the engine's last answer
 
@@ -52,7 +53,7 @@ class _Engine:
         return self.actor is not None and self.starting is None
 
     def forget(self) -> None:
-        """Drop the reference to the actor and all references to unfinished calls."""
+        """Drop the references to the engine's Ray actor and to all unfinished calls."""
         self.actor = self.starting = self.joining = self.health = self.failure = None
         self.joined = False
 
@@ -73,7 +74,7 @@ class Engines:
         self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
-        """Start the engines that do not run yet, in parallel, and return once one engine is ready."""
+        """Start all inference engines that are not running, in parallel. Return as soon as one engine is ready."""
         for engine in (*self._engines, *self._evaluating):
             self._reconnect(engine)
         while not any(engine.ready for engine in self._engines):
@@ -81,11 +82,11 @@ class Engines:
             time.sleep(START_POLL_SECONDS)
 
     def look(self, scheduler: Any, status: RolloutStatus) -> None:
-        """Advance every engine by one step: start it, add it to the scheduler, or check its health.
+        """For every inference engine, do the next step: start the engine, add it to the scheduler, or check its health.
 
         Raises:
-            RestartsExhausted: an engine's budget of restarts is used up.
-            ConfigError: the config prevents an engine from starting, so a restart would not help.
+            RestartsExhausted: an engine was restarted too often.
+            ConfigError: the configuration prevents an engine from starting, so a restart would not help.
             StoreFailed: the run's storage rejects writes, so a restart would not help.
         """
         due = [engine for engine in self._evaluating if engine.actor is not None or status.evaluations_due]
@@ -93,7 +94,7 @@ class Engines:
             try:
                 self._step(engine, scheduler, status)
             except (ConfigError, StoreFailed, RestartsExhausted):
-                raise  # a restart would not help: the user must act first
+                raise  # A restart would not help, because the user must act first.
             except Exception as error:  # noqa: BLE001 - the supervisor restarts it, whatever ended it
                 self._schedule_restart(engine, first_line(error))
 
@@ -135,10 +136,10 @@ class Engines:
         self.reporter.report_recovery(self.restarts.mark_up(engine.name))
 
     def _check_health(self, engine: _Engine, failure: str | None) -> None:
-        """Check the engine's health, one call at a time; `failure` is the reason why the scheduler has removed the
-        engine, or None.
+        """Check the health of an inference engine, with one call at a time. `failure` is the reason why the scheduler
+        has removed the engine, or None.
         """
-        # A health check that began before the engine's failure does not show whether the engine works.
+        # A health check that was sent before the engine failed does not show whether the engine works now.
         if engine.health is None or (failure and not engine.failure):
             engine.health, engine.asked, engine.failure = engine.actor.health.remote(), time.monotonic(), failure
             engine.vitals = Vitals(engine.name, engine.actor, self._answer)
@@ -157,8 +158,8 @@ class Engines:
             engine.vitals.check_actor()
 
     def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
-        """Schedule a restart of the engine after the pause. If `within` is true, the engine's actor is kept and
-        restarts the engine; otherwise the actor is killed and replaced.
+        """Schedule a restart of the inference engine, which takes place after a pause. If `within` is true, the
+        engine's Ray actor stays alive and restarts the engine. Otherwise the actor is killed and replaced.
         """
         self.reporter.report_restart(
             self.restarts.mark_down(engine.name, reason, "the engine's start; requests continue on other engines")
@@ -173,7 +174,9 @@ class Engines:
         self.restarts.mark_launched(engine.name)
 
     def _reconnect(self, engine: _Engine) -> None:
-        """Find the actor of an engine that runs or starts already, after a restart of this flow or of the scheduler."""
+        """Find the Ray actor of an inference engine that is already running or starting, after this flow or the
+        scheduler was restarted.
+        """
         known = engine.actor is not None
         engine.forget()
         try:

@@ -1,4 +1,4 @@
-"""Divides the cluster's GPUs among a run's engines and its learner."""
+"""Divides the GPUs of the Ray cluster among a run's inference engines and its learner."""
 
 from __future__ import annotations
 
@@ -16,32 +16,38 @@ from rollflow.tasks.scorers.config import name_section
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """The number of GPUs of each engine, and of the learner's actor; a fraction if they share GPUs."""
+    """The number of GPUs for each inference engine, and for the learner. The number is a fraction if they share
+    GPUs.
+    """
 
     engine: float
     learner: float
 
 
 def gpu_shares(config: RunConfig) -> GpuShares:
-    """Return the GPU shares of the engines and the learner on the cluster's current nodes; see `divide_gpus`."""
+    """Return how many GPUs each inference engine and the learner get on the present nodes of the cluster. `divide_gpus`
+    has the rules.
+    """
     return divide_gpus(config, cluster.node_gpus())
 
 
 def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
-    """Divide the GPUs of the nodes among the engines and the learner; `nodes` holds the number of GPUs of each node.
+    """Divide GPUs among a run's inference engines and its learner. `nodes` has the number of GPUs of each node.
 
-    An engine gets `engine.tensor_parallel` GPUs, and the learner gets one GPU for each of its `train.ranks`. If
-    `engine.tensor_parallel` and `train.ranks` are 1 and the cluster has too few GPUs, each engine and the learner get
-    an equal fraction of a GPU. Without GPUs, each share is 0. The GPUs that reward models reserve are left out.
+    Each inference engine gets `engine.tensor_parallel` GPUs, and the learner gets one GPU for each of its `train.ranks`
+    processes. If the cluster has too few GPUs, and `engine.tensor_parallel` and `train.ranks` are 1, then each engine
+    and the learner get an equal fraction of a GPU. Without GPUs, each share is 0. GPUs that reward models reserve are
+    not given to inference engines or the learner.
 
     Raises:
-        ConfigError: an engine, the learner or a reward model needs GPUs, and the cluster or one node has too few.
+        ConfigError: an inference engine, the learner or a reward model needs more GPUs than the cluster or one node
+        has.
     """
     have, largest = sum(nodes) - _count_model_gpus(config, sum(nodes)), max(nodes, default=0.0)
     if not have:
         return GpuShares(0.0, 0.0)
     engines, width, ranks = count_engines(config), width_of(config), config.train.ranks
-    together = 1 if config.train.multi_node else ranks  # number of the learner's GPUs that must be on one node
+    together = 1 if config.train.multi_node else ranks  # Number of the learner's GPUs that must be on one node.
     needed = engines * width + ranks
     if width == ranks == 1:
         share = min(1.0, 1 / math.ceil(needed / have))
@@ -67,7 +73,9 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
 
 
 def _count_model_gpus(config: RunConfig, have: float) -> float:
-    """Return the number of GPUs that reward models reserve; raise `ConfigError` if they leave none of `have`."""
+    """Return the number of GPUs that reward models reserve. Raise `ConfigError` if this leaves none of the `have` GPUs
+    for engines and the learner.
+    """
     needed = model_gpus(config)
     if needed and needed >= have:
         section = next(name_section(name) for name, reward in list_models(config).items() if reward.gpus)
@@ -77,15 +85,19 @@ def _count_model_gpus(config: RunConfig, have: float) -> float:
 
 
 def spans_gpus(config: RunConfig) -> bool:
-    """Return whether the run needs GPUs: to shard an engine or the learner, or for a reward model."""
+    """Return whether the run cannot work without GPUs, because an engine or the learner is sharded over several GPUs or
+    a reward model needs one.
+    """
     return width_of(config) > 1 or config.train.ranks > 1 or model_gpus(config) > 0
 
 
 def count_engines(config: RunConfig) -> int:
-    """Return the number of engines; a separate evaluation engine counts if it is configured like the other engines."""
+    """Return the number of inference engines. A separate evaluation engine is counted if it is configured like the
+    other engines.
+    """
     return config.engine.replicas + (config.evaluation_engine(on_cpu=False) == config.engine)
 
 
 def width_of(config: RunConfig) -> int:
-    """Return the number of GPUs that one engine is sharded over."""
+    """Return the number of GPUs over which one inference engine is sharded."""
     return config.engine.tensor_parallel if isinstance(config.engine, VllmEngineConfig) else 1

@@ -1,5 +1,6 @@
-"""Compares the resources that a run's actors require with the resources of the cluster. A missing resource that may
-still appear gives a note; one that cannot appear raises an error.
+"""Compares the resources that a run's Ray actors require with the resources of the cluster's nodes. If a required
+resource is missing but a new node may bring it, the user gets a note. If no node can bring the resource, an error is
+raised.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from rollflow.tasks.run.reward_models import model_cpus
 
 
 def check_private_placement(config: RunConfig) -> None:
-    """Reject custom labels and resources on a private cluster: its only node has neither, so the actors would never
-    start.
+    """Reject custom labels and custom resources for a private Ray cluster. Its only node has no custom resources, so
+    actors that require them would never start.
 
     Raises:
-        ConfigError: a role requires a custom label or resource.
+        ConfigError: the configuration requires a custom label or resource for a role such as the learner.
     """
     if config.cluster.address != "auto":
         return
@@ -37,7 +38,7 @@ def check_private_placement(config: RunConfig) -> None:
 
 
 def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a sentence for each required resource that the cluster's living nodes do not have."""
+    """Yield a sentence for each resource that actors require and that no living node of the cluster has."""
     placement = config.cluster.placement
     for role in get_args(Role):
         own = getattr(placement, role)
@@ -57,7 +58,7 @@ def note_placement(config: RunConfig, nodes: Sequence[Mapping[str, Any]]) -> Ite
 
 
 def needed_cpus(config: RunConfig) -> float:
-    """Return the number of CPUs that all actors of a run reserve if `cluster.placement.reserve_cpus` is true."""
+    """Return the number of CPUs that all Ray actors of a run reserve if `cluster.placement.reserve_cpus` is true."""
     ranks = config.train.threads * (config.train.ranks - 1) if config.train.multi_node else 0
     own = config.evaluation_engine(on_cpu=True)
     engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)

@@ -1,6 +1,6 @@
-"""Starts a run's actors before the flows of the stages start, so that each flow finds its actors.
+"""Starts a run's Ray actors before its Prefect flows start, so that each flow finds its actors running.
 
-The start of an actor or of a flow's process is mostly imports, so starting both in parallel saves time.
+Actors and flow processes spend most of their start on imports, so starting them in parallel saves time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollflow.tasks.run.context import RunContext
 
 
 def begin_actors(context: RunContext, address: str) -> list[Any]:
-    """Start the actors that do not exist yet, without waiting for the starts, and return references to the calls.
+    """Start the Ray actors that do not exist yet, without waiting for them, and return references to the start calls.
 
-    The caller must keep the references, because Ray prints the error of a call whose reference is dropped.
+    The caller must keep the returned references, because Ray prints the error of a call whose reference is dropped.
 
     Raises:
-        ConfigError: the cluster has too few GPUs for the actors.
+        ConfigError: the cluster has too few GPUs for the run's actors.
     """
     shares = gpu_shares(context.config)
     engines = [start_engine(context, number, shares.engine) for number in range(context.config.engine.replicas)]

@@ -1,10 +1,11 @@
-"""Counts the restarts that earlier processes made in a run, from the run's recovery records.
+"""Counts from a run's recovery records how often earlier processes restarted each part of the run.
 
-A keeper is an object that restarts a run's actors, engines or stages; after its own restart a keeper continues with the
-same restart budget. If a user starts or resumes a run, the run's restart budgets are reset.
+A keeper is an object that restarts a run's actors, engines or Prefect flows. When the keeper's process is restarted,
+the earlier restarts still count against the limit. When a user starts or resumes a run, the earlier restarts of the run
+no longer count against the limit.
 
-A background thread reads the records; the first restart waits for this thread for at most `WAIT_SECONDS`. Until the
-storage answers, a keeper counts only its own restarts. A damaged record is skipped.
+A background thread reads the recovery records. The first restart waits for this thread, but at most `WAIT_SECONDS`.
+Until the storage answers, a keeper counts only the restarts that it made itself. A damaged record is skipped.
 
 A restart is recorded when its recovery is complete, that is, when the component works again. If a keeper dies before
 the recovery of a component is complete, the component's restart is not recorded.
@@ -22,32 +23,36 @@ from rollflow.storage.errors import Missing, RollflowError, Unreachable
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.run_records.recoveries import Recovery, RecoveryLog
 
-WAIT_SECONDS = 1.0  # longest wait before the first restart until the recovery records are read
+WAIT_SECONDS = 1.0  # Longest wait in seconds of the first restart for the recovery records.
 AGAIN_SECONDS = 1.0
 BEGUN = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
 class PastRestarts:
-    """The restarts of one component (such as an engine): their times in seconds since the epoch, and the newest one's
-    number.
+    """The past restarts of one component, such as an engine: their times in seconds since the epoch, and the number of
+    the newest restart.
     """
 
     times: tuple[float, ...] = ()
     attempt: int = 0
 
     def then(self, recovery: Recovery) -> PastRestarts:
-        """Return a copy that also counts the restarts of `recovery`."""
+        """Return a copy of these past restarts to which the restarts of `recovery` are added."""
         return PastRestarts((*self.times, *(recovery.restarts or (recovery.noticed_at,))), recovery.attempt)
 
 
 def reset_budgets(run: ObjectStore) -> None:
-    """Reset the run's restart budgets; called when a user or a schedule starts the run."""
+    """Reset the run's limits on restarts, so that earlier restarts no longer count. This function is called when a user
+    or a schedule starts the run.
+    """
     run.put(BEGUN, json.dumps({"at": time.time()}).encode())
 
 
 def read_reset_time(run: ObjectStore) -> float:
-    """Return the time at which a user last started the run, in seconds since the epoch; 0 if the time is unknown."""
+    """Return the time in seconds since the epoch at which a user last started the run. Return 0 if this time is
+    unknown.
+    """
     try:
         return float(json.loads(run.get(BEGUN))["at"])
     except (Missing, ValueError, KeyError, TypeError):
@@ -55,8 +60,8 @@ def read_reset_time(run: ObjectStore) -> float:
 
 
 def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, PastRestarts]:
-    """Count the restarts of each component, from recoveries (oldest first) whose failure was noticed between `since`
-    and `until`.
+    """Count the restarts of each component (such as an engine). `recoveries` lists recovery records, oldest first;
+    those whose failure was noticed outside `since` to `until` do not count.
     """
     by_role: dict[str, PastRestarts] = {}
     for recovery in recoveries:
@@ -66,7 +71,7 @@ def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 
 
 
 class RestartHistory:
-    """The restarts of a run's components, such as actors and stages, before this process began."""
+    """The restarts of a run's components, such as actors and engines, that earlier processes made."""
 
     def __init__(
         self,
@@ -84,14 +89,14 @@ class RestartHistory:
         thread.start()
 
     def times(self, role: str) -> list[float]:
-        """Return the times of the component's earlier restarts, as readings of `clock`. A restart that lies outside the
-        window, in the past or in the future, is left out.
+        """Return the times at which earlier processes restarted the component, as readings of `clock`. A restart is
+        left out if its time is more than the window away from now, in the past or in the future.
         """
         ages = [self._wall() - at for at in self._find_past(role).times]
         return [self._clock() - max(0.0, age) for age in ages if abs(age) < self._window]
 
     def attempt(self, role: str) -> int:
-        """Return how often the component was restarted before this process began."""
+        """Return how often earlier processes restarted the component."""
         return self._find_past(role).attempt
 
     def _find_past(self, role: str) -> PastRestarts:

@@ -1,8 +1,8 @@
-"""Defines the rules for restarts of components (actors, engines, stages, services, supervisors), and records their
-recoveries.
+"""Defines how often and after which pause a component of a run is restarted, and records the recoveries. A component is
+an actor, engine, Prefect flow or service.
 
-`Restarts` only decides. The keepers, which watch and restart the components, are in other modules of this package. A
-restarted component begins from storage, so a restart loses nothing that was committed.
+`Restarts` only decides. Other modules of this package watch and restart the components of a run. A restarted component
+continues from the run's storage, so a restart loses nothing that was committed.
 """
 
 from __future__ import annotations
@@ -22,31 +22,35 @@ LONGEST_PAUSE = 60.0
 
 
 class RestartsExhausted(RollflowError):
-    """Raised if a component must not be restarted; the error's message is the reason."""
+    """Raised if a component of a run must not be restarted again. The message is the reason."""
 
 
 def pause_after(restarts: int, limits: RecoveryConfig) -> float:
-    """Return the pause in seconds before the next restart, after `restarts` restarts within the window."""
+    """Return the pause in seconds before the next restart of a component, if the component was restarted `restarts`
+    times within the time window.
+    """
     doublings = min(restarts - 1, 1000)  # a larger exponent overflows a float
     return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0**doublings) if restarts else 0.0
 
 
 class RestartBudget:
-    """Counts the restarts of each component within a time window. `RecoveryConfig` has the limit and the window."""
+    """Counts the restarts of each component, such as an engine, within a time window. `RecoveryConfig` has the largest
+    number of restarts and the length of the time window.
+    """
 
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
-        """Create a budget; the restarts in `earlier` count as spent."""
+        """Create a counter of restarts. The restarts in `earlier` are counted, too."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
 
     def spend(self, role: str, reason: str) -> float:
-        """Spend one restart of the component `role`; return the pause in seconds before the restart.
+        """Count one restart of the component `role`, and return the pause in seconds before the restart.
 
         Raises:
-            RestartsExhausted: the budget is used up.
+            RestartsExhausted: the component was already restarted too often.
         """
         now, limits = self._clock(), self._limits
         own = [at for at in self._spent.get(role, []) if now - at < limits.window_seconds]
@@ -62,16 +66,16 @@ class RestartBudget:
         return pause_after(recent, limits)
 
     def attempt(self, role: str) -> int:
-        """Return how often the component `role` was restarted, including restarts before the window."""
+        """Return how often the component `role` was restarted, including restarts before the time window."""
         return self._attempts[role] + (self._earlier.attempt(role) if self._earlier else 0)
 
 
 @dataclass
 class PendingRecovery:
-    """A recovery that is not finished. A recovery has three events: the failure is noticed, the component is restored,
-    and its work is resumed.
+    """The recovery of a failed component that is not finished yet. A recovery has three events: the failure is noticed,
+    the component is restored, and the component continues its work.
 
-    Only `noticed_at` is read from the wall clock; every later time is `noticed_at` plus a difference of readings of
+    Only `noticed_at` is read from the wall clock. Every later time is `noticed_at` plus the time that has passed on
     `clock`.
     """
 
@@ -84,8 +88,8 @@ class PendingRecovery:
     restored_at: float | None = None
     baseline: float = 0.0
     noticed: float = field(default_factory=time.monotonic)
-    clock: Callable[[], float] = time.monotonic  # the clock that `noticed` was read from
-    # times, in seconds since the epoch, at which earlier failures of the same recovery were noticed
+    clock: Callable[[], float] = time.monotonic  # The clock from which `noticed` was read.
+    # Times, in seconds since the epoch, of earlier failures that are part of the same recovery.
     earlier: tuple[float, ...] = ()
 
     @property
@@ -93,14 +97,16 @@ class PendingRecovery:
         return self.noticed_at + self.clock() - self.noticed
 
     def note_progress(self, progress: float) -> bool:
-        """Record the restarted component's progress; return True once it has made progress since its first answer."""
+        """Record the progress of the restarted component. Return True once the component has made progress since its
+        first answer.
+        """
         if self.restored_at is None:
             self.restored_at, self.baseline = self._now, progress
             return False
         return progress > self.baseline
 
     def after(self, other: PendingRecovery | None) -> PendingRecovery:
-        """Return this recovery merged with `other`, an unfinished recovery of the same component that began earlier."""
+        """Return this recovery merged with `other`, an earlier recovery of the same component that was not finished."""
         if other is None:
             return self
         reason, more = f"{other.reason}; then {self.reason}", self.trajectories + other.trajectories
@@ -110,7 +116,9 @@ class PendingRecovery:
         )
 
     def finish_recovery(self) -> Recovery:
-        """Return the finished recovery, with the present as the time at which work was resumed."""
+        """Return the finished recovery. The present is recorded as the time at which the component continued its
+        work.
+        """
         now = self._now
         return Recovery(
             role=self.role,
@@ -127,8 +135,8 @@ class PendingRecovery:
 
 @dataclass
 class Outage:
-    """A component that is down, with the times of its restart. `due` is the earliest time of the restart, and
-    `launched` is the time at which the component was restarted.
+    """A component of a run that has failed and does not work yet, with the times of its restart. `due` is the earliest
+    time for the restart of the component, and `launched` is the time at which it was restarted.
     """
 
     pending: PendingRecovery
@@ -139,32 +147,32 @@ class Outage:
 
 
 class Restarts:
-    """The components of a run that are down, and their recoveries. See the module's docstring."""
+    """The components of a run that have failed, and their recoveries. See the module's docstring."""
 
     def __init__(
         self, budget: RestartBudget, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ) -> None:
-        """Start with no role down. `clock` gives the times that measure waits; `wall` gives the times that are written
-        into records.
+        """Start with no role down. `clock` gives the times for measuring waits, and `wall` gives the times that are
+        written into recovery records.
         """
         self.budget, self._clock, self._wall = budget, clock, wall
         self._outages: dict[str, Outage] = {}
 
     @classmethod
     def of_run(cls, context: RunContext) -> Restarts:
-        """Build the `Restarts` of a run; restarts by earlier processes count against the run's budget."""
+        """Build the `Restarts` of a run. Restarts that earlier processes made count against the run's limit."""
         limits = context.config.recovery
         return cls(RestartBudget(limits, earlier=RestartHistory(context.store, limits.window_seconds)))
 
     def outage(self, role: str) -> Outage | None:
-        """Return the outage of the component `role`, or None if it is not down."""
+        """Return the outage of the component `role`, or None if the component works."""
         return self._outages.get(role)
 
     def mark_down(self, role: str, reason: str, redone: str = "nothing", trajectories: int = 0) -> Outage:
-        """Record that the component `role` has died, or that it must be ended and restarted.
+        """Record that the component `role` has died, or that the component must be stopped and restarted.
 
         Raises:
-            RestartsExhausted: the component's restart budget is used up.
+            RestartsExhausted: the component was restarted too often.
         """
         pause, now, known = self.budget.spend(role, reason), self._clock(), self._outages.get(role)
         attempt, at = self.budget.attempt(role), self._wall()
@@ -174,38 +182,44 @@ class Restarts:
         return outage
 
     def may_start(self, role: str) -> bool:
-        """Return whether the pause of the component `role` is over, so that it may be started."""
+        """Return whether the component `role` may be started, which is true once the pause after its failure is
+        over.
+        """
         outage = self._outages.get(role)
         return outage is None or self._clock() >= outage.due
 
     def mark_launched(self, role: str) -> None:
-        """Record that the component `role` was started, for the first time or again."""
+        """Record that the component `role` was started or restarted."""
         if outage := self._outages.get(role):
             outage.launched = self._clock()
 
     def note_progress(self, role: str, progress: float) -> Recovery | None:
-        """Record the progress of the component `role`; return its recovery if this progress completes the recovery."""
+        """Record the progress of the component `role`. If this progress completes the recovery of the component, return
+        the recovery.
+        """
         outage = self._outages.get(role)
         return self.mark_up(role) if outage and outage.pending.note_progress(progress) else None
 
     def mark_up(self, role: str) -> Recovery | None:
-        """Record that the component `role` works again; return its recovery if it was down."""
+        """Record that the component `role` works. If the component had failed, return its recovery."""
         outage = self._outages.pop(role, None)
         return outage.pending.finish_recovery() if outage else None
 
 
 class RecoveryReporter:
-    """Reports recoveries to storage, to the flow run's log and to Prefect's events, without blocking the caller."""
+    """Reports recoveries of failed components to the run's storage, to the Prefect flow run's log and to Prefect's
+    events, without blocking the caller.
+    """
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         self._log, self.notes = log, Notes(context.store)
 
     def report_restart(self, outage: Outage) -> None:
-        """Log that a component is restarted, with the reason."""
+        """Log that a failed component is restarted, with the reason."""
         self._log(f"{outage.pending.role} is restarted (restart {outage.pending.attempt}): {outage.reason}")
 
     def report_recovery(self, recovery: Recovery | None) -> None:
-        """Report a finished recovery; do nothing if `recovery` is None."""
+        """Report a finished recovery of a component; do nothing if `recovery` is None."""
         if recovery is None:
             return
         from prefect.events import emit_event
@@ -219,8 +233,8 @@ class RecoveryReporter:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or of the message of its `cause` (the error that an actor
-    raised).
+    """Return the first line of an error's message. If the error has a `cause` (an error that a Ray actor raised), use
+    the message of the cause.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):

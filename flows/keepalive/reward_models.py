@@ -1,4 +1,4 @@
-"""Keeps the actors of a run's reward models alive for the reward stage, each with a keeper in a thread of its own.
+"""Keeps the Ray actors of a run's reward models alive. Each actor is watched in a thread of its own.
 
     reward actor's keeper --after each status--> check: did a keeper give up?
     model 0's keeper   } started before the reward actor's keeper, and ended after it
@@ -25,11 +25,11 @@ from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.reward_models import list_models
 
-FINISH_SECONDS = 30.0  # longest time that the end of all keepers may take, in seconds
+FINISH_SECONDS = 30.0  # Longest time in seconds until all reward models have ended.
 
 
 class ModelKeepers:
-    """The keepers of all copies of a run's reward models. See the module's docstring."""
+    """Watches and restarts all copies of a run's reward models. See the module's docstring."""
 
     def __init__(self, context: RunContext, log: Callable[[str], None]) -> None:
         """Start a keeper for each copy."""
@@ -58,15 +58,17 @@ class ModelKeepers:
             self._failures.append(error)
 
     def check(self, *_: Any) -> None:
-        """Raise the error of a keeper that gave up."""
+        """Raise the error of a reward model that could not be restarted."""
         if self._failures:
             raise self._failures[0]
 
     def finish(self) -> None:
-        """End the keepers after the last response was scored, so that they record their recoveries."""
+        """End the reward models and their watching threads after the last response was scored, so that finished
+        recoveries are recorded.
+        """
         limit, calls = time.monotonic() + FINISH_SECONDS, dict[str, Any]()
         for name in self._names:
-            with contextlib.suppress(RollflowError):  # a dead copy has no response left to score
+            with contextlib.suppress(RollflowError):  # A dead copy of a reward model has no response left to score.
                 calls[name] = cluster.find_actor(name).finish.remote()
         for name, call in calls.items():
             try:

@@ -1,9 +1,10 @@
-"""Watches a run for its supervisor: checks the stages twice a second, and the run's status and the users' stop requests
-once a second.
+"""Watches a run for its supervisor process. The stages (rollout, reward and train) are checked twice a second; the
+run's status is written and users' stop requests are read once a second.
 
-A user may end a run with `rollflow stop`, which writes a request to the run's storage, or by pausing the run's flow
-run. If a user has stopped or paused the run, this module raises `RunEnded`. `rollflow stop` ends the run at its next
-version. `rollflow stop --now` and a pause end the run immediately; its work since the newest version is lost.
+A user can end a run with `rollflow stop`, which writes a request to the run's storage, or by pausing the run's Prefect
+flow run. If a user has stopped or paused the run, this module raises `RunEnded`. `rollflow stop` ends the run after its
+next policy version. `rollflow stop --now` and a pause end the run immediately. The run's work since its newest policy
+version is lost.
 """
 
 from __future__ import annotations
@@ -23,32 +24,31 @@ TELL_SECONDS = 1.0
 
 
 class RunWatch:
-    """Watches one run until a given version, or until its end."""
+    """Watches one run until a given policy version is published, or until the run's end."""
 
     def __init__(self, stages: Stages, writer: StatusWriter, supervisor: Writer) -> None:
         self._stages, self._writer, self._supervisor = stages, writer, supervisor
         self._patience = writer.context.config.store.patience_seconds
         self._told, self._answered = float("-inf"), time.monotonic()
-        self._asked_at: int | None = None  # number of the newest version when a stop request was first seen
+        # Number of the newest policy version at the time when a stop request was first seen.
+        self._asked_at: int | None = None
 
     def to_version(self, version: int) -> None:
-        """Watch the run until the version is published or the rollout and train stages have completed.
+        """Watch the run until the policy version is published, or until rollout and training have ended.
 
         Raises:
             RunEnded: the user ended the run.
-            RestartsExhausted: a stage failed.
+            RestartsExhausted: a stage of the run (rollout, reward or train) failed.
             ConfigError: the policy learns nothing, and `train.no_signal` is "stop".
         """
         self._watch_until(lambda: self._writer.progress.version >= version)
 
     def to_end(self) -> None:
-        """Watch the run until the rollout and train stages have completed, after the last version was trained and
-        evaluated.
-        """
+        """Watch the run until rollout and training have ended, after the last policy version was trained and evaluated."""
         self._watch_until(lambda: False)
 
     def heed_before(self) -> None:
-        """Raise `RunEnded` if a user asked to stop the run before the stages started.
+        """Raise `RunEnded` if a user asked to stop the run before its stages (rollout, reward and train) were started.
 
         Raises:
             RunEnded: the user ended the run.
@@ -58,7 +58,7 @@ class RunWatch:
                 raise RunEnded(f"the run ended while it was starting, because of `rollflow {asked.how}`")
 
     def check_stop_requests(self) -> None:
-        """Raise `RunEnded` if a user has paused or stopped the run since its training ended.
+        """Raise `RunEnded` if a user has paused or stopped the run after its training ended.
 
         Raises:
             RunEnded: the user ended the run.
@@ -76,8 +76,8 @@ class RunWatch:
             time.sleep(POLL_SECONDS)
 
     def _tell(self) -> None:
-        """Write the run's status and check for stop requests; if storage fails for longer than
-        `store.patience_seconds`, raise the error.
+        """Write the run's status, and check whether a user asked to stop the run. If the storage fails for longer than
+        `store.patience_seconds`, raise its error.
         """
         try:
             self._supervisor.check()
@@ -94,7 +94,7 @@ class RunWatch:
         """Raise an error if the policy learns nothing and `train.no_signal` is "stop".
 
         Raises:
-            ConfigError: the newest versions have no learning signal.
+            ConfigError: the newest training batches had no learning signal (no advantage differs from 0).
         """
         train = self._writer.context.config.train
         if train.no_signal == "stop" and self._writer.no_signal:

@@ -1,5 +1,5 @@
-"""Keeps the services of a command such as `rollflow run` running: checks each service about once a second, and restarts
-a service that died or hangs.
+"""Keeps the services of a command such as `rollflow run` running. Each service is checked about once a second, and is
+restarted if it died or hangs.
 
     Prefect server    restarted on its port, with its database
     Ray head          restarted at its address without actors; the flows attached to the old head end with it
@@ -28,21 +28,24 @@ REDONE = {SERVER: "nothing", RAY: "what the actors had in memory", RUNNER: "the 
 
 
 class ServiceKeeper:
-    """Restarts the services of one command, in the order of their dependencies."""
+    """Restarts the services of one command, such as its Prefect server. A service is restarted after the services that
+    it depends on.
+    """
 
     def __init__(self, deployment: str, services: Mapping[str, Service], limits: RecoveryConfig) -> None:
         self.deployment, self.services, self._limits = deployment, services, limits
         # The restart budget of services is new in each command, because services end with their command.
         self.restarts = Restarts(RestartBudget(limits))
         self._answered: dict[str, float] = {}
-        # monotonic time of the Ray head's last failure; flows attached to the cluster earlier have lost their actors
+        # Monotonic time at which the Ray head last failed. Flows that connected to the Ray cluster before this time
+        # have lost their actors.
         self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """Make the next step of the restart of every service that is down, without waiting.
+        """For every service that is down, do the next step of its restart, without waiting.
 
         Raises:
-            RestartsExhausted: a service's budget of restarts is used up.
+            RestartsExhausted: a service was restarted too often.
         """
         for role, service in self.services.items():
             outage = self.restarts.outage(role)
@@ -59,7 +62,9 @@ class ServiceKeeper:
                 self._down(role, f"{service.what} does not start; see {service.log}")
 
     def _check_service(self, role: str, service: Service) -> str:
-        """Note whether the service answers; return the reason why it must be restarted, or "" if it works."""
+        """Check whether the service answers. Return the reason why the service must be restarted, or "" if the service
+        works.
+        """
         now = time.monotonic()
         if not service.running:
             return "its process ended"
@@ -73,7 +78,7 @@ class ServiceKeeper:
         outage = self._down(role, reason)
         if role == RAY:
             self.cluster_lost_at = outage.pending.noticed
-            # Killing the runner ends its flows, which could wait long for actors that are gone.
+            # Killing the Prefect runner ends its flows, which might otherwise wait for actors that are gone.
             self.services[RUNNER].kill()
         return outage
 

@@ -1,4 +1,5 @@
-"""Keeps `rollflow serve` running in the background: restarts it when its process dies, within a restart budget.
+"""Keeps `rollflow serve` running in the background: restarts it when its process dies. The number of restarts is
+limited.
 
     serve --background --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
@@ -27,14 +28,16 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RecoveryConfig
 
 POLL_SECONDS = 0.5
-PORT_SECONDS = 30.0  # longest wait until the services of a dead `serve` have ended and freed their ports
-END_SECONDS = 60.0  # longest wait for `serve` to end after a signal; `rollflow serve --end` waits longer than this
+# Longest wait in seconds until the servers of a dead `rollflow serve` have ended and freed their ports.
+PORT_SECONDS = 30.0
+# Longest wait in seconds until `rollflow serve` ends after a signal. `rollflow serve --end` waits longer than this.
+END_SECONDS = 60.0
 NAME = "the stack"
 
 
 def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: StopFlag) -> int:
-    """Run `command`, and restart it when it dies; return its exit code once it ends with 0, fails to start, or `ended`
-    is set.
+    """Run `command` in a child process, and restart it when it dies. Return its exit code once it ends with 0, fails to
+    start, or `ended` is set.
 
     Raises:
         RestartsExhausted: the command died too often.
@@ -56,8 +59,8 @@ def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ende
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """End the process and return its exit code; kill the process if it takes too long. The services of a killed `serve`
-    end by themselves.
+    """End the process and return its exit code; kill the process if it takes too long. The servers of a killed
+    `rollflow serve` end by themselves.
     """
     child.terminate()
     try:
@@ -68,8 +71,8 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def _await_ports(place: Path) -> None:
-    """Wait until the ports of MLflow and Ray are free, for at most `PORT_SECONDS`, so that the restarted `serve` can
-    use them.
+    """Wait until the ports of MLflow and Ray are free, so that a restarted `rollflow serve` can use them. The wait ends
+    after `PORT_SECONDS`.
     """
     limit, known = time.monotonic() + PORT_SECONDS, read_addresses(place)
     while time.monotonic() < limit and not all(is_free(known[name]) for name in ("mlflow", "ray") if name in known):
@@ -77,7 +80,7 @@ def _await_ports(place: Path) -> None:
 
 
 def main() -> int:
-    """Run `rollflow serve`, and restart it when it dies; return the exit code. See the module's docstring."""
+    """Run `rollflow serve`, restart it when it dies, and return the exit code. See the module's docstring."""
     place, ended = run_home(), StopFlag()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "serve", *sys.argv[1:]]

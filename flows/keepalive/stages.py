@@ -1,11 +1,12 @@
-"""Starts and watches the three stages of a run (rollout, reward, train) for its supervisor; a stage is a child flow run
-and its actor.
+"""Starts and watches the three stages of a run (rollout, reward and train) for the run's supervisor process. Each stage
+consists of a Prefect flow run and a Ray actor.
 
-A stage is restarted if its flow run crashed (the flow's process was killed), or if the stage's flow has not restarted a
-lost actor for `UNATTENDED_SECONDS`. The stage's new flow run uses the actors that are still alive. If a stage's flow
-run *failed*, it has reported the reason, and the run ends. A restarted supervisor adopts the stages' flow runs that the
-dead supervisor started. A flow run that is being cancelled is not adopted, because it may still be ending when the run
-is resumed. While the Prefect server does not answer, a flow run counts as being in its last known state.
+A stage is restarted if the process of its flow run was killed (the flow run crashed), or if the flow has not restarted
+a lost actor for `UNATTENDED_SECONDS`. The new flow run of a restarted stage uses the Ray actors that are still alive.
+If a stage's flow run *failed*, the flow has reported the reason, and the whole run ends. A restarted supervisor
+continues with the flow runs that the dead supervisor started for the stages. A flow run that Prefect is cancelling is
+not used again, because it may still be ending when the run is resumed. While the Prefect server does not answer, each
+flow run is assumed to be in its last known state.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
 STATE_SECONDS = 1.0  # seconds between reads of the states of the stages' flow runs
 STATUS_SECONDS = 10.0
-PING_SECONDS = 5.0  # seconds that the channel may take to answer a ping; a dead channel is noticed immediately
+PING_SECONDS = 5.0  # Seconds that the channel actor may take to answer a ping. A dead actor is noticed immediately.
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-# longest time in seconds that a stage's actor may be silent; more than the start of an engine takes
+# Longest time in seconds for which a stage's Ray actor may be silent. Starting an inference engine takes less.
 UNATTENDED_SECONDS = 1200.0
 
 
@@ -68,7 +69,9 @@ def runner_deployment() -> str:
 
 @dataclass
 class Stage:
-    """One stage: its flow run, the flow run's last known state, and the actor's last status."""
+    """One stage of a run (rollout, reward or train): its Prefect flow run, the last known state of the flow run, and
+    the last status of its Ray actor.
+    """
 
     role: str
     run: UUID | None = None
@@ -79,17 +82,19 @@ class Stage:
     started: float = 0.0  # monotonic time at which the stage's flow run was created
     answered: float = 0.0  # monotonic time of the newest status of the stage's actor
     asked: Any = None  # Ray reference of the unfinished call for the status
-    # Idempotency key of the next flow run: Prefect creates one flow run for each key.
+    # Idempotency key of the stage's next flow run. Prefect creates only one flow run for each key.
     key: str = field(default_factory=lambda: uuid4().hex)
 
     @property
     def name(self) -> str:
-        """The stage's name in recovery records, such as "rollout stage"; its actor has a name of its own."""
+        """The name of the stage in recovery records, such as "rollout stage". The stage's Ray actor has a different
+        name.
+        """
         return f"{self.role} stage"
 
 
 class Stages:
-    """The three stages of a run: rollout, reward and train."""
+    """Starts, watches and ends the three stages of a run: rollout, reward and train."""
 
     def __init__(
         self,
@@ -98,7 +103,9 @@ class Stages:
         log: Callable[[str], None],
         warn: Callable[[Sequence[ActorWarning]], None] = lambda warnings: None,
     ) -> None:
-        """Start without flow runs. `log` writes messages about stages, `warn` writes warnings of actors."""
+        """Start without flow runs. `log` writes messages about the stages, and `warn` writes the warnings of Ray
+        actors.
+        """
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
@@ -111,9 +118,10 @@ class Stages:
         self._begun: list[Any] = []
 
     def start(self) -> None:
-        """Adopt the stages' flow runs that exist, and create the missing ones.
+        """Continue with the flow runs of the stages (rollout, reward and train) that exist already, and create those
+        that are missing.
 
-        If the run's config has changed, stages that use the older config are ended first.
+        If the run's configuration has changed, stages that use the older configuration are ended first.
         """
         limit = time.monotonic() + START_SECONDS
         self._end_older(limit)
@@ -130,9 +138,9 @@ class Stages:
                 time.sleep(STATE_SECONDS)
 
     def _end_older(self, limit: float) -> None:
-        """End the stages and actors that were started before the run's config was changed.
+        """End the stages (flow runs and Ray actors) that were started before the run's configuration was changed.
 
-        Nothing is ended once the scheduler or the learner has claimed its role under the new config.
+        Nothing is ended if the scheduler or the learner has already started with the new configuration.
         """
         state = self.context.log.state
         if len(state.configs) == 1 or state.claims.keys() & {"scheduler", "learner"}:
@@ -154,7 +162,9 @@ class Stages:
         kill_actors(self.context)
 
     def _find_flow_runs(self, client: SyncPrefectClient) -> dict[str, UUID]:
-        """Return the stages' flow runs by role, without flow runs that have ended or are being cancelled."""
+        """Return the flow runs of the stages (rollout, reward and train). Flow runs that have ended or are being
+        cancelled are left out.
+        """
         there = (run for run in unfinished_runs(client, runner_deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
@@ -167,7 +177,9 @@ class Stages:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
-        """Create the stage's flow run; if the server's answer is lost, a second call creates no second flow run."""
+        """Create the Prefect flow run of a stage. If the server's answer is lost, a second call does not create a
+        second flow run.
+        """
         parameters = {"run": self.context.uri, "ray_address": self.address}
         name = f"{run_title(self.context.config)} {stage.role}"
         stage.run = start(
@@ -184,14 +196,15 @@ class Stages:
         self.restarts.mark_launched(stage.name)
 
     def _tags(self, role: str) -> list[str]:
-        """Return the tags of a stage's flow run; a restarted supervisor finds the flow run by the last tag."""
+        """Return the tags of a stage's Prefect flow run. A restarted supervisor finds the flow run by its last tag."""
         return build_tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
-        """Check the channel, the stages' flow runs and their actors; restart what has crashed.
+        """Check the trajectory buffer (`CHANNEL`) and the flow runs and actors of the stages, and restart those that
+        have crashed.
 
         Raises:
-            RestartsExhausted: a stage failed, or its restart budget is used up.
+            RestartsExhausted: a stage failed, or was restarted too often.
         """
         self._look_after_channel()
         if time.monotonic() - self._looked < STATE_SECONDS:
@@ -209,7 +222,7 @@ class Stages:
             self._log(f"{error}; the run continues meanwhile")
 
     def look_at_own(self) -> None:
-        """Read whether a user paused the supervisor's flow run; called after the stages have ended."""
+        """Read whether a user paused the supervisor's flow run. This method is called after the stages have ended."""
         with contextlib.suppress(Unreachable), open_client() as client:
             self._note_pause(states_of(client, self._own))
 
@@ -240,24 +253,29 @@ class Stages:
             self._schedule_restart(stage, "its actor is gone, and its flow does not start a new actor")
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
-        """Restart a stage whose flow run a user paused; a stage cannot pause without its run."""
-        client.set_flow_run_state(run, Running(), force=True)  # otherwise Prefect would not end the flow run's process
+        """Restart a stage whose flow run a user paused, because a single stage cannot pause while its run continues."""
+        # Without this state, Prefect would not end the flow run's process.
+        client.set_flow_run_state(run, Running(), force=True)
         cancel_flow_run(client, run)
         self._log(f"the {stage.role} stage was paused and continues; to pause the run, pause the run's own flow run")
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return whether the stage's actor has been silent for longer than the stage's flow needs to restart it."""
+        """Return whether the stage's Ray actor has been silent for so long that the stage's flow must have failed to
+        restart it.
+        """
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:
         self._reporter.report_restart(self.restarts.mark_down(stage.name, reason))
-        # `_update_stage` creates the next flow run after the pause
+        # `_update_stage` creates the stage's next flow run after the pause.
         stage.run, stage.running, stage.key = None, False, uuid4().hex
         self._looked = 0.0
 
     def _poll_status(self, stage: Stage) -> None:
-        """Read the answer to the last status call if it has arrived, and make the next call, without blocking."""
+        """Read the answer to the last status call to the stage's actor, if it has arrived, and send the next call. This
+        method does not block.
+        """
         if stage.asked is not None and not cluster.has_ended(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
@@ -265,7 +283,7 @@ class Stages:
             if asked is not None:
                 seen: ActorStatus = cluster.call_within(asked, STATUS_SECONDS, f"the status of {stage.role}")
                 stage.seen = seen
-                # An actor without `attended` was only created: the stage's flow may hang before it watches the actor.
+                # If `attended` is false, the actor was created but no flow watches it yet; the stage's flow may hang.
                 if seen.attended:
                     stage.answered = time.monotonic()
                 self.usage.note(seen.costs)
@@ -277,7 +295,7 @@ class Stages:
             self._reporter.report_recovery(self.restarts.mark_up(stage.name))
 
     def _look_after_channel(self) -> None:
-        """Restart the channel, the actor that buffers trajectories, if it is dead."""
+        """Restart the channel (the Ray actor that buffers trajectories) if it is dead."""
         outage = self.restarts.outage(CHANNEL)
         if outage and outage.launched is None:
             self._restart_channel()
@@ -299,24 +317,28 @@ class Stages:
             self._restart_channel()
 
     def _restart_channel(self) -> None:
-        """Restart the channel if its pause is over; otherwise return immediately."""
+        """Restart the channel (the Ray actor that buffers trajectories) if the pause before its restart is over."""
         if self.restarts.may_start(CHANNEL):
             self._start_channel()
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel with a store that does not retry: a client that gets no batch asks again."""
+        """Start the channel (the Ray actor that buffers trajectories). Its storage does not retry failed reads, because
+        a client that gets no batch asks again.
+        """
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)
         start_channel(hasty.store, config.capacity, newest, Lease.of(self.context), placed)
 
     def have_ended(self, *roles: str) -> bool:
-        """Return whether the stages of these roles have completed."""
+        """Return whether the given stages have completed, such as "rollout" and "train"."""
         return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:
-        """End the reward stage, then every actor; called after the rollout and train stages have ended."""
+        """End the reward stage, then every Ray actor of the run. This method is called after rollout and training have
+        ended.
+        """
         limit = time.monotonic() + END_SECONDS
         while not self.have_ended(*ACTORS):
             if time.monotonic() > limit:
@@ -330,7 +352,9 @@ class Stages:
         self._reporter.notes.flush()
 
     def clear(self) -> None:
-        """End the stages that a dead supervisor has started; called after the last version, so no stage is started."""
+        """End the stages that a dead supervisor had started. This method is called after the last policy version, when
+        no stage is started again.
+        """
         left: dict[str, UUID] = {}
         with contextlib.suppress(Unreachable), open_client() as client:
             left = self._find_flow_runs(client)
@@ -356,7 +380,7 @@ class Stages:
             self._log(f"the reward stage does not answer yet: {error}")
 
     def abandon(self) -> None:
-        """Cancel the stages and kill the actors; called after a failure."""
+        """Cancel the flow runs of all stages and kill the run's Ray actors. This method is called after a failure."""
         try:
             with open_client() as client:
                 for stage in self.all.values():
@@ -393,7 +417,7 @@ class Stages:
 
 
 def kill_actors(context: RunContext) -> None:
-    """Kill every actor of a run; processes that an actor started end with the actor."""
+    """Kill every Ray actor of a run. The child processes of an actor end with the actor."""
     most = max(config.engine.replicas for config in context.all_configs)
     engines = [engine_name(number) for number in (EVALUATION, *range(most))]
     models = {name for config in context.all_configs for name in model_names(config)}

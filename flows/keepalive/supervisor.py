@@ -1,10 +1,11 @@
-"""Follows a run for `rollflow run`: reads the run's status from storage, and the state of the supervisor's flow run
-from the Prefect server.
+"""Follows a run for `rollflow run`. The run's status is read from its storage, and the state of its supervising flow
+run from the Prefect server.
 
-The supervisor is the flow that starts and watches a run's stages. A supervisor is restarted if its flow run *crashed*,
-because its process, its runner or its Ray cluster was killed. If the supervisor's flow run failed or was cancelled, the
-run ends. If the supervisor's flow run is paused, `rollflow run` waits until a user resumes it. A Prefect server or
-storage that is unreachable for a moment does no harm, because the checks are repeated.
+The supervisor is the Prefect flow that starts and watches a run's stages (rollout, reward and train). A supervisor is
+restarted if its flow run *crashed*, because its process, its runner or its Ray cluster was killed. If the supervisor's
+flow run failed or was cancelled, the training run ends. If the supervisor's flow run is paused, `rollflow run` waits
+until a user resumes it. If the Prefect server or the storage is unreachable for a moment, the run is not affected,
+because the checks are repeated.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 COUNT_SECONDS = 20.0
-# limit in seconds of a read from storage, so that unreachable storage does not delay the restart of a dead supervisor
+# Time limit in seconds for reading from storage. The limit lets a dead supervisor be restarted although the storage is
+# unreachable.
 READ_SECONDS = 5.0
 AWAY = "the run's storage does not answer; the run waits for it"
 
 
 class SupervisorKeeper:
-    """Restarts the supervisor of one run when it crashes."""
+    """Restarts the supervisor (the supervising Prefect flow run) of one run when it crashes."""
 
     def __init__(self, context: RunContext, flow_run: UUID, services: ServiceKeeper) -> None:
         self._usage, self._writer, self._counted = CpuUsage(), f"session-{flow_run.hex[-12:]}", 0.0
@@ -50,7 +52,9 @@ class SupervisorKeeper:
         self._moved: tuple[object, float] = (None, time.monotonic())
 
     def read(self, before: RunStatus) -> RunStatus:
-        """Return the status that the current supervisor has written, or `before` if it has written none."""
+        """Return the status that the run's present supervisor has written, or `before` if the supervisor has written
+        none.
+        """
         try:
             return read_status(self.context, self.flow_run) or before
         except Unreachable:
@@ -60,8 +64,8 @@ class SupervisorKeeper:
             return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 
     def look(self, status: RunStatus) -> RunStatus:
-        """Check the services and the supervisor, and return the run's status; its phase is "failed" only if the run has
-        ended by failure.
+        """Check the services and the run's supervisor, and return the run's status. The returned phase is "failed" only
+        if the run has ended with a failure.
         """
         self._store_cpu_usage(status)
         if status.phase == "done":
@@ -75,22 +79,23 @@ class SupervisorKeeper:
             return _mark_failed(status, str(error))
 
     def await_end(self) -> None:
-        """Wait until the supervisor's flow run reaches its final state; the Prefect server may be stopped
-        afterwards.
+        """Wait until the supervisor's flow run has reached its final state. After that, the Prefect server may be
+        stopped.
         """
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS
         while time.monotonic() < limit:
             with contextlib.suppress(Unreachable, RestartsExhausted):
-                self._services.look(self._record)  # The supervisor may be waiting for a restart of the Prefect server.
+                # The supervisor may be waiting until this process has restarted the Prefect server.
+                self._services.look(self._record)
                 state = flow_state(self.flow_run)
                 if state is not None and state.is_final():
                     return
             time.sleep(POLL_SECONDS)
 
     def _store_cpu_usage(self, status: RunStatus) -> None:
-        """Measure the CPU time of services and flows every `COUNT_SECONDS` and at the end; write it to the run's
-        storage.
+        """Measure the CPU time of services and flows, and write it to the run's storage. This is done every
+        `COUNT_SECONDS` and at the end.
         """
         if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
             return
@@ -133,10 +138,10 @@ class SupervisorKeeper:
             self._moved = seen, time.monotonic()
 
     def _is_stuck(self, status: RunStatus) -> bool:
-        """Return whether the supervisor has written no new status for too long, in any phase.
+        """Return whether the run's supervisor has written no new status for too long.
 
-        A supervisor writes its status once a second while it watches its stages. In other phases a supervisor writes
-        its status whenever a step makes progress, and a step may wait for recoveries.
+        A supervisor writes the run's status once a second while it watches the stages. In other phases a supervisor
+        writes the run's status whenever a step makes progress. A step may wait until crashed actors are restarted.
         """
         longest = self._patience if status.phase == "training" else self._patience + self._window
         return time.monotonic() - self._moved[1] > longest
@@ -159,8 +164,8 @@ class SupervisorKeeper:
         return replace(status, phase="starting", messages=(f"the supervisor restarts: {reason}",))
 
     def _record(self, recovery: Recovery) -> None:
-        """Record a recovery in the run's storage and in the supervisor's flow run; ignore an unreachable Prefect
-        server.
+        """Record the recovery of a crashed component in the run's storage and in the supervisor's Prefect flow run. An
+        unreachable Prefect server is ignored.
         """
         self._notes.add(recovery)
         with contextlib.suppress(Unreachable):
@@ -168,7 +173,9 @@ class SupervisorKeeper:
 
 
 def _mark_failed(status: RunStatus, why: Any) -> RunStatus:
-    """Return the status of a failed run; a reason in the stored status has priority over `why`."""
+    """Return the status of a failed run. If the stored status already has a reason for the failure, `why` is not
+    used.
+    """
     if status.phase == "failed":
         return status
     return status.at_end("failed", str(why))

@@ -1,4 +1,5 @@
-"""Restarts a run's crashed supervisor exactly once for each crash, even if several processes notice the crash.
+"""Restarts the crashed supervisor (supervising Prefect flow run) of a training run. Each crash gives exactly one
+restart, even if several processes notice it.
 
     crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
                                  --> otherwise the same deployment, the same parameters, the same run
@@ -38,8 +39,8 @@ REDONE = "the supervisor's start; living actors continue"
 
 @dataclass
 class Successor:
-    """The flow run that continues a run after its supervisor has crashed. `pending` is the unfinished recovery, or None
-    if another process created the flow run.
+    """The Prefect flow run that continues a training run after its supervising flow run has crashed. `pending` is the
+    recovery that is not finished yet. `pending` is None if another process created the flow run.
     """
 
     context: RunContext
@@ -48,11 +49,11 @@ class Successor:
 
     @cached_property
     def notes(self) -> Notes:
-        """The queue that writes the recovery to storage."""
+        """The queue that writes the recovery of the supervisor to the run's storage."""
         return Notes(self.context.store)
 
     def check_up(self) -> bool:
-        """Record the recovery once the successor runs or has ended; return whether it does.
+        """Return whether the successor flow run is running or has ended. If so, record the recovery of the supervisor.
 
         Raises:
             Unreachable: the Prefect server does not answer.
@@ -68,7 +69,7 @@ class Successor:
 
 
 class SupervisorRestarter:
-    """Restarts the crashed supervisors of the runs that a runner serves."""
+    """Restarts the crashed supervisors (supervising flow runs) of all runs that a Prefect runner serves."""
 
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
@@ -76,8 +77,8 @@ class SupervisorRestarter:
         self._starting: list[Successor] = []
 
     def look(self, log: Callable[[str], None]) -> None:
-        """Restart the supervisors that have crashed since the last call. If a supervisor cannot be restarted, the
-        reason is logged once, and the supervisor is not tried again.
+        """Restart the supervisors (supervising flow runs) that have crashed since the last call. If a supervisor cannot
+        be restarted, the reason is logged once, and this supervisor is not tried again.
         """
         self._starting = [successor for successor in self._starting if not is_up(successor)]
         with contextlib.suppress(Unreachable), open_client() as client:
@@ -88,8 +89,8 @@ class SupervisorRestarter:
                     self._seen.add(run.id)
 
     def _follow_up(self, crashed: FlowRun, log: Callable[[str], None]) -> bool:
-        """Restart the crashed supervisor; return False if the run's storage does not answer, so that the next call of
-        `look` tries again.
+        """Restart the crashed supervisor of a run. Return False if the run's storage does not answer, so that the next
+        call of `look` tries again.
         """
         name = run_uri(crashed).rpartition("/")[2]
         try:
@@ -106,7 +107,9 @@ class SupervisorRestarter:
 
 
 def is_up(successor: Successor) -> bool:
-    """Return whether the successor runs or has ended; return False if the Prefect server does not answer."""
+    """Return whether the successor flow run is running or has ended. Return False if the Prefect server does not
+    answer.
+    """
     try:
         return successor.check_up()
     except Unreachable:
@@ -116,8 +119,8 @@ def is_up(successor: Successor) -> bool:
 def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
     """Restart the supervisor of the run `context` after `flow_run` crashed; if a successor exists already, return it.
 
-    Returns None if the run has ended, or the flow run did not crash. Only crashes since a user or a schedule last
-    started the run count against the budget.
+    Return None if the training run has ended, or if the flow run did not crash. Crashes before a user or a schedule
+    last started the run do not count against the limit on restarts.
 
     Raises:
         RestartsExhausted: the supervisor crashed too often.
@@ -146,21 +149,22 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
             idempotency_key=f"after:{crashed.id}",
         )
     if made.state is None or made.state.state_details.scheduled_time != begin.state_details.scheduled_time:
-        return Successor(context, made.id)  # another process created the successor and records its recovery
+        return Successor(context, made.id)  # Another process created the successor, and records the recovery.
     return Successor(context, made.id, PendingRecovery("supervisor", crash_reason(crashed), len(crashes), REDONE))
 
 
 def follows_another(flow_run: UUID) -> bool:
-    """Return whether a flow run was created because another flow run crashed, and not by a user or a schedule.
+    """Return whether a flow run was created because another flow run crashed. A flow run that a user or a schedule
+    created gives False.
 
-    A flow run that a user has retried or resumed gives False, because it runs a second time.
+    A flow run that a user has retried or resumed gives False, too, because that flow run runs for the second time.
     """
     made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2
 
 
 def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
-    """Return `first` and its successors, ordered by their idempotency keys and not by time."""
+    """Return the flow run `first` and its successors. They are ordered by their idempotency keys, not by time."""
     after = {run.idempotency_key: run for run in attempts}
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):
@@ -169,7 +173,7 @@ def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
 
 
 def list_predecessors(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRun]:
-    """Return `last` and its predecessors, back to the flow run that a user or a schedule started."""
+    """Return the flow run `last` and its predecessors, back to the flow run that a user or a schedule started."""
     by_follower = {f"after:{run.id}": run for run in attempts}
     found = [last]
     while before := by_follower.get(found[-1].idempotency_key or ""):
@@ -178,7 +182,7 @@ def list_predecessors(attempts: Sequence[FlowRun], last: FlowRun) -> list[FlowRu
 
 
 def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
-    """Return the run's current restart limits."""
+    """Return the present limits on restarts of the run."""
     try:
         return context.config.recovery
     except ConfigError:
@@ -188,8 +192,8 @@ def _read_limits(context: RunContext, crashed: FlowRun) -> RecoveryConfig:
 def _compute_pause(
     client: SyncPrefectClient, crashed: FlowRun, crashes: Sequence[float], limits: RecoveryConfig
 ) -> float:
-    """Return the pause in seconds before the restart. If the budget is used up, mark the flow run as failed, so that
-    nobody restarts it.
+    """Return the pause in seconds before the supervisor is restarted. If the supervisor was restarted too often, mark
+    its flow run as failed, so that no process restarts it.
     """
     from prefect.states import Failed
 
@@ -201,12 +205,12 @@ def _compute_pause(
 
 
 def pause_before(crashes: Sequence[float], now: float, limits: RecoveryConfig) -> float:
-    """Return the pause in seconds before the next start, from the times of the crashes.
+    """Compute the pause in seconds before the supervisor's next start, from the times of its crashes.
 
     A crash time may be later than `now`, because the clock may have been set back.
 
     Raises:
-        RestartsExhausted: too many crashes within the window.
+        RestartsExhausted: the supervisor crashed too often within the time window.
     """
     recent = sum(abs(now - at) < limits.window_seconds for at in crashes)
     if recent > limits.restarts:
@@ -224,8 +228,8 @@ def crash_reason(crashed: FlowRun) -> str:
 
 
 def run_uri(flow_run: FlowRun) -> str:
-    """Return the storage URI of the run that a supervisor's flow run supervises, or "" if the flow run's parameters
-    name none.
+    """Return the storage URI of the training run that a Prefect flow run supervises. Return "" if the flow run's
+    parameters name none.
     """
     given = _parameters(flow_run)
     if given.get("storage"):
@@ -242,13 +246,15 @@ def run_uri(flow_run: FlowRun) -> str:
 
 
 def _parameters(flow_run: FlowRun) -> dict[str, Any]:
-    """Return the parameters of a supervisor's flow run, with config keys of older releases renamed."""
+    """Return the parameters of a supervisor's flow run. Configuration keys of older releases are renamed to their
+    present names.
+    """
     given, config = flow_run.parameters, flow_run.parameters.get("config")
     return given | {"config": RECIPE.apply(config)} if isinstance(config, Mapping) else given
 
 
 def run_of(flow_run: FlowRun) -> RunContext:
-    """Return the context of the run that a supervisor's flow run supervises."""
+    """Return the context of the training run that a Prefect flow run supervises."""
     return attach_run(run_uri(flow_run))
 
 

@@ -1,4 +1,5 @@
-"""Decides from outside whether a silent actor is dead, stuck or busy, by asking Ray and watching the actor's process.
+"""Decides whether a Ray actor that does not answer is dead, stuck or busy, by asking Ray and watching the actor's
+process.
 
     not created yet             the actor is starting; if its worker died before it registered, the error says so
     its process computes        the actor is busy: the machine is short of CPUs, or a library holds Python's lock
@@ -15,29 +16,29 @@ from typing import Any
 from rollflow.flows.ray_cluster.actor_process import explain_lost_actor, find_actor_process
 from rollflow.storage.errors import Unreachable
 
-START_SECONDS = 900.0  # longest time in seconds that the creation of an actor may take
-LEAST_SHARE = 0.02  # smallest share of a CPU's time that counts as computing; an idle process uses less
+START_SECONDS = 900.0  # Longest time in seconds that the creation of a Ray actor may take.
+LEAST_SHARE = 0.02  # Smallest share of a CPU's time that counts as computing; an idle process uses less.
 
 
 class Vitals:
-    """Checks whether a silent actor is dead, stuck or busy."""
+    """Checks whether a Ray actor that does not answer is dead, stuck or busy."""
 
     def __init__(self, name: str, actor: Any, silent_seconds: float) -> None:
-        """Set the longest time for which the actor may neither answer nor compute (`silent_seconds`)."""
+        """Set `silent_seconds`, the longest time for which the actor may neither answer nor compute."""
         self._name, self._id, self._longest = name, actor._actor_id, silent_seconds
         self._began = time.monotonic()
         # The start of the observed interval: its monotonic time, and the process's CPU seconds at that time.
         self._window: tuple[float, float] | None = None
 
     def note_answer(self) -> None:
-        """Record that the actor answered just now."""
+        """Record that the actor has just answered a call."""
         self._began, self._window = time.monotonic(), None
 
     def check_actor(self) -> bool:
-        """Check an actor that does not answer; return whether the actor is still being created.
+        """Check an actor that does not answer. Return True if Ray is still creating the actor.
 
         Raises:
-            Unreachable: the actor is dead or stuck; the message has the evidence.
+            Unreachable: the actor is dead or stuck; the message says how this was found.
         """
         if why := explain_lost_actor(self._id):
             raise Unreachable(f"cannot wait for {self._name}: {why}")

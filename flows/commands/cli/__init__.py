@@ -1,7 +1,8 @@
-"""Runs the command line: reads the options, runs the command, and prints an error as one sentence to standard error.
+"""Runs the `rollflow` command line. The module parses the options, runs the command, and prints any error as one
+sentence to standard error.
 
-Importing this module imports little, so that `rollflow --help` is quick; the module of each command imports what the
-command needs.
+Few modules are imported here, so that `rollflow --help` is quick. The module of each command imports the libraries that
+the command needs.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ STDERR = 2  # file descriptor of standard error, the highest of the standard str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command, the function `command(options)` of the command's module; return the exit code.
+    """Parse the command line, call the function `command(options)` of the command's module, and return the exit code.
 
-    If the reader of the output has ended, as in `rollflow keys | head`, the process ends without a message.
+    If the process that reads the output has ended, as in `rollflow keys | head`, the command ends without an error
+    message.
     """
     _open_streams()
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # flush here, because an error at the interpreter's exit could not be caught
+            sys.stdout.flush()  # Flush here, because an error while the interpreter exits could not be caught.
     except BrokenPipeError:
         gone = [stream for stream in (sys.stdout, sys.stderr) if _is_reader_gone(stream)]
-        if not gone:  # the broken pipe is another pipe, not a standard stream
+        if not gone:  # The broken pipe is not a standard stream.
             raise
         for stream in gone:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -61,7 +63,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _prepare_environment(options: argparse.Namespace) -> None:
-    """Apply the settings file, if one is given, and check the environment of a command that starts services."""
+    """Apply the settings file, if the user gave one. For commands that start services, check the environment
+    variables.
+    """
     from rollflow.flows.locations import run_home
     from rollflow.flows.services.variables import bypass_proxies, check_variables, create_home, give_home
 
@@ -75,7 +79,9 @@ def _prepare_environment(options: argparse.Namespace) -> None:
 
 
 def _apply_settings(options: argparse.Namespace) -> None:
-    """Set the variables of the settings file, and add its keys to the overrides unless `--set` gives the same key."""
+    """Set the environment variables of the settings file, and add the file's configuration keys to the overrides unless
+    `--set` gives the same key.
+    """
     from rollflow.flows.commands.cli.settings import load_settings
 
     options.settings = load_settings(options.settings)
@@ -86,8 +92,8 @@ def _apply_settings(options: argparse.Namespace) -> None:
 
 
 def _open_streams() -> None:
-    """Open the null device for each standard stream that is closed, because the next opened file would become that
-    stream.
+    """Open the null device for each standard stream that is closed. Otherwise the next file that this process opens
+    would become the standard stream.
     """
     while (null := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
@@ -98,8 +104,8 @@ def _open_streams() -> None:
 
 
 def _escape_unprintable() -> None:
-    """Make the standard streams escape characters that the terminal's encoding lacks. Only the streams of this process
-    are changed, because services write to files.
+    """Make the standard streams escape characters that the terminal's encoding cannot represent. Services that this
+    process starts are not affected, because they write to files.
     """
     os.environ.pop("PYTHONIOENCODING", None)
     for stream in (sys.stdout, sys.stderr):

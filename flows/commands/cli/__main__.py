@@ -1,4 +1,4 @@
-"""Makes `python -m rollflow.flows.commands.cli` the same command as `rollflow`."""
+"""Lets `python -m rollflow.flows.commands.cli` run the same program as `rollflow`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Finds the run that a command's options name."""
+"""Finds the training run that a command's options name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from rollflow.tasks.run.context import RunContext
 
 
 def chosen_run(options: argparse.Namespace) -> RunContext:
-    """Return the run that the user names; if none is named, return the newest run and print its id to standard error.
+    """Return the run that the user names. If the user names no run, return the newest run and print its run id to
+    standard error.
 
     Raises:
-        ConfigError: the named run does not exist, or the store has no run.
+        ConfigError: the named run does not exist, or the store contains no run.
     """
     context = find_run(options.run, options.store)
     if options.run is None:

@@ -20,8 +20,8 @@ ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script for bash or zsh; the script for zsh loads zsh's support for bash completion. The
-    shell completes file names where no command or option fits.
+    """Return the completion script for bash or zsh. The zsh script uses zsh's support for bash completion. With the
+    completion script, the shell completes a file name where no command or option fits.
     """
     (commands,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = {verb: _options(command) for verb, command in commands.items()} | {"--completion": "bash zsh"}

@@ -1,4 +1,6 @@
-"""Implements `rollflow doctor --cluster [RECIPE]`: asks every node of a Ray cluster whether a run can use the node."""
+"""Implements `rollflow doctor --cluster [RECIPE]`, which asks every node of a Ray cluster whether a run can use the
+node.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from rollflow.tasks.run.config import RunConfig
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the nodes of the Ray cluster; print a row for each node and a sentence for each fault."""
+    """Check the nodes of the Ray cluster. Print a table row for each node and a sentence for each fault that was
+    found.
+    """
     config = _config(options)
     address, store = config.cluster.address, store_uri(config)
     if address == "auto":
@@ -45,13 +49,15 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> RunConfig:
-    """Return the config of the recipe, or the default config, with `--settings` and `--set` applied."""
+    """Return the configuration of the recipe that the user names, or the default configuration. `--settings` and
+    `--set` are applied.
+    """
     overrides = [*getattr(getattr(options, "settings", None), "overrides", ()), *options.set]
     return load_recipe(options.cluster, overrides) if options.cluster.name else override_config({}, overrides)
 
 
 def print_nodes(nodes: Sequence[NodeState], faults: Sequence[str], console: Console | None = None) -> None:
-    """Print a table of the nodes, and below it the faults."""
+    """Print a table of the cluster's nodes, and below the table the faults that were found."""
     console = console or Console(highlight=False)
     table = Table(
         Column("node", no_wrap=True, overflow="ignore"),

@@ -1,4 +1,6 @@
-"""Checks rules of the command line that argparse cannot express, such as options that exclude or need each other."""
+"""Checks rules of the command line that argparse cannot express, for example that two options exclude each other or
+that one option needs another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ EARLIER: Mapping[str, str] = {
     "top": "status --watch",
     "up": "serve --background",
 }
-# command -> option -> the options that it excludes
+# Maps a command and one of its options to the options that this option excludes.
 EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "status": {"watch": ("all", "json"), "all": ("run",)},
     "audit": {"repair": ("deep", "anchor", "json")},
@@ -30,7 +32,7 @@ EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     },
     "plan": {"gpus": ("from_run", "versions", "plot", "save_hardware", "store")},
 }
-# command -> option -> the options that have no effect without it
+# Maps a command and an option to the options that have no effect without that option.
 NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "audit": {"repair": ("yes",)},
     "doctor": {"cluster": ("set",)},
@@ -48,14 +50,14 @@ SECOND = {
 
 
 def check_earlier_name(arguments: Sequence[str]) -> None:
-    """Reject an old name of a command; the error gives the new name."""
+    """Reject an old name of a renamed command, with an error that gives the new name."""
     if arguments and (new := EARLIER.get(arguments[0])):
         raise ConfigError(f"`rollflow {arguments[0]}` is now `rollflow {new}`")
 
 
 def move_version(options: argparse.Namespace) -> None:
-    """Treat a number in place of a run as a version or trajectory of the newest run, because a run id is never a
-    number.
+    """Read a number in place of a run's name as a policy version or trajectory of the newest run. A run id is never a
+    number, so the meaning is clear.
     """
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:
@@ -68,7 +70,9 @@ def move_version(options: argparse.Namespace) -> None:
 
 
 def check_combination(options: argparse.Namespace) -> None:
-    """Reject two options that exclude each other, and an option without the option that it needs."""
+    """Reject two options that exclude each other, and reject an option that is given without another option that it
+    needs.
+    """
     for option, excluded in EXCLUDED.get(options.verb, {}).items():
         for other in excluded:
             if _is_given(options, option) and _is_given(options, other):

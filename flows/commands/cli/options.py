@@ -1,4 +1,6 @@
-"""Defines all commands and their options, in groups. The module of a command has the command's name."""
+"""Defines the options of every command of `rollflow`, and the groups in which the help lists the commands. Each command
+is implemented in a module of the same name.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command line.
 
     Raises:
-        ConfigError: the command was renamed, or two options exclude each other.
-        SystemExit: argparse has printed the help or an error.
+        ConfigError: the command was renamed, or two of the options exclude each other.
+        SystemExit: argparse has printed the help or an error message.
     """
     check_earlier_name(arguments)
     options = build_parser().parse_args(arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HelpFormat(argparse.HelpFormatter):
-    """Wraps the lines of a description, except indented lines."""
+    """Formats the help text: wraps the lines of a description, except indented lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """The commands of a parser; `lines` has the help's list of commands, in groups."""
+    """The subcommands of a parser. `lines` has the list of commands for the help, in groups."""
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
         self._parsers = top.add_subparsers(
@@ -40,12 +40,12 @@ class Commands:
         self.lines: list[str] = []
 
     def begin_group(self, title: str) -> None:
-        """Begin a group of commands with this title in the help."""
+        """Begin a new group of commands in the help, under this title."""
         self.lines += ["", title]
 
     def add(self, verb: str, summary: str, more: str, example: str) -> argparse.ArgumentParser:
-        """Add a command. The help of `rollflow` shows `summary`; the command's own help shows `summary`, `more` and
-        `example`.
+        """Add a command. The help of `rollflow` shows the command's `summary`. The help of the command itself shows
+        `summary`, `more` and `example`.
         """
         self.lines.append(f"  {verb:<9} {summary}")
         parser: argparse.ArgumentParser = self._parsers.add_parser(
@@ -59,7 +59,9 @@ class Commands:
 
 
 class PrintVersion(argparse.Action):
-    """Prints rollflow's version, which is looked up only when a user asks for it."""
+    """Prints rollflow's version. The version is looked up only when a user asks for it, because the lookup takes
+    time.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version

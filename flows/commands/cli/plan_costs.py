@@ -1,4 +1,4 @@
-"""Reads the prices for `rollflow plan --cost`, and describes the costs of a plan."""
+"""Reads the file of prices for `rollflow plan --cost`, and describes what a planned run would cost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rollflow.tasks.simulation.prices import Cost, Prices, cost_of
 
 
 def load_prices(path: Path) -> Prices:
-    """Read and check a file of prices.
+    """Read and check a file of prices of machines and storage.
 
     Raises:
-        ConfigError: the file of prices is invalid; the message has a sentence for each key to change.
+        ConfigError: the file of prices is invalid. The message has a sentence for each key that must change.
     """
     tree = read_toml(path, "file of prices")
     try:
@@ -30,7 +30,7 @@ def load_prices(path: Path) -> Prices:
 
 
 def describe_costs(planned: Plan, prices: Prices, config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """Yield sentences about the costs of the recommended plan, of the synchronous mode and of the run's storage."""
+    """Yield sentences about the cost of the recommended plan, of synchronous training, and of the run's storage."""
 
     def cost(outcome: CandidateOutcome) -> Cost:
         return cost_of(outcome, prices, config, hardware)

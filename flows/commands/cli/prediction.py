@@ -1,7 +1,7 @@
-"""Implements `rollflow plan --from-run`: fits simulated hardware to the measured times of a recorded run, and compares
-the prediction with the run.
+"""Implements `rollflow plan --from-run`, which checks the simulator against a recorded run. The command fits simulated
+hardware to the run's measured times, and compares the simulated step time with the measured one.
 
-The measured times come from the run's storage: from its batches, its versions and its records of weight updates.
+The measured times come from the run's storage: its batches, its policy versions and its records of weight updates.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.simulation.figures import WARM_UP
 from rollflow.tasks.simulation.fit import RecordedVersion, fit_hardware
 
-FEWEST = 5  # smallest number of versions after the warm-up with which a prediction is compared
-# config keys that affect the step time
+FEWEST = 5  # Smallest number of policy versions after the warm-up that a comparison needs.
+# Configuration keys that affect the time of a train step.
 SCHEDULED = ("async_ratio", "groups", "group_size", "engine", "rollout", "reward", "rewards")
 
 
 def compare(
     config: RunConfig, context: RunContext, versions: int | None, outputs: Outputs, save: Path | None = None
 ) -> float:
-    """Simulate `config` on hardware that is fitted to the run `context`; return the relative error of the predicted
-    step time.
+    """Simulate `config` on hardware that is fitted to the recorded run `context`. Return the relative error of the
+    predicted time of a train step.
 
     Raises:
-        ConfigError: the run has too few versions.
+        ConfigError: the run has too few policy versions for a comparison.
     """
     console = Console(highlight=False)
     recorded = read_recorded(context)
@@ -65,15 +65,15 @@ def compare(
 
 
 def _list_differences(config: RunConfig, other: RunConfig) -> list[str]:
-    """Return the keys in `SCHEDULED` whose values differ between the two configs."""
+    """Return the configuration keys in `SCHEDULED` whose values differ between the two configurations."""
     return [name for name in SCHEDULED if getattr(config, name) != getattr(other, name)]
 
 
 def read_recorded(context: RunContext) -> list[RecordedVersion]:
-    """Return the recorded times of the run's versions after its warm-up.
+    """Return the recorded times of the run's train steps after its warm-up.
 
     Raises:
-        ConfigError: the run has too few versions after its warm-up.
+        ConfigError: the run has too few policy versions after its warm-up.
     """
     first, newest = WARM_UP + context.config.capacity, context.policies.newest()
     if newest - first < FEWEST:

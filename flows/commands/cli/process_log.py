@@ -1,7 +1,7 @@
-"""Implements `rollflow log --processes`: prints the log lines of a run's processes on this machine.
+"""Implements `rollflow log --processes`, which prints the log lines that a run's processes wrote on this machine.
 
-A `rollflow run` that starts its own services writes a log file for its run. `rollflow serve` writes one log file for
-all runs, of which only the lines of the given run are printed.
+A `rollflow run` that starts its own services writes one log file for its run. `rollflow serve` writes one log file for
+all runs, and `rollflow log` prints only the lines of the given run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK_SECONDS = 0.5
 
 
 def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> None:
-    """Print the log lines of the run's processes; with `follow`, also print new lines until the run has ended.
+    """Print the log lines of the run's processes. If `follow` is true, print new lines until the run has ended.
 
     Raises:
         ConfigError: this machine has no log line of the run.
@@ -43,7 +43,9 @@ def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> No
 
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
-    """Return the log files that may have lines of the run, each with a function that selects the run's lines."""
+    """Return the log files that may contain lines of the run. Each file comes with a function that selects the run's
+    lines.
+    """
     logs = run_home() / "logs"
     wanted = {
         logs / context.key / "runner.log": lambda line: True,
@@ -53,7 +55,7 @@ def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
 
 
 def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
-    """Yield the log lines of the run; with `follow`, also yield new lines until the run has ended."""
+    """Yield the log lines of the run. If `follow` is true, yield new lines until the run has ended."""
     wanted = _log_files(context)
     with contextlib.ExitStack() as opened:
         logs = [_Log(opened.enter_context(file.open(errors="replace")), own) for file, own in wanted.items()]
@@ -74,14 +76,16 @@ def _read_lines(context: RunContext, *, follow: bool) -> Iterator[str]:
 
 
 class _Log:
-    """A log file to which a process still writes."""
+    """Reads the new lines of a log file to which a process still writes."""
 
     def __init__(self, file: TextIO, own: Callable[[str], bool]) -> None:
         self._file, self._own = file, own
         self._begun = ""
 
     def read_new(self, *, ended: bool) -> Sequence[str]:
-        """Return the run's complete lines since the last call; if `ended` is true, include an incomplete last line."""
+        """Return the complete log lines that the run's processes wrote since the last call. If `ended` is true, include
+        an incomplete last line.
+        """
         *lines, self._begun = (self._begun + self._file.read()).split("\n")
         last = [self._begun] if ended and self._begun else []
         return [line for line in lines + last if self._own(line)]

@@ -1,4 +1,6 @@
-"""Implements `rollflow serve --sandboxes`: serves sandboxes to callers of SandboxFusion's and of ROCK's protocol."""
+"""Implements `rollflow serve --sandboxes`, an HTTP server that runs untrusted programs in sandboxes. Clients use the
+protocol of SandboxFusion or of ROCK.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def read_sandbox_config(recipe: Path, overrides: list[str]) -> SandboxBase:
-    """Return `[reward.sandbox]` of a recipe; an empty path means the defaults.
+    """Return the section `[reward.sandbox]` of a recipe. An empty path gives the default sandbox settings.
 
     Raises:
-        ConfigError: the recipe has no sandboxes, or sandboxes of another server.
+        ConfigError: the recipe configures no sandbox, or configures sandboxes of another server.
     """
     given = load_recipe(recipe, overrides) if recipe != Path() else None
     config = given or override_config({"reward": {"kind": "code"}}, overrides)

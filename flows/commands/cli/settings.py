@@ -1,5 +1,5 @@
-"""Reads settings files. A settings file has the settings of an installation for all runs; Terraform (`infra/terraform`)
-or a user writes it.
+"""Reads settings files. Reads a settings file, which has the settings of an installation for all runs. The file is
+written by Terraform (`infra/terraform`) or by a user.
 
     [variables]                                     # environment variables of a command
     PREFECT_API_URL = "http://127.0.0.1:4200/api"
@@ -50,14 +50,14 @@ VARIABLES = (
     *("PREFECT_API_URL", "PREFECT_PROFILE", "RAY_AUTH_MODE", "RAY_USE_TLS"),
     *("ROLLFLOW_HOME", "ROLLFLOW_LOG_FORMAT", "ROLLFLOW_STORE"),
 )
-# variables that contain secrets although their names do not show it
+# Environment variables that contain secrets although their names do not show it.
 SECRETS = ("AWS_ACCESS_KEY_ID", "PREFECT_CLIENT_CUSTOM_HEADERS")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The content of a settings file: its variables, its keys as `--set` would give them (`overrides`), and the default
-    config with these keys.
+    """The content of a settings file: environment variables, configuration keys in the form of `--set` (`overrides`),
+    and the default configuration with these keys.
     """
 
     variables: Mapping[str, str]
@@ -66,10 +66,11 @@ class Settings:
 
 
 def load_settings(path: Path) -> Settings:
-    """Read and check a settings file. Relative paths in a settings file are relative to the file's folder.
+    """Read and check a settings file of an installation. Relative paths in a settings file are relative to the folder
+    of that file.
 
     Raises:
-        ConfigError: the file is invalid, or contains a secret.
+        ConfigError: the settings file is invalid, or contains a secret.
     """
     tree = read_toml(path, "settings file")
     variables = tree.pop("variables", {})
@@ -99,7 +100,7 @@ def _check_variables(variables: object) -> None:
         raise ConfigError("variables is a value, not a section; write [variables] above the names")
     for name, value in variables.items():
         key = f"variables.{name}"
-        if name not in VARIABLES:  # the error does not show the value, which may be a secret
+        if name not in VARIABLES:  # The error message does not show the variable's value, which may be a secret.
             if name in SECRETS or SECRET_NAME.search(name):
                 instead = f"name its file in {name}_PATH" if f"{name}_PATH" in FILES else "export it before the command"
                 raise ConfigError(
@@ -134,7 +135,9 @@ def _check_address(key: str, value: str) -> None:
 
 
 def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the tree's keys as `key=value` for `--set`; a table such as `labels`, which is no section, is one value."""
+    """Yield the keys of a configuration tree as `key=value` for `--set`. A table of user-defined names, such as
+    `labels`, is yielded as one value.
+    """
     for name, value in tree.items():
         below = getattr(section, name)
         if isinstance(below, Section):
@@ -144,7 +147,9 @@ def _overrides(tree: Mapping[str, Any], section: Section, prefix: str = "") -> I
 
 
 def _in_toml(value: object) -> str:
-    """Return a value as one line of TOML; JSON and TOML write strings and numbers alike, except the character DEL."""
+    """Return a value as one line of TOML. JSON and TOML write strings and numbers alike, except for the character
+    DEL.
+    """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_in_toml(key)} = {_in_toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):

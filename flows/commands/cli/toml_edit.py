@@ -1,4 +1,6 @@
-"""Writes TOML: a new document, or an existing document with changed values, in which comments are kept."""
+"""Writes configuration values as TOML, either into a new document, or into an existing document whose comments are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from tomlkit.items import AoT, Comment, Item, Null, Table, Whitespace
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:
-    """Return the tree as a TOML document, without the keys whose value is None."""
+    """Return a configuration tree as a TOML document, without the keys whose value is None."""
     return tomlkit.dumps(_without_none(tree))
 
 
 def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
-    """Return the TOML document `text` with the values of `tree`, and with the comments and layout of unchanged parts.
+    """Return the TOML document `text` with the values of `tree`. Comments and the layout of unchanged parts are kept.
 
-    Keys of the document that `tree` does not have, or has as None, are removed. If the layout cannot be kept, a new
-    document without comments is returned. The result, read as TOML, always equals `tree` (without None).
+    Keys of the document are removed if `tree` does not have them, or if their value in `tree` is None. If the layout of
+    the document cannot be kept, a new document without comments is returned. The returned document, parsed as TOML,
+    always equals `tree` without its None values.
     """
     wanted = _without_none(tree)
     try:
@@ -32,7 +35,7 @@ def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
             table.trivia.indent = above + table.trivia.indent
         found = tomlkit.dumps(document)
         return found if tomllib.loads(found) == wanted else to_toml(wanted)
-    # tomlkit cannot edit values below a dotted key, or in a section that is split in two
+    # tomlkit cannot edit values below a dotted key, or in a section that is split into two places.
     except (TOMLKitError, LookupError, tomllib.TOMLDecodeError):
         return to_toml(wanted)
 
@@ -47,7 +50,7 @@ def _update_table(node: MutableMapping[str, Any], wanted: Mapping[str, Any]) -> 
 
 
 def _edit(found: Any, wanted: Any) -> bool:
-    """Change the value `found` in place until it equals `wanted`; return whether this was possible."""
+    """Change the TOML value `found` in place until it equals `wanted`; return whether this was possible."""
     if isinstance(found, MutableMapping) and isinstance(wanted, Mapping):
         _update_table(found, wanted)
         return True
@@ -57,8 +60,8 @@ def _edit(found: Any, wanted: Any) -> bool:
 
 
 def _detach_comments(document: Container) -> list[tuple[Table, str]]:
-    """Remove the comments above each heading, and return them with the heading's table, because tomlkit assigns them to
-    the section above.
+    """Remove the comments above each heading, and return them with the heading's table. tomlkit would assign such a
+    comment to the section above the heading.
     """
     found: list[tuple[Table, str]] = []
     above: list[tuple[Container, int]] = []
@@ -72,7 +75,7 @@ def _detach_comments(document: Container) -> list[tuple[Table, str]]:
 
 
 def _iterate_items(body: Container) -> Iterator[tuple[Container, int, Item]]:
-    """Yield the items of the document in the order of its lines; yield only those tables that have a heading."""
+    """Yield the items of the TOML document in the order of its lines. Tables without a heading are left out."""
     for index, (key, item) in enumerate(list(body.body)):
         for part in item.body if isinstance(item, AoT) else [item]:
             shown = not (isinstance(part, Table) and (part.is_super_table() or (key is not None and key.is_dotted())))

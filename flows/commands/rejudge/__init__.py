@@ -1,8 +1,9 @@
-"""Implements `rollflow rejudge`: judges the stored responses of a run again with the scorers of today, and prints which
-verdicts would change.
+"""Implements `rollflow rejudge`, which scores the stored responses of a run again with the current scorers, and prints
+which scores would change.
 
-The command writes nothing to the run. It starts the workers, and the sandboxes, that the run's scorers need, and ends
-them. `--set reward.KEY=VALUE` judges with other scorers.
+`rollflow rejudge` writes nothing to the run's storage. `rollflow rejudge` starts the worker processes and sandboxes
+that the run's scorers need, and stops them at the end. `--set reward.KEY=VALUE` scores the responses with a changed
+scorer.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from rollflow.tasks.run.rejudge import Progress, RejudgeReport, Rejudging
 from rollflow.tasks.run.user_code import check_own_parts
 from rollflow.tasks.scorers.base_config import RewardBase
 
-LINE_SECONDS = 10.0  # seconds between two lines of progress, if the output is no terminal
+LINE_SECONDS = 10.0  # Seconds between two lines of progress if the output is not a terminal.
 KIND = re.compile(r"\s*(reward|rewards\.([\w-]+))\.kind\s*=\s*[\"']?([\w-]+)")
 
 
 def command(options: argparse.Namespace) -> int:
-    """Judge responses again, and print what has changed. Return `FAILED` if a verdict has changed, or if a response or
-    a batch could not be judged again.
+    """Score stored responses again, and print which scores have changed. Return `FAILED` if a score has changed, or if
+    a response or a batch could not be scored again.
     """
     context = chosen_run(options)
     versions = select_versions(context, options)
@@ -54,10 +55,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def select_versions(context: RunContext, options: argparse.Namespace) -> Sequence[int]:
-    """Return the versions whose batches are judged again.
+    """Return the policy versions whose training batches are scored again.
 
     Raises:
-        ConfigError: the run has no such version.
+        ConfigError: the run has no such policy version.
     """
     newest = context.policies.newest()
     if newest < 1:
@@ -79,12 +80,12 @@ def select_versions(context: RunContext, options: argparse.Namespace) -> Sequenc
 
 
 def choose_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's config with the scorers' keys that the user has set.
+    """Return the run's configuration, with the changes to its scorers that the user has given by `--set`.
 
-    A scorer of another kind keeps the keys that all kinds have.
+    If the user changes the kind of a scorer, the scorer keeps only the keys that all kinds of scorers have.
 
     Raises:
-        ConfigError: a key is not a scorer's key, or its value is wrong.
+        ConfigError: a given key does not belong to a scorer, or its value is invalid.
     """
     tree: dict[str, Any] = tree_of(config)
     for override in overrides:
@@ -97,7 +98,7 @@ def choose_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def _change_kind(tree: dict[str, Any], name: str | None, kind: str) -> None:
-    """Remove the keys that only the former kind of a scorer has."""
+    """Remove the configuration keys that only the former kind of a scorer has."""
     sections, key = (tree, "reward") if name is None else (tree["rewards"], name)
     section: Mapping[str, Any] = sections.get(key) or {}
     if section.get("kind") != kind:
@@ -106,7 +107,9 @@ def _change_kind(tree: dict[str, Any], name: str | None, kind: str) -> None:
 
 @contextmanager
 def _show_progress(versions: Sequence[int]) -> Iterator[Progress]:
-    """Show the progress on standard error: as one changing line on a terminal, otherwise as a line now and then."""
+    """Show the progress of scoring on standard error. A terminal gets one changing line; any other output gets a new
+    line every few seconds.
+    """
     console = Console(stderr=True, highlight=False)
 
     def describe(version: int, responses: int, scored: int) -> str:

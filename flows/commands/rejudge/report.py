@@ -1,4 +1,4 @@
-"""Shows the result of `rollflow rejudge`, as tables or as JSON."""
+"""Shows the result of `rollflow rejudge` (which scores would change) as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.rejudge import UNRECORDED, DomainVerdicts, Rejudged, RejudgeReport
 from rollflow.tasks.scorers.base import Score
 
-LONGEST_TEXT = 2000  # characters of a response that are printed as JSON
+LONGEST_TEXT = 2000  # Largest number of characters of a response that are printed as JSON.
 
 
 def build_value(context: RunContext, config: RunConfig, report: RejudgeReport) -> dict[str, Any]:
-    """Return the report as JSON values."""
+    """Return the report of rescored responses as JSON values."""
     total = report.total
     return {
         "run": report.run,
@@ -76,13 +76,15 @@ def _build_change(context: RunContext, config: RunConfig, one: Rejudged) -> dict
 
 
 def decode_response(context: RunContext, config: RunConfig, one: Rejudged) -> str:
-    """Return the text of a response, as its scorer reads it."""
+    """Return the text of a response, in the form that its scorer reads."""
     special = config.scorers[one.stored.request.scorer].special_tokens
     return context.tokenizer.decode_response(list(one.stored.request.tokens), special)
 
 
 def print_report(context: RunContext, config: RunConfig, report: RejudgeReport, console: Console | None = None) -> None:
-    """Print the counts, the table of outcomes, the table of domains, and the first changes."""
+    """Print the report of rescored responses: counts, a table of outcomes, a table of prompt domains, and the first
+    changed scores.
+    """
     console = console or Console(highlight=False)
     total = report.total
     first, last = report.versions[0], report.versions[-1]
@@ -105,7 +107,7 @@ def print_report(context: RunContext, config: RunConfig, report: RejudgeReport, 
 
 
 def conclude(report: RejudgeReport) -> str:
-    """Return the report in one sentence."""
+    """Return one sentence that summarizes how many scores have changed."""
     total = report.total
     parts = [f"{total.changed:,} of {total.judged:,} verdicts changed" if total.changed else ""]
     parts += [f"{total.flips:,} of them by the same version of the scorer, which is not deterministic"] * bool(
