@@ -1,7 +1,8 @@
-"""Writes all keys of a recipe and of a hardware file as one Markdown page, from the config models alone.
+"""Writes `docs/configuration.md`, a Markdown page of all configuration keys of a recipe and of a hardware file. The
+page is generated from the configuration models.
 
-The page has one heading for each section and one row for each key. The page is `docs/configuration.md`; a test compares
-it with the models.
+The page has one heading for each section and one row for each key. A test compares `docs/configuration.md` with the
+configuration models.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def keys_page() -> str:
 
 
 def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[str]:
-    """Yield the lines of a section: its own keys as a table, then the sections below it."""
+    """Yield the Markdown lines of a configuration section: a table of the section's own keys, then its subsections."""
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
@@ -69,7 +70,9 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
 
 
 def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
-    """Yield the lines of a section with its heading, which names the section's kind if there are several kinds."""
+    """Yield the Markdown lines of a configuration section with its heading. If there are several kinds of the section,
+    the heading names the kind.
+    """
     if is_table(info):
         path = f"{path}.NAME"
     heading = f"`[[{path}]]`" if get_origin(info.annotation) is tuple else f"`[{path}]`"
@@ -85,7 +88,7 @@ def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: A
 
 
 def _fixed_kind(section: type[Section]) -> str | None:
-    """Return the kind of a section type that has only one kind; return None if the user chooses the kind."""
+    """Return the kind of a configuration section that has only one kind. Return None if the user chooses the kind."""
     field = section.model_fields.get("kind")
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None

@@ -1,4 +1,4 @@
-"""Finds the run home, the folder of all local files on this machine, and finds runs in a store."""
+"""Finds the run home, which is the folder of all local files of rollflow on this machine, and finds runs in a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rollflow.tasks.runtime.node import cache_in
 
 
 def run_home() -> Path:
-    """Return the run home: `ROLLFLOW_HOME`, or `.rollflow` in the working directory.
+    """Return the run home, the folder of rollflow's local files: `ROLLFLOW_HOME`, or `.rollflow` in the working
+    directory.
 
     Raises:
         ConfigError: the working directory was removed, or `~user` in the path names no user.
@@ -32,17 +33,19 @@ def run_home() -> Path:
 
 
 def default_store() -> str:
-    """Return the address of the default store: `ROLLFLOW_STORE`, or a folder in the run home."""
+    """Return the address of the default store of runs: `ROLLFLOW_STORE`, or a folder in the run home."""
     return os.environ.get("ROLLFLOW_STORE") or str(run_home() / "store")
 
 
 def store_uri(config: RunConfig) -> str:
-    """Return the URI of a config's store, or of the default store; for a folder, its absolute path."""
+    """Return the URI of the store that the configuration names, or of the default store. The URI of a folder is its
+    absolute path.
+    """
     return open_store(config.store.uri or default_store()).uri
 
 
 def context_of(uri: str, run_id: str) -> RunContext:
-    """Return the context of the run `run_id` in the store at `uri`.
+    """Return the context (the access to a run's storage) of the run `run_id` in the store at `uri`.
 
     Raises:
         ConfigError: `run_id` is not a run id.
@@ -51,7 +54,7 @@ def context_of(uri: str, run_id: str) -> RunContext:
 
 
 def attach_run(uri: str) -> RunContext:
-    """Return the context of the run whose storage is at `uri`.
+    """Return the context of the run whose files are stored at `uri`.
 
     Raises:
         ConfigError: the last part of `uri` is not a run id.
@@ -62,28 +65,30 @@ def attach_run(uri: str) -> RunContext:
 
 
 def await_run(uri: str) -> RunContext:
-    """Return the context of the run at `uri`, with reads and writes that wait while the store does not answer."""
+    """Return the context of the run at `uri`. Reads and writes of this context wait while the storage does not
+    answer.
+    """
     unread = replace(attach_run(uri), patience=StoreConfig().patience_seconds)
     return replace(unread, patience=unread.config.store.patience_seconds)
 
 
 def new_run_id(name: str) -> str:
-    """Return a new run id from a recipe's name and the present time in UTC."""
+    """Return a new run id, made of a recipe's name and the present time in UTC."""
     return f"{name}-{utc_stamp()}"
 
 
 def run_id_of(name: str, flow_run: str) -> str:
-    """Return the run id for a supervisor's flow run that was started without a run id.
+    """Return the run id for a supervising Prefect flow run that was started without a run id.
 
-    The id depends only on the arguments, so a restarted supervisor computes the same id.
+    The returned run id depends only on the arguments, so a restarted flow run gets the same run id.
     """
-    # the last characters of the flow run's id, because the first ones may encode the time
+    # Use the last characters of the flow run's id, because the first ones may encode the time.
     return f"{name}-{flow_run.replace('-', '')[-10:]}"
 
 
 def find_run(name: str | None, store: str | None = None) -> RunContext:
-    """Return the run that a user names: by its id in `store` or in the default store, or by its path or URI. If `name`
-    is None, return the newest run.
+    """Return the run that a user names by its path or URI, or by its run id in `store` (by default the default store).
+    If `name` is None, return the newest run of the store.
 
     Raises:
         ConfigError: the run does not exist, has the format of another release, or its name is not a run id.
@@ -95,10 +100,10 @@ def find_run(name: str | None, store: str | None = None) -> RunContext:
 
 
 def newest_runs(store: str | None, count: int) -> list[RunContext]:
-    """Return the newest `count` runs of `store` or of the default store, from older to newer.
+    """Return the newest `count` runs of `store` (by default the default store), from older to newer.
 
     Raises:
-        ConfigError: the store has no run.
+        ConfigError: the store contains no run.
     """
     runs = list_runs(store)
     if not runs:
@@ -110,9 +115,9 @@ def newest_runs(store: str | None, count: int) -> list[RunContext]:
 
 
 def locate_run(name: str, store: str) -> RunContext:
-    """Return the run with this id in `store`, or at this path or URI, without reading its storage."""
+    """Return the run with this run id in `store`, or the run at this path or URI. The run's storage is not read."""
     found = attach_run(name) if "/" in name else context_of(store, name)
-    # the store's absolute URI, because other processes have other working folders
+    # Use the store's absolute URI, because other processes have other working directories.
     return replace(found, uri=found.store.uri)
 
 
@@ -124,7 +129,7 @@ def list_runs(store: str | None = None) -> list[RunContext]:
 
 
 def _created_at(context: RunContext) -> float:
-    """Return the time at which the run was created; return 0 if the run cannot be read, so that it counts as the
+    """Return the time at which the run was created. Return 0 if the run cannot be read, so that this run counts as the
     oldest.
     """
     try:

@@ -1,4 +1,4 @@
-"""Trains recipes every night, one after another, and compares each result with the recipe's best version so far.
+"""Trains recipes every night, one after another, and compares each trained policy with the recipe's best policy so far.
 
     for each recipe:  train (from last night's version) --> evaluate --> export --> better beyond noise? --> alias
                                                                                           |
@@ -58,7 +58,7 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 POLL_SECONDS = 2.0
 CANCEL_SECONDS = 120.0
-MARK = "-night-"  # text between the recipe's name and the time in a nightly run's id
+MARK = "-night-"  # Text between the recipe's name and the time in the run id of a nightly run.
 
 
 class Nightly(Section):
@@ -112,10 +112,11 @@ class Nightly(Section):
 
 
 def read_nightly(file: Path) -> Nightly:
-    """Read a nightly file, whose paths of recipes are relative to the file's folder.
+    """Read a nightly file, which lists the recipes to train every night. Paths of recipes are relative to the file's
+    folder.
 
     Raises:
-        ConfigError: the nightly file is invalid; the message has a sentence for each key to change.
+        ConfigError: the nightly file is invalid. The message has a sentence for each key that must change.
     """
     tree = read_toml(file, "nightly file")
     try:
@@ -131,7 +132,7 @@ def read_nightly(file: Path) -> Nightly:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of training one recipe in one night, as text."""
+    """The result of training one recipe in one night, as text for the report."""
 
     recipe: str
     run_id: str
@@ -144,7 +145,7 @@ Train = Callable[[RunConfig, str, float], RunContext]
 
 @flow(name="nightly", log_prints=False)
 def nightly(plan: Nightly) -> Any:
-    """Train the recipes of a nightly file, one after another, and promote better versions."""
+    """Train the recipes of a nightly file, one after another, and mark better policies as best."""
     when = flow_run.scheduled_start_time or datetime.now(UTC)
     reports = run_night(plan, when, train_here)
     for report in reports:
@@ -160,14 +161,14 @@ def nightly(plan: Nightly) -> Any:
 
 @nightly.on_crashed
 def notify_crash(flow: Any, flow_run: Any, state: Any) -> None:  # Prefect passes these arguments by name
-    """Notify the user that a nightly flow run crashed. The Prefect runner calls this function."""
+    """Notify the user that the flow run of a night crashed. The Prefect runner calls this function."""
     plan = Nightly.model_validate(flow_run.parameters["plan"])
     if plan.notify:
         _send(plan.notify, f"# {plan.name}: a night crashed\n\n{flow_run.name}: {state.message}\n")
 
 
 def run_night(plan: Nightly, when: datetime, train: Train) -> list[Report]:
-    """Train every recipe of a nightly file, even if an earlier recipe has failed."""
+    """Train every recipe of a nightly file, even if the training of an earlier recipe has failed."""
     stamp = when.astimezone(UTC).strftime("%Y%m%d-%H%M")
     return [_train_recipe(plan, Path(file), stamp, train) for file in plan.recipes]
 
@@ -195,12 +196,14 @@ def _train_recipe(plan: Nightly, file: Path, stamp: str, train: Train) -> Report
 
 
 def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly) -> tuple[bool, str]:
-    """Return whether a new version becomes the best one of its recipe, and the reason as text.
+    """Return whether a newly trained policy is better than the best policy of its recipe so far, and the reason as
+    text.
 
-    No version replaces the best one if either has fewer than `plan.answers` answers, because the z-test needs many.
+    A policy is never promoted if it or the best policy has fewer than `plan.answers` evaluated answers, because the
+    z-test needs many.
     """
     said = f"{score.accuracy:.1%} of {score.responses} held-out answers"
-    # If a night is repeated, its version may be the best version itself; then both scores are equal.
+    # If a night is repeated, its policy may already be the best one; then both scores are equal.
     if best is None or best.score == score:
         return (
             best is None,
@@ -218,7 +221,7 @@ def _judge(best: RegisteredVersion | None, score: EvaluationScore, plan: Nightly
 
 
 def _find_newest(versions: Path, name: str) -> Path | None:
-    """Return the folder of the newest exported version of this recipe; the folders' names sort by time."""
+    """Return the folder of the newest exported policy of this recipe. Folder names sort by time."""
     return max((one for one in versions.glob("*") if _is_night(one.name, name)), default=None)
 
 
@@ -228,10 +231,10 @@ def _start_from(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def read_score(context: RunContext) -> EvaluationScore:
-    """Return the evaluation of the last version of a run.
+    """Return the held-out evaluation of the last policy version of a run.
 
     Raises:
-        Unreachable: the last version has no evaluation.
+        Unreachable: the last policy version has no evaluation.
     """
     found = read_evaluation(context.store, context.config.versions)
     if found is None or not found.responses:
@@ -240,7 +243,7 @@ def read_score(context: RunContext) -> EvaluationScore:
 
 
 def _export(context: RunContext, folder: Path) -> None:
-    if not folder.exists():  # if a night is repeated, the folder exists already
+    if not folder.exists():  # If a night is repeated, the exported folder exists already.
         export(context, context.policies.find(context.config.versions), folder)
 
 
@@ -249,9 +252,10 @@ def _registry_uri(config: RunConfig) -> str:
 
 
 def _prune(context: RunContext, versions: Path, name: str, keep: int, registry: Registry) -> None:
-    """Delete the old nightly runs of this recipe: their storage, their exported folders and their registered versions.
+    """Delete the old nightly runs of this recipe: their storage, their exported folders and their versions in MLflow's
+    model registry.
 
-    The newest `keep` nightly runs, and those whose version has an alias, are kept.
+    The newest `keep` nightly runs are kept, and so are runs whose registered model version has an alias such as "best".
     """
     store, aliased = context.uri.rpartition("/runs/")[0], registry.list_aliases()
     nights = sorted(one.run_id for one in list_runs(store) if _is_night(one.run_id, name))
@@ -273,7 +277,7 @@ def render_report(plan: Nightly, when: datetime, reports: list[Report]) -> str:
 
 @task(name="notify")
 def notify(block: str, text: str) -> None:
-    """Send the report of a night through the user's Prefect notification block."""
+    """Send the report of a night through the Prefect notification block that the user has configured."""
     _send(block, text)
 
 
@@ -285,16 +289,16 @@ def _send(block: str, text: str) -> None:
 
 
 def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
-    """Train a run as a flow run on this runner, and wait until it ends. If the nightly flow run is cancelled, the run
-    is cancelled as well.
+    """Train a run as a flow run of this Prefect runner, and wait until it ends. If the flow run of the night is
+    cancelled, the training run is cancelled, too.
 
     Raises:
-        Unreachable: the run failed, or did not end within `seconds`.
+        Unreachable: the training run failed, or did not end within `seconds`.
     """
     limit = time.monotonic() + seconds
     _stop_others(config.name)
     parameters = {"config": config.model_dump(mode="json"), "run_id": run_id}
-    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # `run_count` gives a retried night a new key
+    key = f"{flow_run.id}:{flow_run.run_count}:{run_id}"  # `run_count` gives a retried flow run a new idempotency key.
 
     def submit() -> UUID:
         with open_client() as client:
@@ -321,9 +325,9 @@ def train_here(config: RunConfig, run_id: str, seconds: float) -> RunContext:
 
 
 def _read_outcome(made: UUID, context: RunContext) -> str:
-    """Return "" while the run continues, "done" after its end, or the reason of its failure.
+    """Return "" while the training run continues, "done" after its end, or the reason of its failure.
 
-    If the supervisor has crashed, the state of its successor is used. A finished run has a summary.
+    If the run's supervising flow run has crashed, the state of its successor is used. A finished run has a summary.
     """
     try:
         state = call_until_answered(lambda: _state_of(made))
@@ -337,7 +341,7 @@ def _read_outcome(made: UUID, context: RunContext) -> str:
 
 
 def _state_of(made: UUID) -> Any:
-    """Return the state of a flow run; if it crashed, return the state of its newest successor."""
+    """Return the state of a Prefect flow run. If the flow run crashed, return the state of its newest successor."""
     state = flow_state(made)
     if state is None or not state.is_crashed():
         return state
@@ -346,14 +350,14 @@ def _state_of(made: UUID) -> Any:
 
 
 def _stop_others(name: str) -> None:
-    """Stop this recipe's unfinished nightly runs, and wait until they have ended."""
+    """Stop all unfinished nightly runs of this recipe, and wait until they have ended."""
     limit = time.monotonic() + CANCEL_SECONDS
     while time.monotonic() < limit and _cancel_nights(name):
         time.sleep(POLL_SECONDS)
 
 
 def _cancel_nights(name: str) -> bool:
-    """Cancel this recipe's unfinished nightly runs; return whether there was one."""
+    """Cancel all unfinished nightly runs of this recipe; return whether there was one."""
     from prefect.states import Cancelling
 
     with open_client() as client:
@@ -365,5 +369,5 @@ def _cancel_nights(name: str) -> bool:
 
 
 def _is_night(run_id: object, name: str) -> bool:
-    """Return whether a run id is that of a nightly run of this recipe."""
+    """Return whether a run id is that of a nightly run of the recipe `name`."""
     return isinstance(run_id, str) and re.fullmatch(rf"{re.escape(name)}{MARK}\d{{8}}-\d{{4}}", run_id) is not None

@@ -1,4 +1,4 @@
-"""Defines the supervisor, the flow that takes a run from its first version to its summary.
+"""Defines the Prefect flow that supervises a training run, from its preparation to its summary.
 
     prepare --> claim --> rollout, reward, train --> follow the log, block by block of versions --> end in order
             --> evaluate --> audit --> summary
@@ -69,9 +69,9 @@ from rollflow.tasks.runtime.names import RunId, RunPlace
 def post_training(
     config: RunConfig, run_id: RunId | None = None, storage: RunPlace | None = None
 ) -> dict[str, Any] | State:
-    """Train a policy. `run_id` names a new run, or an existing run to continue.
+    """Train a policy. `run_id` is the id of a new run, or of an existing run that is continued.
 
-    The command line prepares the run itself and gives the URI of the run's storage as `storage`.
+    If `storage` is given, the run at this URI is already prepared, for example by `rollflow run`.
     """
     step, logger = Steps(), get_run_logger()
     log = logger.info
@@ -92,7 +92,7 @@ def post_training(
         following = RunWatch(stages, writer, supervisor)
         write_first_anchor(context, tracker, page)
         try:
-            writer.refresh()  # write the first status, which says that the run is starting
+            writer.refresh()  # Write the first status, which says that the run is starting.
             if is_trained(context):
                 step("end the stages", stages.clear)
             else:
@@ -111,7 +111,9 @@ def post_training(
 
 
 def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWriter, page: Page) -> None:
-    """Train from the newest stored version to the last one, with one step for each block of versions."""
+    """Train from the newest stored policy version to the last one. Each block of versions is one step on the run's page
+    in Prefect.
+    """
     context = writer.context
     every = list(split_blocks(0, context.config.versions))
     mlflow = mlflow_page(writer.tracker, context.config, writer.tracker.page)
@@ -127,7 +129,8 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
         if writer.warnings:
             page.warn("\n\n".join(writer.warnings))
         write_anchor(context.log.state, writer.tracker, page)
-        newest = max(0, len(table_rows) - 2)  # rewrite the last block's row, because its evaluation may come later
+        # Write the row of the last block again, because its evaluation may have come later.
+        newest = max(0, len(table_rows) - 2)
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
         page.progress(table_rows)
     step("end the stages", lambda: _end(following, stages, writer))
@@ -140,7 +143,9 @@ def _end(following: RunWatch, stages: Stages, writer: StatusWriter) -> None:
 
 
 def _audit(writer: StatusWriter) -> AuditReport:
-    """Audit the run; note the audit's progress in the run's status."""
+    """Audit the run (check from its storage that it kept its guarantees), and show the audit's progress in the run's
+    status.
+    """
     expected, further = expected_of(writer.context), functools.partial(writer.note_progress, "ending")
     return audit(writer.context.store, progress=lambda _: further(), expected=expected)
 
@@ -150,19 +155,19 @@ def _format_accuracies(accuracies: list[float]) -> str:
 
 
 def _evaluate(writer: StatusWriter) -> list[float]:
-    """Return the held-out accuracies of the first and the last version, and evaluate these versions if there is no
-    stored evaluation.
+    """Return the held-out accuracies of the first and the last policy version. A version without a stored evaluation is
+    evaluated now.
     """
     context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
     left_out = {
         evaluation.version for evaluation in read_skipped(context.store)
-    }  # a skipped evaluation does not fail a finished run
+    }  # Leave out skipped evaluations, so that they do not fail a finished run.
     ends = [version for version in (0, context.config.versions) if version not in left_out]
     return [evaluate_version(context, version, note).accuracy for version in ends]
 
 
 def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | None) -> RunContext:
-    """Return the run's context, and create the run if it does not exist."""
+    """Return the run's context, and prepare the run if it does not exist."""
     if storage:
         return await_run(storage)
     run_id = run_id or run_id_of(config.name, flow_run.id)
@@ -178,7 +183,9 @@ def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | No
 
 
 def _claim_run(context: RunContext, address: str) -> Writer:
-    """Claim the run for this supervisor, tag its flow run, and remove what earlier supervisors left behind."""
+    """Make this flow run the only supervisor of the training run, add tags to it, and remove files that earlier
+    supervisors left.
+    """
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
     with contextlib.suppress(Unreachable):  # training does not wait for an unreachable Prefect server
         tag(build_tags(context.config, context.run_id, "supervisor"))
@@ -189,9 +196,10 @@ def _claim_run(context: RunContext, address: str) -> Writer:
 
 
 def _reset_budgets(context: RunContext) -> None:
-    """Reset the restart budgets and drop old stop requests, if a user or a schedule started this flow run.
+    """If a user or a schedule started this flow run, forget the earlier restarts of the training run and its old stop
+    requests.
 
-    Stop requests that are newer than the request for this flow run are kept.
+    Stop requests are kept if they are newer than the request that created this flow run.
     """
     with contextlib.suppress(RollflowError):  # training does not wait for an unreachable Prefect server or store
         if not follows_another(own := UUID(str(flow_run.id))):
@@ -200,14 +208,16 @@ def _reset_budgets(context: RunContext) -> None:
 
 
 def _reopen(context: RunContext) -> None:
-    """Delete the summary of a run that has more versions to train, because a summary means that the run has ended."""
+    """Delete the summary of a run if more policy versions must be trained, because a summary means that the run has
+    ended.
+    """
     if context.store.exists(SUMMARY) and not is_trained(context):
         context.store.delete(SUMMARY)
 
 
 def _sweep(context: RunContext) -> None:
-    """Remove unfinished files of killed processes from the run's storage. If the store does not allow the removal, only
-    a warning is logged.
+    """Remove unfinished files, which killed processes have left, from the run's storage. If the removal of unfinished
+    files fails, only a warning is logged.
     """
     try:
         sweep(context.store)
@@ -216,13 +226,15 @@ def _sweep(context: RunContext) -> None:
 
 
 def is_trained(context: RunContext) -> bool:
-    """Return whether all versions are trained and the last one is evaluated."""
+    """Return whether all policy versions are trained and the last one is evaluated."""
     last = context.config.versions
     return context.policies.newest() == last and is_evaluated(context.store, last)
 
 
 def ray_address(config: RunConfig) -> str:
-    """Return the address of the recipe's Ray cluster, or of this runner's private cluster."""
+    """Return the address of the Ray cluster that the recipe names, or of the private Ray cluster of this Prefect
+    runner.
+    """
     address = os.environ.get("ROLLFLOW_RAY_ADDRESS") if config.cluster.address == "auto" else config.cluster.address
     if not address:
         raise ConfigError(
@@ -233,7 +245,7 @@ def ray_address(config: RunConfig) -> str:
 
 
 def tracking_place(config: RunConfig) -> TrackingPlace:
-    """Return the recipe's MLflow server, or the SQLite store in the run home."""
+    """Return the MLflow server that the recipe names, or the default SQLite database in the run home."""
     experiment = config.tracking.experiment or config.name
     if config.tracking.uri:
         return TrackingPlace(config.tracking.uri, experiment)
@@ -241,8 +253,8 @@ def tracking_place(config: RunConfig) -> TrackingPlace:
 
 
 def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
-    """Return the run's page in the recipe's MLflow, or in the MLflow of `rollflow serve`; return `otherwise` if there
-    is neither.
+    """Return the address of the run's page in MLflow, on the server that the recipe names or on the server of
+    `rollflow serve`. Return `otherwise` if there is no server.
     """
     if config.tracking.uri:
         return tracker.page
@@ -252,7 +264,7 @@ def mlflow_page(tracker: Tracker, config: RunConfig, otherwise: str) -> str:
 
 @contextlib.contextmanager
 def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[None]:
-    """Record the failure of the `with` block in the run's status, unless the status writer has recorded it."""
+    """Record an error of the `with` block in the run's status, unless the error is recorded already."""
     try:
         yield
     except Exception as error:
@@ -262,8 +274,10 @@ def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[N
 
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
-    """End the stages and record the reason, unless a newer supervisor has taken over the run."""
-    # The restarts may be exhausted because actors of a newer supervisor have replaced this supervisor's actors.
+    """End the stages (rollout, reward and train) and record the reason. A run that a newer supervisor has taken over is
+    left alone.
+    """
+    # The limit on restarts may be reached because a newer supervisor has replaced this supervisor's actors.
     if isinstance(error, RestartsExhausted):
         with contextlib.suppress(RollflowError):
             supervisor.log.follow()
@@ -273,7 +287,7 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
     if newer is not None:
         return  # the newer supervisor writes the run's status and its MLflow run
     phase, writer.failure = _describe_failure(error)
-    # A write error must not hide the first error; both may have the same cause, a failed store.
+    # An error while writing the status must not hide the first error; a failed store may cause both.
     with contextlib.suppress(RollflowError):
         writer.refresh(phase)
     write_anchor(supervisor.log.state, writer.tracker)
@@ -281,7 +295,7 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
 
 
 def _describe_failure(error: BaseException) -> tuple[Phase, str]:
-    """Return the phase and the reason for the status of a run that did not reach its last version."""
+    """Return the phase and the reason that the status of an unfinished run shows."""
     if isinstance(error, Pause) or (isinstance(error, RunEnded) and error.pause):
         return "paused", "the run's flow run is paused; the run continues when its flow run is resumed"
     if isinstance(error, RunEnded):
@@ -292,7 +306,7 @@ def _describe_failure(error: BaseException) -> tuple[Phase, str]:
 
 
 def _end_flow_run(context: RunContext, person: RunEnded) -> State:
-    """End or suspend the flow run after a user stopped or paused the run."""
+    """End or suspend this Prefect flow run, after a user has stopped or paused the training run."""
     if person.pause:
         raise Pause(state=suspend())
     return cancel(f"{person}; continue the run with: rollflow resume {context.uri}")
@@ -304,7 +318,8 @@ def _finish(
     context, tracker = writer.context, writer.tracker
     # Files that cannot be deleted are harmless, and are used if the run is resumed.
     with contextlib.suppress(StoreFailed, Unreachable):
-        context.policies.prune(supervisor)  # delete the weights of versions that were kept only until their evaluation
+        # Delete the weights of policy versions that were kept only until their evaluation.
+        context.policies.prune(supervisor)
     idle = {role: status.idle for role, status in stages.statuses().items()}
     mlflow = mlflow_page(tracker, context.config, "rollflow serve")
     pages = {"prefect": os.environ.get("ROLLFLOW_PREFECT_PAGE", ""), "mlflow": mlflow}

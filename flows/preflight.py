@@ -1,7 +1,8 @@
 """Finds the errors that would make a run fail, before any process is started.
 
-`rollflow check`, `run`, `sweep` and the deployments call `preflight`, so all of them reject the same recipes with the
-same message. `preflight` imports only the libraries that the recipe needs: reasoning-gym, transformers, or Ray.
+`rollflow check`, `run`, `sweep` and the Prefect deployments call `preflight`, so all of them reject the same recipes
+with the same message. `preflight` imports only the libraries that the recipe needs: reasoning-gym, transformers, or
+Ray.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ VOCABULARY_TEXTS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The checked files, prompts and notes of a new run.
+    """The results of the checks of a new run: the policy's files, the prompts, and notes for the user.
 
-    `files` and `weights` are the policy's files, by name. `probe` has the tokens with which a weight update is checked.
-    `read` is a function that returns the content of a prompt file; `pins` has the files' hashes. `notes` are texts for
-    the user, such as checks that were skipped. If the policy has not been downloaded, `files`, `weights`, `probe` and
-    `pins` are empty.
+    `files` and `weights` map names to the files of the policy. `probe` has tokens on which an inference engine and the
+    learner are compared after a weight update. `read` is a function that returns the content of a prompt file, and
+    `pins` has the hashes of the prompt files. `notes` are sentences for the user, for example about checks that were
+    skipped. If the policy has not been downloaded, `files`, `weights`, `probe` and `pins` are empty.
     """
 
     files: Mapping[str, bytes]
@@ -82,11 +83,11 @@ class Preflight:
 def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tell: Tell = lambda _: None) -> Preflight:
     """Check everything about a new run that can be checked before it starts.
 
-    If `download` is false, a policy on the hub is not downloaded; if `ask` is false, no service is contacted. `tell` is
-    called with progress messages.
+    If `download` is false, a policy on the Hugging Face Hub is not downloaded. If `ask` is false, no service is
+    contacted. `tell` is called with messages about the progress of the checks.
 
     Raises:
-        ConfigError: the run would fail; the message says what the user must change.
+        ConfigError: the run would fail. The message says what the user must change.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -129,11 +130,11 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
 
 
 def recheck(config: RunConfig, context: RunContext) -> None:
-    """Check a changed config against a recorded run and its stored policy, before the run continues.
+    """Check the changed configuration of a recorded run, and the run's stored policy, before the run continues.
 
 
     Raises:
-        ConfigError: the run would fail; the message says what the user must change.
+        ConfigError: the run would fail. The message says what the user must change.
     """
     check_new_run(config, context.config)
     check_own_parts(config)
@@ -149,10 +150,11 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
 def check_places(config: RunConfig, ask: bool = True) -> list[str]:
-    """Check that the store is writable and every service answers; return notes on checks that were skipped.
+    """Check that the run's storage can be written and that every service answers. Return notes on checks that were
+    skipped.
 
     Raises:
-        ConfigError: the store or a service cannot be used.
+        ConfigError: the storage or a service cannot be used.
     """
     uri, tracking = store_uri(config), config.tracking.uri
     if ask:
@@ -175,12 +177,13 @@ def check_places(config: RunConfig, ask: bool = True) -> list[str]:
 
 
 def check_addresses(config: RunConfig, store: str) -> list[str]:
-    """Check that every service in the config answers; return notes on the cluster's resources.
+    """Check that every service that the configuration names answers. Return notes on the resources of the Ray cluster.
 
-    Every node of the cluster must reach the run's `store`, and the cluster must have the GPUs that the config needs.
+    Every node of the Ray cluster must be able to read the run's `store`, and the cluster must have the GPUs that the
+    configuration needs.
 
     Raises:
-        ConfigError: a service does not answer; the message names it.
+        ConfigError: a service does not answer. The message names the service.
     """
     address, notes = config.cluster.address, list[str]()
     check_store_reach(store, address)
@@ -210,7 +213,9 @@ def _check_membership(address: str) -> None:
 
 
 def _check_installed(config: RunConfig) -> None:
-    """Reject a config that needs a library that is not installed; skip the check if the run uses another cluster."""
+    """Reject a configuration that needs a library that is not installed. If the run uses another Ray cluster, nothing
+    is checked.
+    """
     if config.cluster.address != "auto":
         return
     if isinstance(config.engine, VllmEngineConfig) and find_spec("vllm") is None:
@@ -222,9 +227,10 @@ def _check_installed(config: RunConfig) -> None:
 
 
 def _check_sandbox(config: RunConfig, ask: bool) -> list[str]:
-    """Reject a config whose sandboxes cannot run; return notes on those that were not tried.
+    """Reject a configuration whose sandboxes cannot run programs on this machine. Return notes on sandboxes that were
+    not tried.
 
-    The sandboxes of a run on another cluster run on the cluster's nodes, so this machine says nothing about them.
+    If the run uses another Ray cluster, no sandbox is tried, because sandboxes run on the cluster's nodes.
     """
     if config.cluster.address != "auto":
         return []
@@ -241,7 +247,9 @@ def _check_sandbox(config: RunConfig, ask: bool) -> list[str]:
 
 
 def _list_sandboxes(config: RunConfig) -> dict[str, SandboxConfig]:
-    """Return the sandboxes of the run's scorers and of their parts, by section; equal sandboxes are listed once."""
+    """Return the sandboxes of the run's scorers, by the configuration section of the scorer. Equal sandboxes are
+    returned once.
+    """
     found = dict[str, SandboxConfig]()
     for name, reward in config.scorers.items():
         section = name_section(name)
@@ -255,12 +263,12 @@ def _list_sandboxes(config: RunConfig) -> dict[str, SandboxConfig]:
 
 
 def _note_near_duplicates(config: RunConfig, prompts: RunPrompts) -> str:
-    """Return a note on the number of held-out prompts that nearly equal a training prompt."""
+    """Return a note that says how many held-out prompts nearly equal a training prompt."""
     return near_duplicates(prompts, config.versions * config.groups).sentence()
 
 
 def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
-    """Return a note if fewer prompts are held out for evaluation than the config asks for."""
+    """Return a note if fewer prompts are held out for evaluation than the configuration asks for."""
     if found >= config.evaluation.prompts:
         return []
     own = any(isinstance(source, FileBase) and source.held_out_file for source in config.prompts)
@@ -270,7 +278,9 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
 
 
 def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
-    """Return the files of the policy folder without weights: of a new small policy, or of the one at `policy.path`."""
+    """Return the files of the policy folder without the weights. The folder is at `policy.path`; without this key, a
+    new small policy is used.
+    """
     if config.policy.cold_start is None:
         assert config.policy.path is not None
         return copy_folder(config.policy.path)
@@ -278,7 +288,9 @@ def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
 
 
 def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Check the policy's files, engine, end tokens, context and templates; return its tokenizer."""
+    """Check the policy's files, inference engine, end tokens, context length and chat templates. Return its
+    tokenizer.
+    """
     check_files(folder)
     if config.policy.path is not None:
         check_config(folder)
@@ -292,7 +304,9 @@ def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
 
 
 def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
-    """Reject a response limit that is not smaller than the policy's context, because no prompt would fit."""
+    """Reject a limit on response tokens that is not smaller than the policy's context length, because no prompt would
+    fit.
+    """
     if tokenizer.context <= config.engine.max_new_tokens:
         raise ConfigError(
             f"engine.max_new_tokens = {config.engine.max_new_tokens}: the policy's context has only "
@@ -301,7 +315,7 @@ def _check_room(config: RunConfig, tokenizer: PolicyTokenizer) -> None:
 
 
 def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) -> None:
-    """Reject weights that do not fit the policy, and a vocabulary that is larger than the embedding."""
+    """Reject weights that do not fit the policy's configuration, and a vocabulary that is larger than the embedding."""
     from rollflow.tasks.policies.tensors import check_tensors  # imports torch
 
     assert config.policy.path is not None
@@ -311,7 +325,7 @@ def _check_weights(config: RunConfig, folder: Path, tokenizer: PolicyTokenizer) 
 
 
 def _check_engine(config: RunConfig, folder: Path) -> None:
-    """Reject a policy that the engine cannot run."""
+    """Reject a policy that the inference engine cannot run."""
     path = config.policy.path
     if isinstance(config.engine, VllmEngineConfig) and config.cluster.address == "auto":
         cold = config.policy.cold_start
@@ -332,7 +346,7 @@ def _check_engine(config: RunConfig, folder: Path) -> None:
 
 
 def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
-    """Reject a KV cache that is too small for one request, with which vLLM would not start."""
+    """Reject a KV cache that is too small for one request, because vLLM would not start with it."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig) or config.cluster.address != "auto":
         return
@@ -347,7 +361,7 @@ def _check_kv_cache(config: RunConfig, folder: Path, context: int) -> None:
 
 
 def _check_tokenizer_agrees(config: RunConfig, folder: Path, texts: list[str]) -> None:
-    """Reject a policy whose tokenizer other tools would load differently, because they could not use the trained
+    """Reject a policy whose tokenizer other tools would load differently, because these tools could not use the trained
     policy.
     """
     path = config.policy.path

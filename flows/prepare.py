@@ -1,7 +1,7 @@
-"""Prepares a run: checks the recipe, stores the policy and the prompts, and creates the first entry of the run's log.
+"""Prepares a run: checks the recipe, stores the policy and the prompts, and writes the first entry of the run's log.
 
-The first entry of the log reserves the run id. If two commands prepare the same run id at the same time, neither
-overwrites the other's files.
+Writing the first entry of the log reserves the run id. If two commands prepare the same run id at the same time,
+neither overwrites the other's files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     """Create the run in its store. `tell` is called with progress messages and notes for the user.
 
     Raises:
-        ConfigError: the run would fail; the message says what the user must change.
+        ConfigError: the run would fail. The message says what the user must change.
     """
     if is_number(run_id):
         raise ConfigError(f"run id = {run_id!r}: a number means a version of the newest run; add a letter to it")
@@ -75,11 +75,11 @@ def _describe_stored(path: str, data: Data) -> StoredObject:
 
 
 def _store_files(run: ObjectStore, prefix: str, files: Mapping[str, Data], run_id: str) -> None:
-    """Write the files of the policy or the reward models to the run's storage, below `prefix`; raise `ConfigError` if
-    another command has written different files under this run id.
+    """Write the files of the policy or of the reward models to the run's storage, below `prefix`. Raise `ConfigError`
+    if another command has written different files for the same run id.
 
-    Another command with the same run id may be running, or may have died while it wrote the policy. Without this check,
-    a run could get the weights or the chat template of another command's policy.
+    Another command may be preparing a run with the same run id, or may have died while it wrote the policy. Without
+    this check, a run could use weights or a chat template that another command has written.
     """
 
     def refusal_of(path: str) -> ConfigError:

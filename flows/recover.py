@@ -1,4 +1,6 @@
-"""Defines the flow that a Prefect automation starts after a supervisor crashed; it restarts the supervisor."""
+"""Defines the Prefect flow that restarts a crashed supervising flow run. A Prefect automation starts this flow after
+the crash.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ POLL_SECONDS = 0.5
 
 @flow(name="recover", log_prints=False)
 def recover(flow_run_id: str) -> str | None:
-    """Restart the run of a crashed post-training flow run; return the id of the new flow run, or None if none was
-    needed.
+    """Restart the training run of a crashed `post-training` flow run. Return the id of the new flow run, or None if no
+    restart was needed.
     """
     crashed = call_until_answered(lambda: read_flow_run(UUID(flow_run_id)))
     context = replace(run_of(crashed), patience=StoreConfig().patience_seconds)

@@ -1,4 +1,4 @@
-"""Defines the flow of the reward stage, in which processes and reward models score responses."""
+"""Defines the Prefect flow of the reward stage, in which worker processes and reward models score responses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.runtime.names import RunPlace
 
-NO_LIMIT = float("inf")  # seconds; no limit, because the reward actor is idle while it gets no responses
+# Limit in seconds on the time without progress. There is none, because the reward actor is idle while it gets no
+# responses.
+NO_LIMIT = float("inf")
 
 
 @flow(name="reward")
 def reward(run: RunPlace, ray_address: str) -> int:
-    """Score responses until the run is finished; return how many were scored."""
+    """Score responses until the run is finished; return the number of scored responses."""
     context = await_run(run)
     with cluster.attached_cluster(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         reward_actor = WatchedActor[RewardStatus](

@@ -1,4 +1,6 @@
-"""Defines the flow of the rollout stage: engines generate responses, and a scheduler gives them prompts."""
+"""Defines the Prefect flow of the rollout stage, in which inference engines generate responses and a scheduler gives
+them prompts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from rollflow.tasks.runtime.names import RunPlace
 
 @flow(name="rollout", log_prints=False)
 def rollout(run: RunPlace, ray_address: str) -> None:
-    """Generate, score and commit every batch of the run stored at `run`."""
+    """Generate, score and commit all training batches of the run stored at `run`."""
     context, log = await_run(run), get_run_logger().info
     with cluster.attached_cluster(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         engines = Engines(context, log)
@@ -38,6 +40,8 @@ def rollout(run: RunPlace, ray_address: str) -> None:
 
 
 def _describe_lost_work(status: RolloutStatus, group_size: int) -> tuple[str, int]:
-    """Describe the work that is repeated after the scheduler died: the generation of its unfinished groups."""
+    """Describe the work that is repeated after the scheduler died: the responses of unfinished groups are generated
+    again.
+    """
     groups = status.running + status.buffered
     return f"{groups} groups that were running, or in no batch yet", groups * group_size

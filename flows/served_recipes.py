@@ -1,8 +1,8 @@
-"""Lists the recipes that `rollflow serve` offers in the Prefect UI: those that rollflow ships, and those that users
-deployed.
+"""Lists the recipes that `rollflow serve` offers in the Prefect UI. They are the recipes that rollflow ships, and those
+that users deployed.
 
-`rollflow deploy FOLDER` adds the recipes of a folder, and `rollflow nightly FILE` adds a nightly file. The deployed
-folders and files are listed in `deployed.json` in the run home.
+`rollflow deploy FOLDER` adds the recipes of a folder to the list, and `rollflow nightly FILE` adds a nightly file. The
+deployed folders and files are listed in `deployed.json` in the run home.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 
 @dataclass(frozen=True, slots=True)
 class ServedRecipe:
-    """A recipe that is served: its config, its file, and the comment at the top of the file."""
+    """A recipe that the Prefect UI offers: its configuration, its file, and the comment at the top of the file."""
 
     config: RunConfig
     file: Path
@@ -32,12 +32,14 @@ class ServedRecipe:
 
 
 def recipes_file(place: Path) -> Path:
-    """Return the path of the file that lists the deployed folders and nightly files."""
+    """Return the path of the file that lists the deployed recipe folders and nightly files."""
     return place / "deployed.json"
 
 
 def list_folders(place: Path) -> list[Path]:
-    """Return the folders whose recipes are served: first rollflow's own, then the deployed ones."""
+    """Return the folders whose recipes are offered in the Prefect UI: rollflow's own folder, then the deployed
+    folders.
+    """
     return [SHIPPED, *(one for one in _read_deployed(place) if one.suffix != ".toml")]
 
 
@@ -47,8 +49,8 @@ def served_files() -> list[Path]:
 
 
 def deploy_recipes(place: Path, what: Path) -> None:
-    """Add a folder of recipes or a nightly file to the list of what is served. A folder or file that is in the list
-    already is read again.
+    """Add a folder of recipes or a nightly file to the list that `rollflow serve` serves. If the folder or file is in
+    the list already, it is read again.
     """
     with one_at_a_time(place / "deploying"):
         kept = [str(one) for one in _read_deployed(place) if one != what]
@@ -63,10 +65,10 @@ def _read_deployed(place: Path) -> list[Path]:
 
 
 def recipes_of(folder: Path) -> list[ServedRecipe]:
-    """Return the recipes of a folder.
+    """Return the recipes of a folder, after checking each of them.
 
     Raises:
-        ConfigError: the folder has no recipe, an invalid recipe, or two recipes with the same name.
+        ConfigError: the folder has no recipe, has an invalid recipe, or has two recipes with the same name.
     """
     files = sorted(folder.glob("*.toml"))
     if not files:
@@ -85,8 +87,8 @@ def recipes_of(folder: Path) -> list[ServedRecipe]:
 
 
 def served_recipes(tell: Callable[[str], None]) -> list[ServedRecipe]:
-    """Return every recipe that this run home serves; of recipes with equal names, return the one that was deployed
-    last. `tell` is called with a message for each invalid recipe.
+    """Return every recipe that this run home offers in the Prefect UI. Of recipes with the same name, the one that was
+    deployed last is returned. `tell` is called with a message for each invalid recipe.
     """
     found: dict[str, ServedRecipe] = {}
     for folder in list_folders(run_home()):
@@ -106,7 +108,7 @@ def _read_recipe(file: Path) -> ServedRecipe:
 
 
 def _read_comment(file: Path) -> str:
-    """Return the comment at the top of the recipe file."""
+    """Return the comment at the top of a recipe file."""
     lines = []
     for line in file.read_text(encoding="utf-8-sig").splitlines():
         if not line.startswith("#"):

@@ -1,11 +1,11 @@
 """Starts and watches the services that a command such as `rollflow run` needs: a Prefect server, a Ray cluster and a
-runner.
+Prefect runner.
 
-A session is the set of services of one command: it starts each service that the user does not provide, and stops it
-when the command ends. Services that the user provides (`PREFECT_API_URL`, `cluster.address`, a running `rollflow
-serve`) are used and left running. The Prefect server belongs to the run home, and stops with the last command that uses
-it. A service of the session is restarted if it dies (`keepalive.services`), and so is the run's supervisor
-(`keepalive.supervisor`).
+A session is the set of services of one command. The session starts each service that the user does not provide, and
+stops it when the command ends. Services that the user provides (`PREFECT_API_URL`, `cluster.address`, a running
+`rollflow serve`) are used and left running. The Prefect server belongs to the run home (rollflow's folder of local
+files), and stops with the last command that uses it. If a service of the session dies, it is restarted
+(`keepalive.services`). If the run's supervising flow run crashes, it is restarted, too (`keepalive.supervisor`).
 """
 
 from __future__ import annotations
@@ -54,23 +54,25 @@ STACK = "stack"
 
 @dataclass(frozen=True)
 class Session:
-    """The services of one command, by role.
+    """The services that one command uses, by role.
 
-    `page` is the address of the Prefect UI. `login` is a text for the user: where to find the password of a private
-    Prefect server. `environment` has the variables that a process needs to use the services. If `rollflow serve` runs
-    in this run home, the session uses its services and starts none.
+    `page` is the address of the Prefect UI for the command's user. `login` is text for the user that says where to find
+    the password of a private Prefect server. `environment` has the environment variables that a process needs to use
+    the services. If `rollflow serve` is running in this run home, the session uses the services of `rollflow serve` and
+    starts none.
     """
 
     deployment: str
     page: str
     services: Mapping[str, Service]
-    # text that tells the user where to find the page's password, or "" if the session did not start the server
+    # Text that tells the user where to find the password of the Prefect UI, or "" if the session did not start the
+    # server.
     login: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext, began: float) -> UUID:
-        """Create the supervisor's flow run; its scheduled time is `began`, the start of the command in seconds since
-        the epoch.
+        """Create the Prefect flow run that supervises the training run. Its scheduled time is `began`, the start of the
+        command in seconds since the epoch.
         """
         parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
         key = uuid4().hex
@@ -84,10 +86,10 @@ class Session:
         return call_until_answered(submit)
 
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
-        """Yield the run's status repeatedly until the run has ended.
+        """Yield the training run's status repeatedly until the run has ended.
 
-        While the run is followed, dead services and a dead supervisor are restarted: see `keepalive.services` and
-        `keepalive.supervisor`.
+        Meanwhile, dead services (`keepalive.services`) and a crashed supervising flow run (`keepalive.supervisor`) are
+        restarted.
         """
         from rollflow.flows.keepalive.supervisor import SupervisorKeeper
 
@@ -102,11 +104,11 @@ class Session:
         keeper.await_end()
 
     def serve(self, log: Callable[[str], None], ended: StopFlag) -> None:
-        """Restart services that die, until `ended` is set. On a private Prefect server, crashed supervisors are
-        restarted as well.
+        """Restart each service that dies, until `ended` is set. On a private Prefect server, crashed supervising flow runs
+        are restarted, too.
 
         Raises:
-            RestartsExhausted: a service died too often.
+            RestartsExhausted: a service died too often to be restarted again.
         """
         from rollflow.flows.keepalive.supervisor_restart import SupervisorRestarter
 
@@ -118,11 +120,13 @@ class Session:
                 pick_up.look(log)
 
     def service_keeper(self, limits: RecoveryConfig) -> ServiceKeeper:
-        """Return the object that restarts dead services."""
+        """Return the object that restarts dead services of this session."""
         return ServiceKeeper(self.deployment, self.services, limits)
 
     def cancel(self, context: RunContext) -> None:
-        """Cancel the run's flow runs, and kill its actors if the Ray cluster goes on running after this session."""
+        """Cancel the Prefect flow runs of the training run. If the Ray cluster continues after this session, kill the
+        run's actors, too.
+        """
         if RUNNER in self.services:
             self._cancel_flows()
         else:
@@ -145,8 +149,8 @@ class Session:
                 client.set_flow_run_state(run.id, Cancelled(message="the run was stopped by Ctrl-C"), force=True)
 
     def _ask_to_cancel(self, context: RunContext) -> None:
-        """Ask Prefect to cancel this run's flow runs, which the runner of `rollflow serve` executes, and wait until
-        they have ended.
+        """Ask Prefect to cancel the flow runs of this training run, which the runner of `rollflow serve` executes. Wait
+        until they have ended.
         """
         from rollflow.flows.registration.prefect_api import cancel_flow_run
 
@@ -165,7 +169,7 @@ class Session:
 
 @contextmanager
 def session_of(context: RunContext) -> Iterator[Session]:
-    """Yield the session for one run: the services of a running `rollflow serve`, or a new session."""
+    """Yield the services for one run: those of a running `rollflow serve`, or newly started services."""
     up, given = stack.find(run_home()), prefect_url()
     if up is None or given not in ("", up.environment["PREFECT_API_URL"]):
         config = context.config
@@ -181,11 +185,11 @@ def session_of(context: RunContext) -> Iterator[Session]:
 def open_session(
     name: str, ray_address: str, *extra: Service, ray_port: int | None = None, spares: Sequence[Kind] = ()
 ) -> Iterator[Session]:
-    """Start the services that the user does not provide, serve the deployments as `name`, and stop everything after the
-    `with` block.
+    """Start the services that the user does not provide, and serve the flows as deployments named `name`. Everything is
+    stopped after the `with` block.
 
-    `spares` are the kinds of worker processes that Ray starts before an actor needs them. `rollflow serve` replaces
-    each of these workers after a run has used it.
+    `spares` are the kinds of Ray worker processes that are started before an actor needs them. After a run has used
+    such a worker process, `rollflow serve` starts a new one.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)
@@ -197,7 +201,7 @@ def open_session(
         "ROLLFLOW_HOME": str(place),
         "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # folder for the stored results of flows
         "ROLLFLOW_DEPLOYMENT": name,
-        # the page's address, or the command that shows the page if the server ends with this session
+        # The address of the Prefect UI, or the command that shows it if the server ends with this session.
         "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,
         "ROLLFLOW_MLFLOW_PAGE": next((service.url for service in extra if isinstance(service, MlflowServer)), ""),
     }
@@ -219,16 +223,16 @@ def open_session(
         yield Session(name, page, services | {RUNNER: runner}, _describe_login(server), environment)
     finally:
         runner.stop()
-        if begin.exists():  # the runner may have registered deployments, which are deleted here
+        if begin.exists():  # Delete the deployments that the runner may have registered.
             with contextlib.suppress(Unreachable):
                 withdraw(name, place)
         stop_together(*services.values())
 
 
 def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin: Path, *, watched: bool) -> Runner:
-    """Return the session's runner, which serves the flows once the file `begin` exists.
+    """Return the session's Prefect runner, which serves the flows as soon as the file `begin` exists.
 
-    Prefect automations restart crashed runs, unless `watched` is true, which means that the session restarts them.
+    If `watched` is true, the session restarts crashed runs; otherwise Prefect automations restart them.
     """
     log, ready = place / "logs" / name / "runner.log", begin.with_name("runner-ready")
     ready.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +249,7 @@ def _describe_login(server: PrefectServer | None) -> str:
 
 
 def _import_prefect(runner: Runner) -> None:
-    """Start the runner, and import Prefect in this process while the runner imports it.
+    """Start the Prefect runner, and import Prefect in this process while the runner imports Prefect, too.
 
     Raises:
         ConfigError: Prefect rejects the value of one of its environment variables.

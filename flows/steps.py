@@ -1,8 +1,9 @@
-"""Runs the steps of a supervisor as Prefect tasks, which the flow run's page shows as a graph.
+"""Runs the steps of a supervising flow as Prefect tasks, which the flow run's page in Prefect shows as a graph.
 
-A step is a box in the graph; the box shows the step's result, and follows the box of the previous step. A step only
-wraps work, and does not change its result. Prefect stores no results of steps, so a restarted supervisor repeats them.
-An unreachable or slow Prefect server delays no step, because Prefect sends the events of tasks in the background.
+Each step is a box in the graph. The box shows the step's result, and follows the box of the previous step. Running work
+as a step does not change the result of the work. Prefect does not store the results of steps, so a restarted flow run
+repeats them. An unreachable or slow Prefect server does not delay a step, because Prefect sends the events of tasks in
+the background.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from rollflow.storage.run_records.stop_requests import RunEnded
 from rollflow.tasks.run.config import RunConfig
 
 T = TypeVar("T")
-BLOCKS = 20  # largest number of blocks of versions, each of which is a box on a run's page
+# Largest number of blocks into which the policy versions of a run are split. Each block is a box on the run's page.
+BLOCKS = 20
 
 
 class Steps:
-    """The steps of one flow run, one after another."""
+    """Runs the steps of one flow run, one after another, as Prefect tasks."""
 
     def __init__(self) -> None:
         self._last: State | None = None
 
     def __call__(self, name: str, do: Callable[[], T], tell: Callable[[T], str] = lambda result: "") -> T:
         """Run `do` as a step named `name`; return its result or raise its error. `tell` turns the result into a few
-        words for the step's box.
+        words that the step's box on the Prefect page shows.
         """
         results: list[T] = []
         ended: list[RunEnded] = []
@@ -66,8 +68,8 @@ class Steps:
 
 
 def split_blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks (first version, last version) of the versions after `done`. The blocks of a run begin at fixed
-    versions, so all its supervisors use the same blocks.
+    """Split the policy versions after `done` into blocks, and yield the first and the last version of each block. The
+    blocks of a run begin at fixed policy versions, so a restarted supervisor uses the same blocks.
     """
     size = math.ceil(versions / BLOCKS)
     for last in (*range(size, versions, size), versions):
@@ -77,18 +79,20 @@ def split_blocks(done: int, versions: int) -> Iterator[tuple[int, int]]:
 
 
 def run_title(config: RunConfig) -> str:
-    """Return a short title of the run, such as sorting-grpo-a2-s0."""
+    """Return a short title of the training run, such as sorting-grpo-a2-s0."""
     return f"{config.name}-{config.train.objective.kind}-a{config.async_ratio:g}-s{config.seed}"
 
 
 def run_name() -> str:
-    """Return the name of the supervisor's flow run, for the Prefect UI."""
+    """Return the name that the Prefect UI shows for the flow run that supervises a training run."""
     config: Any = flow_run.parameters["config"]
     return run_title(RunConfig.model_validate(config))
 
 
 def build_tags(config: RunConfig, run_id: str, role: str) -> list[str]:
-    """Return the tags of a flow run, by which the Prefect UI can find the flow runs of a training run."""
+    """Return the tags of a flow run. By these tags, a user can find the flow runs of a training run in the Prefect
+    UI.
+    """
     return [f"recipe:{config.name}", f"run:{run_id}", f"role:{role}"]
 
 
@@ -99,10 +103,10 @@ def tag(found: Sequence[str]) -> None:
 
 
 def cancel(why: str) -> State:
-    """Set the state of this flow run to cancelled and raise `Abort`; if the Prefect server does not answer, return the
+    """Set the state of this flow run to cancelled, and raise `Abort`. If the Prefect server does not answer, return the
     state.
 
-    `Abort` is raised because Prefect reports a flow that returns the state `Cancelled` as an error.
+    The exception `Abort` is needed because Prefect reports a flow that returns the state `Cancelled` as an error.
     """
     state: State = Cancelled(message=why)
     with contextlib.suppress(Unreachable):
@@ -128,11 +132,11 @@ def suspend() -> State:
 
 
 def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | None:
-    """Create a task run that stands for another flow run, so that Prefect's page shows the other flow run below this
-    one; return its id.
+    """Create a task run that stands for another flow run, and return its id. The page of this flow run in Prefect then
+    shows the other flow run below it.
 
-    Prefect's `run_deployment` links two flow runs by a task run in the same way. Several calls with the same `key`
-    create only one task run. Outside a flow run, nothing is created and None is returned.
+    Prefect's own function `run_deployment` links two flow runs by such a task run, too. Several calls with the same
+    `key` create only one task run. If this function is called outside a flow run, it creates nothing and returns None.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

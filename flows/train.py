@@ -1,4 +1,6 @@
-"""Defines the flow of the train stage: one learner trains from the newest stored version to the last version."""
+"""Defines the Prefect flow of the train stage, in which one learner trains from the newest stored policy version to the
+last one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from rollflow.tasks.runtime.names import RunPlace
 
 @flow(name="train")
 def train(run: RunPlace, ray_address: str) -> int:
-    """Train the run stored at `run` up to its last version; return that version."""
+    """Train the run stored at `run` up to its last policy version; return the number of that version."""
     context = await_run(run)
     with cluster.attached_cluster(ray_address, context.key, deadline_seconds=context.config.recovery.window_seconds):
         learner = WatchedActor[LearnerStatus](
@@ -29,7 +31,7 @@ def train(run: RunPlace, ray_address: str) -> int:
 
 
 def _describe_lost_work(status: LearnerStatus) -> tuple[str, int]:
-    """Describe the work that is repeated after the learner died: one train step, or the learner's start if it had
-    restored no version.
+    """Describe the work that is repeated after the learner died: one train step, or the learner's start if it had not
+    restored a policy version.
     """
     return ("its start" if status.version < 0 else f"the step of version {status.version + 1}", 0)

@@ -44,7 +44,7 @@ class RunWatch:
         self._watch_until(lambda: self._writer.progress.version >= version)
 
     def to_end(self) -> None:
-        """Watch the run until rollout and training have ended, after the last policy version was trained and evaluated."""
+        """Watch the run until rollout and training have ended and the last policy version is evaluated."""
         self._watch_until(lambda: False)
 
     def heed_before(self) -> None:

@@ -117,7 +117,8 @@ def is_up(successor: Successor) -> bool:
 
 
 def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
-    """Restart the supervisor of the run `context` after `flow_run` crashed; if a successor exists already, return it.
+    """Restart the supervisor of the run `context` after its flow run `flow_run` crashed. If a successor flow run exists
+    already, return that one.
 
     Return None if the training run has ended, or if the flow run did not crash. Crashes before a user or a schedule
     last started the run do not count against the limit on restarts.

@@ -1,8 +1,9 @@
-"""Writes a run's anchors to tags of the MLflow run and to a Prefect artifact, where an attacker on the run's storage
-cannot change them. An anchor is the number and the hash of a log entry.
+"""Writes a run's anchors to tags of its MLflow run and to a Prefect artifact, so that an attacker who can change the
+run's storage cannot change them. An anchor is the number and the hash of an entry in the run's log.
 
-Anchors are written when a supervisor starts, after each block of versions, and at the end. An anchor proves its own log
-entry and all entries before it. The older anchors of a run stay valid if it is killed before the next anchor.
+Anchors are written when the supervising flow run starts, after each block of policy versions, and at the end of the
+run. An anchor proves that its log entry and all earlier entries are unchanged. If the run is killed, the anchors that
+were written before stay valid.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 
 def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> None:
-    """Write the anchors of log entry 0 and of the newest entry to MLflow and to the run's page, in the background.
+    """Write the anchors (number and hash) of log entry 0 and of the newest log entry to MLflow and to the run's page in
+    Prefect, in the background.
 
-    An unreadable store is ignored here, because the next anchor proves the same entries.
+    If the storage cannot be read, the anchor of entry 0 is left out, because later anchors prove entry 0, too.
     """
     with contextlib.suppress(RollflowError, OSError):
         first = first_anchor(context.store)
@@ -35,7 +37,9 @@ def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> Non
 
 
 def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) -> None:
-    """Write the anchor of the newest log entry in `state` to MLflow and to the run's page, in the background."""
+    """Write the anchor (number and hash) of the newest log entry in `state` to MLflow and to the run's page in Prefect,
+    in the background.
+    """
     anchor = newest_anchor(state)
     tracker.log_anchor(anchor)
     if page is not None:
@@ -43,7 +47,8 @@ def write_anchor(state: RunState, tracker: Tracker, page: Page | None = None) ->
 
 
 def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
-    """Return a run's anchors from the MLflow store at `place`.
+    """Return a run's anchors (numbers and hashes of log entries), which are read from the MLflow database or server at
+    `place`.
 
     Raises:
         ConfigError: MLflow cannot be read, or has no anchor of this run.

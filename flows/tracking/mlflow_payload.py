@@ -1,6 +1,6 @@
-"""Collects what is logged to MLflow besides metrics: a run's description at its start, and its result at its end.
+"""Collects what is logged to MLflow besides metrics: the description of a run at its start, and its result at its end.
 
-Everything is read from the run's storage. This module does not import MLflow.
+All information is read from the run's storage. This module does not import MLflow.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rollflow.tasks.run.context import RunContext
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
 SAMPLES = 32  # number of rows in the table of sample responses
-MODELS = 20  # largest number of stored versions that are logged to MLflow; newer versions come first
+MODELS = 20  # Largest number of stored policy versions that are logged to MLflow. The newest ones are logged.
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSourceFacts:
-    """A source of prompts, for MLflow's list of datasets; `digest` is the hash of its prompts, which must not change
-    during the run.
+    """A source of prompts, as MLflow's list of datasets shows it. `digest` is the hash of the prompts, which must not
+    change during the run.
     """
 
     name: str
@@ -43,8 +43,8 @@ class PromptSourceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """The changes of a run's config. `table` has one column for each field of a change, `texts` has the recipe after
-    each change, and `keys` has the new values of changed keys.
+    """The changes of a run's config. `table` has one column for each property of a configuration change, `texts` has
+    the recipe after each change, and `keys` has the new values of changed keys.
     """
 
     count: int = 0
@@ -55,7 +55,9 @@ class ConfigChanges:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The description of a run for MLflow. `study` is the name of the study that the run belongs to, or None."""
+    """The description of a run for MLflow. `study` is the name of the study (set of compared runs) that the run belongs
+    to, or None.
+    """
 
     study: str | None = None
     texts: Mapping[str, str] = field(default_factory=dict)  # file name -> text
@@ -65,19 +67,19 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class KeptVersion:
-    """A policy version whose weights are stored."""
+    """A policy version whose weights are still stored."""
 
     number: int
     tags: Mapping[str, str]
-    accuracy: float | None  # accuracy of the version on held-out prompts, None if not evaluated
+    accuracy: float | None  # Accuracy of the policy version on held-out prompts, or None if it was not evaluated.
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The result of a run for MLflow; `samples` maps each column of a table to its values."""
+    """The result of a run for MLflow. `samples` is a table of sample responses, as a mapping from columns to values."""
 
     version: int = 0
-    # time of the newest version in seconds since the epoch, so that a second logging writes the same value
+    # Time of the newest policy version in seconds since the epoch. It does not change if the result is logged twice.
     when: float = 0.0
     figures: Mapping[str, float] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +88,7 @@ class RunOutcome:
 
 
 def build_run_facts(context: RunContext) -> RunFacts:
-    """Collect the description of a prepared run."""
+    """Collect the description of a run for MLflow, such as its recipe and the versions of libraries."""
     texts = {"recipe.toml": recipe_of(context, 0), "environment.json": json.dumps(list_versions(), indent=2)}
     return RunFacts(context.config.tracking.study, texts, tuple(_list_prompts(context)), _list_config_changes(context))
 
@@ -116,7 +118,7 @@ def _list_prompts(context: RunContext) -> Iterator[PromptSourceFacts]:
 
 
 def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome:
-    """Collect the result of a trained run; `summary` is the result of `summarize`."""
+    """Collect the result of a trained run for MLflow. `summary` is the run's summary, from the function `summarize`."""
     newest = context.policies.find(context.policies.newest())
     texts = {"summary.json": json.dumps(without_secrets(summary), indent=2)}
     return RunOutcome(
@@ -130,8 +132,9 @@ def build_outcome(context: RunContext, summary: Mapping[str, Any]) -> RunOutcome
 
 
 def list_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a run's summary. `idle_` figures are shares of a stage's time, `waste` is a share of all
-    tokens, and `cpu_hours` are CPU hours.
+    """Return the figures that MLflow shows as the results of a run, from the run's summary. Figures with the prefix
+    `idle_` are shares of a stage's time, `waste` is the share of tokens that were discarded, and `cpu_hours` are CPU
+    hours.
     """
     accuracy = summary["accuracy"]
     lost, used = summary["discarded_tokens"], summary["tokens"]
@@ -159,7 +162,7 @@ def _list_kept(context: RunContext) -> Iterator[KeptVersion]:
     for number in islice(numbers, MODELS):
         version, held_out = context.policies.find(number), read_evaluation(context.store, number)
         if not context.policies.has_weights(version):
-            continue  # the version's weights were deleted before `store.keep_last` was raised
+            continue  # The weights of this policy version were deleted before the user raised `store.keep_last`.
         tags = {
             "rollflow.version": str(number),
             "rollflow.weights": f"{redact(context.store.uri)}/{version.weights[0].path}",
@@ -169,7 +172,7 @@ def _list_kept(context: RunContext) -> Iterator[KeptVersion]:
 
 
 def _sample_responses(context: RunContext, version: PolicyVersion) -> dict[str, list[Any]]:
-    """Return a table of sample responses from the batch that a version was trained on."""
+    """Return a table of sample responses from the batch on which a policy version was trained."""
     if version.batch_entry is None:
         return {}
     file = context.batches.read_commit(version.batch_entry).file

@@ -1,8 +1,9 @@
-"""Finds or creates a run in MLflow, and writes to it. Each function may raise the errors of MLflow's client.
+"""Finds or creates the MLflow run of a training run, and writes to it. Each function of this module may raise the
+errors of MLflow's client.
 
-The runs of one recipe are in one MLflow experiment. A study (`tracking.study`, for example a sweep or several seeds) is
-a parent run in MLflow. If it is unknown whether a run's description or result has arrived, it is logged again; logging
-it twice has the same effect as logging it once.
+All training runs of one recipe are in one MLflow experiment. A study (`tracking.study`) is a set of compared training
+runs, for example a sweep. In MLflow, a study is the parent run of its runs. If it is unknown whether MLflow has
+received a run's description or result, it is logged again. Logging it twice does no harm.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
-# prefix of a tag's name; a log entry's number follows, and the tag's value is the entry's sha256
+# Prefix of the names of tags for log entries. The number of the log entry follows, and the value of the tag is the
+# entry's sha256.
 ANCHOR_TAG = "rollflow.anchor."
-# tags that are set after the run's description and its result were logged
+# Tags that are set after the run's description or its result was logged.
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # a tag that MLflow's UI before 3.17 requires
@@ -46,10 +48,10 @@ PARAMETERS_A_CALL = 100  # largest number of parameters that MLflow accepts in o
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """Metrics of one version, one evaluation or one recovery; `marker` says which of the three.
+    """The metrics of one policy version, one evaluation or one recovery from a crash. `marker` says which of the three.
 
-    The step of a logged metric is the number of its version (or recovery), so a resumed run can read from MLflow which
-    points were logged.
+    The step number of a logged metric is the number of its policy version (or recovery). By these numbers, a resumed
+    run finds in MLflow which metrics were logged.
     """
 
     marker: str
@@ -60,8 +62,8 @@ class MetricPoint:
 
 @dataclass(frozen=True, slots=True)
 class TrackingPlace:
-    """The MLflow store and experiment that a run is logged to. `artifacts` is the folder of artifacts of a local store,
-    else None.
+    """The MLflow database or server, and the MLflow experiment, to which a run is logged. `artifacts` is the folder for
+    MLflow artifacts if MLflow's database is a local file, and None otherwise.
     """
 
     uri: str
@@ -70,26 +72,30 @@ class TrackingPlace:
 
     @classmethod
     def default(cls, home: Path, experiment: str) -> TrackingPlace:
-        """Return the default tracking place: an SQLite store and a folder for artifacts in the run home."""
+        """Return the default place for tracking: an SQLite database of MLflow and a folder for artifacts, both in the
+        run home.
+        """
         folder = home.absolute() / "mlflow"
         return cls(f"sqlite:///{folder}/mlflow.db", experiment, folder / "artifacts")
 
 
 @dataclass
 class MlflowRun:
-    """An open MLflow run: its client, its ids, and the last version that was logged for each marker."""
+    """An open MLflow run: its client, its ids, and the last logged number for each kind of metrics (`marker`)."""
 
     client: MlflowClient
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    # newest version when the run's result was logged; "yes" if an older rollflow logged it, "" if not logged
+    # Number of the newest policy version when the run's result was logged, or "" if it was not logged. Older releases
+    # of rollflow logged "yes".
     ended: str = ""
-    changes: int = 0  # number of config changes that MLflow already has
-    anchors: set[int] = field(default_factory=set)  # numbers of the log entries whose hashes MLflow already has
+    changes: int = 0  # Number of changes of the run's configuration that MLflow already has.
+    # Numbers of the entries of the run's log whose hashes MLflow already has.
+    anchors: set[int] = field(default_factory=set)
 
     def log_points(self, points: Sequence[MetricPoint]) -> None:
-        """Log all points in one call, so that either all or none of them arrive."""
+        """Log the metrics of all points in one call to MLflow, so that either all or none of them are stored."""
         from mlflow.entities import Metric
 
         metrics = []
@@ -99,7 +105,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def log_beginning(self, beginning: RunFacts) -> None:
-        """Log the files of a run's description, and its prompts as MLflow datasets."""
+        """Log the description of a run: its text files as artifacts, and its prompts as MLflow datasets."""
         for name, text in beginning.texts.items():
             self.client.log_text(self.run_id, text, name)
         if beginning.prompts:
@@ -107,15 +113,16 @@ class MlflowRun:
         self.client.set_tag(self.run_id, BEGUN_TAG, "yes")
 
     def log_anchor(self, anchor: Anchor) -> None:
-        """Log the hash of a log entry, unless MLflow already has it."""
+        """Log the hash of an entry of the run's log, unless MLflow already has this hash."""
         if anchor.n not in self.anchors:
             self.client.set_tag(self.run_id, f"{ANCHOR_TAG}{anchor.n:010d}", anchor.sha256)
             self.anchors.add(anchor.n)
 
     def log_ending(self, ending: RunOutcome) -> None:
-        """Log the run's final figures, files, samples and stored versions, unless MLflow already has them.
+        """Log the run's result (figures, files, sample responses and stored policy versions), unless MLflow already has
+        it.
 
-        Figures are logged as tags, because MLflow would plot each metric as a curve of one point.
+        Final figures are logged as tags, because MLflow would plot a metric with one value as a curve of one point.
         """
         from mlflow.entities import RunTag
 
@@ -133,7 +140,9 @@ class MlflowRun:
         self.ended = str(ending.version)
 
     def log_changes(self, changes: ConfigChanges) -> None:
-        """Log the changes of the run's config as a table, files and tags; MLflow's parameters cannot change."""
+        """Log the changes of the run's configuration as a table, files and tags, because parameters in MLflow cannot
+        change.
+        """
         if changes.count == self.changes:
             return
         for name, text in changes.texts.items():
@@ -175,7 +184,7 @@ class MlflowRun:
 def open_run(
     place: TrackingPlace, tags: Mapping[str, str], parameters: Mapping[str, str], beginning: RunFacts
 ) -> MlflowRun:
-    """Find or create the MLflow run of a rollflow run, and log the parts of its description that MLflow does not have
+    """Find or create the MLflow run of a training run, and log the parts of its description that MLflow does not have
     yet.
     """
     from mlflow import MlflowClient
@@ -207,7 +216,7 @@ def open_run(
 
 
 def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
-    """Return the tags of the MLflow run with this key; return an empty mapping if there is no such run.
+    """Return the tags of the MLflow run with this key, or an empty mapping if there is no such run.
 
     Raises:
         Unreachable: MLflow cannot be read.
@@ -230,8 +239,8 @@ def read_tags(place: TrackingPlace, key: str) -> Mapping[str, str]:
 
 
 def _newest_steps(run: Run) -> dict[str, int]:
-    """Return the newest logged step of each marker. One metric's step stands for all metrics of a point, because one
-    call logs either all of them or none.
+    """Return the newest logged step number of each kind of metrics (`marker`). The step number of one metric is enough,
+    because one call to MLflow logs all metrics of a step or none.
     """
     metrics = run.data.to_proto().metrics
     steps = {name: [one.step for one in metrics if one.key.startswith(prefix)] for name, prefix in PREFIXES.items()}
@@ -244,21 +253,23 @@ def _open_experiment(client: MlflowClient, place: TrackingPlace) -> str:
     if experiment is None:
         location = place.artifacts.as_uri() if place.artifacts is not None else None
         return str(client.create_experiment(place.experiment, artifact_location=location, tags=tags))
-    # tags that exist are not overwritten, because a user may have changed them
+    # Tags that exist are not overwritten, because a user may have changed them.
     for tag in tags.keys() - experiment.tags.keys():
         client.set_experiment_tag(experiment.experiment_id, tag, tags[tag])
     return str(experiment.experiment_id)
 
 
 def _build_view() -> str:
-    """Return a saved view of an experiment's runs in MLflow's format, with columns for the metrics in `COLUMNS`."""
+    """Return a saved view of an MLflow experiment, in MLflow's format. The view has columns for the metrics in
+    `COLUMNS`.
+    """
     state = {"selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
     return json.dumps({"name": VIEW_NAME, "createdAt": 0, "state": json.dumps(state)})
 
 
 def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
-    """Return the MLflow run that represents a study, and create it if it does not exist; if two processes created one,
-    return the older.
+    """Return the MLflow run that represents a study (set of compared runs), and create it if it does not exist. If two
+    processes have created one, return the older one.
     """
 
     def found() -> list[str]:
@@ -267,7 +278,7 @@ def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
 
     if not found():
         made = client.create_run(experiment_id, run_name=name, tags={STUDY_TAG: name})
-        # end the study's own run, because nothing more is logged to it
+        # End the MLflow run of the study itself, because nothing more is logged to it.
         client.set_terminated(made.info.run_id, "FINISHED")
     return found()[0]
 
@@ -280,5 +291,5 @@ def _build_dataset(prompts: PromptSourceFacts):  # type: ignore[no-untyped-def]
 
 
 def _format_table(columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
-    """Return a table in MLflow's format for JSON tables."""
+    """Return a table in the JSON format that MLflow shows as a table."""
     return {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}

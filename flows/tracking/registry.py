@@ -1,6 +1,7 @@
-"""Registers model versions in MLflow's model registry, and marks the best one with an alias.
+"""Registers trained policies in MLflow's model registry, and marks the best policy of each recipe with an alias.
 
-A registered version has the folder of its exported weights as its source, and its run and evaluation as tags.
+The source of a registered model version is the folder of its exported weights. Its tags have its run and its
+evaluation.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from mlflow.exceptions import MlflowException
 from rollflow.flows.services.reachability import redact
 from rollflow.storage.errors import ConfigError, Unreachable
 
-# MLflow's error codes for a missing model and for a missing alias
+# Error codes of MLflow for a missing model and for a missing alias.
 NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationScore:
-    """The result of an evaluation: `accuracy` is the share of correct responses among `responses`."""
+    """The result of an evaluation. `accuracy` is the share of correct responses among `responses`."""
 
     accuracy: float
     responses: int
@@ -31,7 +32,7 @@ class EvaluationScore:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredVersion:
-    """A registered model version: its number, the id of its run, and its evaluation."""
+    """A model version in MLflow's model registry: its number, the id of its run, and its evaluation."""
 
     number: str
     run_id: str
@@ -39,12 +40,12 @@ class RegisteredVersion:
 
 
 def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
-    """Return the z-score by which the accuracy of `new` exceeds that of `old`, or 0 if the standard error is 0.
+    """Return the z-score by which the accuracy of `new` exceeds that of `old`. Return 0 if the standard error is 0.
 
     The two-proportion z-test gives z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), where p1 and p0 are the
-    accuracies, n1 and n0 are the numbers of responses, and p is the accuracy over all responses. The test assumes that
-    responses are independent. Responses to the same prompt are not quite independent, so the true standard error is
-    larger.
+    accuracies, n1 and n0 are the numbers of responses, and p is the accuracy over all responses. The z-test assumes
+    that responses are independent. Responses to the same prompt are not quite independent, so the true standard error
+    is larger.
     """
     total = new.responses + old.responses
     pooled = (new.accuracy * new.responses + old.accuracy * old.responses) / total
@@ -53,8 +54,8 @@ def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
 
 
 class Registry:
-    """The registered model of one recipe in MLflow's model registry. Each method raises `Unreachable` if MLflow
-    fails.
+    """The registered model of one recipe in MLflow's model registry. Each method of the registry raises `Unreachable`
+    if MLflow fails.
     """
 
     def __init__(self, uri: str, model: str, alias: str) -> None:
@@ -63,7 +64,7 @@ class Registry:
             self._client = MlflowClient(uri, uri)
 
     def best(self) -> RegisteredVersion | None:
-        """Return the model version that has the alias, or None if there is none.
+        """Return the registered model version that has the alias for the best policy, or None if there is none.
 
         Raises:
             ConfigError: a user gave the alias to another model version, which has no evaluation.
@@ -78,13 +79,17 @@ class Registry:
         return self._read_version(found)
 
     def list_aliases(self) -> set[str]:
-        """Return the run ids of all model versions that have an alias, including aliases that a user set."""
+        """Return the run ids of all registered model versions that have an alias. Aliases that a user set count,
+        too.
+        """
         with self._translate_errors():
             numbers = set(self._client.get_registered_model(self._model).aliases.values())
             return {self._client.get_model_version(self._model, str(one)).tags.get("run", "") for one in numbers}
 
     def add(self, folder: str, run_id: str, score: EvaluationScore) -> RegisteredVersion:
-        """Register a model version; if the run is already registered, return its version."""
+        """Register the policy of a run as a model version. If the run is registered already, return its model
+        version.
+        """
         with self._translate_errors():
             try:
                 self._client.create_registered_model(self._model)
@@ -98,13 +103,13 @@ class Registry:
             return RegisteredVersion(created.version, run_id, score)
 
     def forget(self, run_id: str) -> None:
-        """Delete the registered model versions of a run; called when the run's files are deleted."""
+        """Delete the registered model versions of a run. This method is called when the run's files are deleted."""
         with self._translate_errors():
             for version in self._versions_of(run_id):
                 self._client.delete_model_version(self._model, version.version)
 
     def promote(self, version: RegisteredVersion) -> None:
-        """Move the alias to this model version."""
+        """Move the alias for the best policy to this model version."""
         with self._translate_errors():
             self._client.set_registered_model_alias(self._model, self._alias, version.number)
 

@@ -1,7 +1,8 @@
-"""Writes a run's status once a second, to `status.json` for users and to MLflow for comparisons.
+"""Writes a run's status once a second to `status.json`, which users see, and logs its metrics to MLflow, where runs are
+compared.
 
-The status and metrics are computed from the run's log and from the status of each stage. No decision of rollflow
-depends on `status.json` or on MLflow.
+The status and the metrics are computed from the run's log and from the status of each stage (rollout, reward and
+train). rollflow makes no decision by reading `status.json` or MLflow.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from rollflow.tasks.rollout.evaluation import Evaluation, read_evaluations
 from rollflow.tasks.run.context import RunContext
 
 TELL_SECONDS = 1.0
-MESSAGES = 3  # number of messages in the live view, the newest ones
-DEADLINE_COUNTS = ("kills", "rechecked", "false_kills")  # counts of adaptive deadlines in `RewardStatus`
-USAGE_SECONDS = 30.0  # seconds between writes of the actors' CPU usage
+MESSAGES = 3  # Number of messages that the live view shows; the newest ones are shown.
+# Names of the counts of adaptive time limits in `RewardStatus`.
+DEADLINE_COUNTS = ("kills", "rechecked", "false_kills")
+USAGE_SECONDS = 30.0  # Seconds between two writes of the CPU usage of a run's actors.
 
 
 class LastStages(Protocol):
-    """The last status of each stage, and the CPU usage of the stages' actors."""
+    """The last status of each stage (rollout, reward and train), and the CPU usage of the stages' actors."""
 
     @property
     def usage(self) -> CpuUsage: ...
@@ -67,18 +69,20 @@ class StatusWriter:
         self.messages = [change_sentence(one) for one in list_changes(context)]
         self.failure = ""
         self.recoveries = RecoveryLog(context.store)
-        self._recovered = 0  # number of recoveries that have been logged to MLflow
-        # The run's age is read from the wall clock only once, so that a change of the clock cannot alter it.
+        self._recovered = 0  # Number of recoveries from crashes that have been logged to MLflow.
+        # The wall clock is read only once for the run's age, so that a change of the clock cannot alter the age.
         self._began = time.monotonic() - max(0.0, time.time() - context.created_at)
-        self._before: PolicyVersion | None = None  # the version that was last logged to MLflow
+        self._before: PolicyVersion | None = None  # The policy version that was last logged to MLflow.
         self._evaluated: dict[int, Evaluation] = {}
         self._written_at = 0.0
         self.no_signal = ""  # a sentence for the user if the newest versions have no learning signal, else ""
-        self.alarms: list[RewardAlarm] = []  # signs of reward hacking in the newest versions
+        self.alarms: list[RewardAlarm] = []  # Signs of reward hacking in the newest policy versions.
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
-        """Read the new entries of the run's log, log new versions to MLflow, and write the status."""
+        """Read the new entries of the run's log, log the metrics of new policy versions to MLflow, and write the run's
+        status.
+        """
         new = self.progress.advance()
         for place, version in enumerate(new, 1 - len(new)):
             self._update_alarms(place)
@@ -100,14 +104,16 @@ class StatusWriter:
         self.context.store.put(STATUS, written.to_json().encode())
 
     def note_progress(self, phase: Phase) -> None:
-        """Write the status, at most once a second, because a step of the supervisor itself made progress."""
+        """Write the run's status, because a step of the supervising flow made progress. The status is written at most
+        once a second.
+        """
         if time.monotonic() - self._written_at > TELL_SECONDS:
             with contextlib.suppress(Unreachable, OSError):
                 self.refresh(phase)
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
-        """Return a version's metrics, with `system/` figures unless it is the first version that this supervisor
-        sees, and with the counts of adaptive deadlines if there are any.
+        """Return the metrics of a policy version. `system/` figures are added unless it is the first version that this
+        process sees, and so are counts of adaptive time limits.
         """
         reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
         if reward.kills:
@@ -117,8 +123,8 @@ class StatusWriter:
         return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
 
     def _new_evaluations(self) -> list[Evaluation]:
-        """Return the evaluations since the last call; the first call returns the newest evaluations and that of version
-        0.
+        """Return the held-out evaluations since the last call. The first call returns the newest evaluations and that
+        of policy version 0.
         """
         if self._evaluated:
             return read_evaluations(self.context.store, max(self._evaluated))
@@ -137,7 +143,9 @@ class StatusWriter:
         self.no_signal = found
 
     def _update_alarms(self, newest: int) -> None:
-        """Find the alarms at one of the last versions, given by its place from the end, which is 0 for the newest."""
+        """Find the signs of reward hacking at one of the newest policy versions. The version is given by its place from
+        the end, which is 0 for the newest.
+        """
         versions = list(self.progress.versions)
         found = find_alarms(versions[: len(versions) + newest], self.context.config.shares)
         raised = {alarm.headline for alarm in self.alarms}
@@ -146,7 +154,9 @@ class StatusWriter:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should look at now: a missing learning signal, and signs of reward hacking."""
+        """The sentences about problems that a user should look at now: a missing learning signal, or signs of reward
+        hacking.
+        """
         return [self.no_signal] * bool(self.no_signal) + [alarm.sentence for alarm in self.alarms]
 
     def _log_recoveries(self) -> None:
@@ -173,18 +183,20 @@ class StatusWriter:
 
     @property
     def accuracy(self) -> tuple[tuple[int, float], ...]:
-        """The held-out accuracy of version 0 and of the newest evaluated versions, as pairs of version and accuracy."""
+        """The held-out accuracy of policy version 0 and of the newest evaluated versions, as pairs of version and
+        accuracy.
+        """
         points_of = sorted((version, one.accuracy) for version, one in self._evaluated.items())
         return (*points_of[:1], *points_of[1:][-KEPT:])
 
     @property
     def pass_at(self) -> Mapping[int, float]:
-        """The pass@k of the newest evaluated version, by k."""
+        """The pass@k of the newest evaluated policy version, as a mapping from k to pass@k."""
         return self._evaluated[max(self._evaluated)].pass_at if self._evaluated else {}
 
     @property
     def figures(self) -> str:
-        """The newest reward and held-out accuracy as a short text."""
+        """The newest reward and held-out accuracy of the run, as short text."""
         status = self.status(self._phase())
         reward = [] if status.reward is None else [f"reward {status.reward:.3f}"]
         held_out = [f"held-out {value:.3f} at {version}" for version, value in status.accuracy[-1:]]
@@ -228,8 +240,8 @@ class StatusWriter:
 
 
 def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[MetricPoint]:
-    """Yield the MLflow points of the versions in `wanted`; for the marker `EVALUATED`, yield the points of their
-    evaluations.
+    """Yield the MLflow metrics of the policy versions in `wanted`. For the marker `EVALUATED`, yield the metrics of the
+    versions' held-out evaluations.
     """
     if marker == EVALUATED:
         for evaluation in read_evaluations(context.store, wanted.start - 1, wanted.stop - 1):

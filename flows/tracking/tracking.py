@@ -1,19 +1,21 @@
-"""Logs a run to MLflow: its parameters, its metrics by policy version, and the reward plot.
+"""Logs a training run to MLflow: its configuration, its metrics by policy version, and the reward plot.
 
-The prefix of a metric's name says where the metric comes from: `rollout/` from a batch's trajectories, `train/` from
-the train step, `eval/` from held-out prompts, `reward/` from the reward actor. Metrics with the prefix `system/`
-measure time and waste. Metrics with the prefix `recovery/` measure restarts; the step of such a metric is the number of
-the restart. The final results of a run are tags of its MLflow run (`final.accuracy`, ...).
+The prefix of a metric's name says where the metric comes from. `rollout/` stands for a batch's trajectories, `train/`
+for the train step, `eval/` for held-out prompts, and `reward/` for the reward actor. Metrics with the prefix `system/`
+measure time and discarded work. Metrics with the prefix `recovery/` measure restarts after crashes. The step number of
+such a metric is the number of the restart. The final results of a run are tags of its MLflow run (`final.accuracy`,
+...).
 
-* Tracking never delays or ends a run. Every method except `flush` and `finish` returns immediately. One thread imports
-  MLflow, opens the store and writes many versions in one call.
-* A failure of MLflow, its database or its server is appended to `warnings` and counted in `failures`. Data that could
-  not be written is written with the next data.
+* Tracking never delays or ends a run. Every method of `Tracker` except `flush` and `finish` returns immediately. One
+  background thread imports MLflow, connects to it, and writes the metrics of many policy versions in one call.
+* A failure of MLflow is appended to the tracker's `warnings` and counted in `failures`. Metrics that could not be
+  written are written together with the next metrics.
 * The methods `flush` and `finish` wait for pending data, but only until a deadline.
-* No metric is logged twice. When the MLflow run is opened, the last logged version is read from MLflow, and earlier
-  versions are not logged again. Later versions that were not logged are read through `missed`.
+* No metric is logged twice. When the MLflow run is opened, the last logged policy version is read from MLflow, and
+  earlier versions are not logged again. The function `missed` returns the metrics of policy versions that were not
+  logged.
 
-Callers log a version only after it is committed.
+Callers log a policy version only after it is committed to the run's storage.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ ROLLOUT = (
     "skipped_",
 )
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
-METRICS_A_CALL = 900  # largest number of metrics that are logged in one call; MLflow accepts 1,000
+METRICS_A_CALL = 900  # Largest number of metrics that are logged in one call. MLflow accepts 1,000.
 KEPT_POINTS = 10_000
 STOP = object()
 
@@ -60,8 +62,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The curves of the reward plot, as pairs of version and value: mean training reward, held-out accuracy and pass@k,
-    mean staleness.
+    """The curves of the reward plot, as pairs of policy version and value: mean training reward, held-out accuracy,
+    pass@k, and mean staleness.
     """
 
     reward: Sequence[tuple[int, float]] = ()
@@ -72,7 +74,7 @@ class Curves:
 
 
 class Tracker:
-    """Logs one rollflow run to its MLflow run, in a thread."""
+    """Logs one training run to its MLflow run, in a background thread."""
 
     def __init__(
         self,
@@ -85,8 +87,9 @@ class Tracker:
     ) -> None:
         """Start the thread that opens the MLflow run.
 
-        `key` tells this run from a run of the same name in another store. `missed` is a function that returns the
-        points of versions that were not logged. `beginning` is the run's description, which is logged once.
+        `key` distinguishes this run from a run of the same name in another store. `missed` is a function that returns
+        the metrics of policy versions that were not logged. `beginning` is the description of the run, which is logged
+        once.
         """
         self.place = place
         self.tags = {RUN_TAG: run_id, KEY_TAG: key or run_id}
@@ -104,19 +107,19 @@ class Tracker:
         self._queue.put(lambda: None)
 
     def log_version(self, version: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log the metrics of a committed version; `when` is in seconds since the epoch."""
+        """Log the metrics of a committed policy version; `when` is in seconds since the epoch."""
         self._queue.put(version_point(version, metrics, when))
 
     def log_evaluation(self, version: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log the evaluation of a version on held-out prompts."""
+        """Log the evaluation of a policy version on held-out prompts."""
         self._queue.put(evaluation_point(version, metrics, when))
 
     def log_recovery(self, number: int, metrics: Mapping[str, float], when: float) -> None:
-        """Log the metrics of a recovery; the run's first recovery has the number 1."""
+        """Log the metrics of a recovery from a crash; the run's first recovery has the number 1."""
         self._queue.put(MetricPoint(RECOVERIES, number, {f"recovery/{name}": v for name, v in metrics.items()}, when))
 
     def log_reward_plot(self, curves: Curves, path: Path) -> None:
-        """Draw the reward plot to `path`, and log the file as an artifact."""
+        """Draw the reward plot to the file `path`, and log the file to MLflow as an artifact."""
         self._queue.put(lambda: self._log_plot(curves, path))
 
     def log_anchor(self, anchor: Anchor) -> None:
@@ -124,17 +127,21 @@ class Tracker:
         self._queue.put(lambda: self._log_anchor(anchor))
 
     def log_ending(self, ending: RunOutcome) -> None:
-        """Log the run's result, unless MLflow already has it."""
+        """Log the result of the run to MLflow, unless MLflow already has it."""
         self._queue.put(lambda: self._log_ending(ending))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
-        """Wait until all data so far is written or has failed; return False if this takes too long."""
+        """Wait until everything that was logged so far is written or has failed. Return False if this takes too
+        long.
+        """
         done = threading.Event()
         self._queue.put(done.set)
         return done.wait(deadline_seconds)
 
     def finish(self, status: Status, deadline_seconds: float = 20.0) -> bool:
-        """Write the remaining data, close the MLflow run and end the thread; return False if this takes too long."""
+        """Write the remaining metrics, close the MLflow run and end the background thread. Return False if this takes
+        too long.
+        """
         self._queue.put(lambda: self._terminate(status))
         self._queue.put(STOP)
         self._thread.join(deadline_seconds)
@@ -144,13 +151,13 @@ class Tracker:
 
     @property
     def page(self) -> str:
-        """The address of the run's page in MLflow, or the command that shows a local store."""
+        """The address of the run's page in MLflow, or, for a local database, the command that shows it."""
         if not self.place.uri.startswith("http"):
             return f"mlflow ui --backend-store-uri {redact(self.place.uri)}"
         return self.page_on(redact(self.place.uri))
 
     def page_on(self, server: str) -> str:
-        """Return the address of the run's page on an MLflow server that shows this store."""
+        """Return the address of the run's page on an MLflow server that shows the same database."""
         where = f"/{self._open.experiment_id}/runs/{self._open.run_id}" if self._open else ""
         return f"{server.rstrip('/')}/#/experiments{where}{VIEW}"
 
@@ -162,7 +169,7 @@ class Tracker:
             with contextlib.suppress(queue.Empty):
                 while True:
                     items.append(self._queue.get_nowait())
-            # Consecutive points are collected and written in one call, before the next action.
+            # Consecutive metrics are collected and written in one call, before the next action.
             for item in items:
                 if isinstance(item, MetricPoint):
                     self._pending.append(item)
@@ -184,7 +191,7 @@ class Tracker:
                     run.last[point.marker] = max(point.version, run.last.get(point.marker, -1))
             self._pending.clear()
             return
-        self._open = None  # the next try opens the run again, and reads from MLflow which points have arrived
+        self._open = None  # The next try opens the MLflow run again, and reads from MLflow which metrics have arrived.
         if len(self._pending) > KEPT_POINTS:
             self._warn(
                 f"{len(self._pending) - KEPT_POINTS} points were dropped, because MLflow has not answered for too long"
@@ -192,8 +199,8 @@ class Tracker:
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
-        """Yield the points of the versions between the last one in MLflow and the first of `new`, which were published
-        without a supervisor.
+        """Yield the metrics of the policy versions between the last one in MLflow and the first of `new`. These
+        versions were published while no supervising process ran.
         """
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)
@@ -245,7 +252,9 @@ class Tracker:
 
 
 def import_early() -> None:
-    """Import the modules that a tracker with a local store needs, before this process is forked."""
+    """Import the modules that a tracker with a local MLflow database needs. This is done before the process is forked,
+    to save time.
+    """
     with contextlib.suppress(ImportError):  # the tracker reports the failure later
         for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):
             import_module(module)
@@ -260,17 +269,17 @@ def _tracking_errors() -> tuple[type[Exception], ...]:
 
 
 def version_point(version: int, metrics: Mapping[str, float], when: float) -> MetricPoint:
-    """Return the MLflow point of a version's metrics."""
+    """Return the metrics of a policy version in the form that is logged to MLflow."""
     return MetricPoint(VERSION, version, {shown_name(name): value for name, value in metrics.items()}, when)
 
 
 def evaluation_point(version: int, metrics: Mapping[str, float], when: float) -> MetricPoint:
-    """Return the MLflow point of an evaluation's metrics."""
+    """Return the metrics of a held-out evaluation in the form that is logged to MLflow."""
     return MetricPoint(EVALUATED, version, {f"eval/{name}": value for name, value in metrics.items()}, when)
 
 
 def shown_name(metric: str) -> str:
-    """Return the name of a version's metric in MLflow, with its prefix."""
+    """Return the name that a metric of a policy version has in MLflow, with its prefix."""
     if metric in SYSTEM:
         return f"system/{metric}"
     if metric.startswith("reward/"):
@@ -279,8 +288,8 @@ def shown_name(metric: str) -> str:
 
 
 def _split_calls(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
-    """Split points into groups for one MLflow call each, without splitting a point: a call is logged completely or not
-    at all.
+    """Split metrics into groups for one MLflow call each. The metrics of one policy version are never split, because a
+    call is logged completely or not at all.
     """
     chunk: list[MetricPoint] = []
     size = 0
@@ -295,7 +304,9 @@ def _split_calls(points: Iterable[MetricPoint]) -> Iterator[list[MetricPoint]]:
 
 
 def draw_curves(curves: Curves, path: Path) -> None:
-    """Draw a picture to `path` with two plots: training reward and held-out accuracy above, staleness below."""
+    """Draw a picture with two plots to the file `path`. The upper plot shows training reward and held-out accuracy, the
+    lower plot shows staleness.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained", dpi=120)
