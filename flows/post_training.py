@@ -196,8 +196,8 @@ def _claim_run(context: RunContext, address: str) -> Writer:
 
 
 def _reset_budgets(context: RunContext) -> None:
-    """If a user or a schedule started this flow run, forget the earlier restarts of the training run and its old stop
-    requests.
+    """Forget the earlier restarts of the training run and its old stop requests, if a user or a schedule started this
+    flow run.
 
     Stop requests are kept if they are newer than the request that created this flow run.
     """

@@ -104,8 +104,8 @@ class Session:
         keeper.await_end()
 
     def serve(self, log: Callable[[str], None], ended: StopFlag) -> None:
-        """Restart each service that dies, until `ended` is set. On a private Prefect server, crashed supervising flow runs
-        are restarted, too.
+        """Restart each service that dies, until `ended` is set. On a private Prefect server, crashed supervising flow
+        runs are restarted, too.
 
         Raises:
             RestartsExhausted: a service died too often to be restarted again.

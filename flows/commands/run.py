@@ -129,7 +129,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
 
 
 def _report_stop(context: RunContext) -> int:
-    """After Ctrl-C or `rollflow stop`, print which results are stored and how to resume the run."""
+    """Print which results are stored and how to resume the run, after Ctrl-C or `rollflow stop`."""
     try:
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         context.store.put(STATUS, last.at_end("stopped").to_json().encode())

@@ -82,7 +82,7 @@ class Engines:
             time.sleep(START_POLL_SECONDS)
 
     def look(self, scheduler: Any, status: RolloutStatus) -> None:
-        """For every inference engine, do the next step: start the engine, add it to the scheduler, or check its health.
+        """Advance every inference engine by one step: start the engine, add it to the scheduler, or check its health.
 
         Raises:
             RestartsExhausted: an engine was restarted too often.

@@ -42,7 +42,7 @@ class ServiceKeeper:
         self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:
-        """For every service that is down, do the next step of its restart, without waiting.
+        """Advance the restart of every service that is down by one step, without waiting.
 
         Raises:
             RestartsExhausted: a service was restarted too often.
