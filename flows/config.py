@@ -85,9 +85,7 @@ def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunCon
 
 
 def _without_nulls(tree: Any) -> Any:
-    """Return a configuration tree without its null values, so that users can set the keys of an unset section one by
-    one.
-    """
+    """Return a configuration tree without null values, so that the keys of an unset section can be set singly."""
     if isinstance(tree, Mapping):
         return {name: _without_nulls(value) for name, value in tree.items() if value is not None}
     return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
@@ -155,9 +153,7 @@ def load_hardware(path: Path) -> Hardware:
 
 
 def hardware_file(path: Path) -> Path:
-    """Return the path of a hardware file. If `path` is the name of a hardware file that rollflow ships, return the path
-    of that file.
-    """
+    """Return the path of a hardware file. `path` may be the name of a hardware file that rollflow ships."""
     shipped = SHIPPED_HARDWARE / f"{path.name}.toml"
     return shipped if len(path.parts) == 1 and not path.suffix and shipped.exists() else path
 
@@ -184,9 +180,7 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply one override (`key.path=value`) to a configuration tree. A value that is not valid TOML is read as a
-    string.
-    """
+    """Apply one override (`key.path=value`) to a configuration tree. A value that is not TOML is a string."""
     key, sep, text = override.partition("=")
     if not sep or not key:
         raise ConfigError(f"--set {override!r} is not of the form key=value, e.g. --set train.learning_rate=1e-4")
@@ -267,9 +261,7 @@ def describe_errors(
 
 
 def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Return errors that renamed keys have hidden. The configuration tree is checked again with the present names of
-    its keys.
-    """
+    """Return the errors that a configuration tree has even after its renamed keys get their present names."""
     renamed = section.renames.apply(tree)
     if renamed == tree:
         return []
@@ -362,9 +354,7 @@ def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:
-    """Return the known configuration keys whose name, or whose last word, resembles a given key. Keys of the same
-    section come first.
-    """
+    """Return the known configuration keys that resemble a given key. Keys of the same section come first."""
     import difflib
 
     def likeness(one: str, other: str) -> float:
@@ -384,9 +374,7 @@ def _find_similar(key: str, known: Iterable[str]) -> list[str]:
 
 
 def _accepts(info: FieldInfo, given: object) -> bool:
-    """Return whether a configuration field can have a given value, judged by its shape: a table, a list of tables, or a
-    plain value.
-    """
+    """Return whether a given value has the shape of a configuration field, such as a table or a list of tables."""
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
         return (sections and not is_list(info)) or get_origin(info.annotation) is dict
@@ -396,9 +384,7 @@ def _accepts(info: FieldInfo, given: object) -> bool:
 
 
 def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
-    """Return the configuration keys whose words have the given initials. For `train.lr`, this is
-    `train.learning_rate`.
-    """
+    """Return the configuration keys whose words have the given initials, as `train.learning_rate` for `train.lr`."""
     place, _, name = key.rpartition(".")
     below = ((one, one.rpartition(".")) for one in known)
     return [

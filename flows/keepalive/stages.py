@@ -3,10 +3,9 @@ consists of a Prefect flow run and a Ray actor.
 
 A stage is restarted if the process of its flow run was killed (the flow run crashed), or if the flow has not restarted
 a lost actor for `UNATTENDED_SECONDS`. The new flow run of a restarted stage uses the Ray actors that are still alive.
-If a stage's flow run *failed*, the flow has reported the reason, and the whole run ends. A restarted supervisor
-continues with the flow runs that the dead supervisor started for the stages. A flow run that Prefect is cancelling is
-not used again, because it may still be ending when the run is resumed. While the Prefect server does not answer, each
-flow run is assumed to be in its last known state.
+If a stage's flow run *failed*, the whole run ends. A restarted supervisor continues with the flow runs that the dead
+supervisor started for the stages, except flow runs that Prefect is cancelling. While the Prefect server does not
+answer, each flow run is assumed to be in its last known state.
 """
 
 from __future__ import annotations
@@ -69,9 +68,7 @@ def runner_deployment() -> str:
 
 @dataclass
 class Stage:
-    """One stage of a run (rollout, reward or train): its Prefect flow run, the last known state of the flow run, and
-    the last status of its Ray actor.
-    """
+    """The state of one stage of a run (rollout, reward or train), with its Prefect flow run and its Ray actor."""
 
     role: str
     run: UUID | None = None
@@ -87,9 +84,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name of the stage in recovery records, such as "rollout stage". The stage's Ray actor has a different
-        name.
-        """
+        """The name of the stage in recovery records, such as "rollout stage"."""
         return f"{self.role} stage"
 
 
@@ -103,9 +98,7 @@ class Stages:
         log: Callable[[str], None],
         warn: Callable[[Sequence[ActorWarning]], None] = lambda warnings: None,
     ) -> None:
-        """Start without flow runs. `log` writes messages about the stages, and `warn` writes the warnings of Ray
-        actors.
-        """
+        """Start no flow run yet. `log` logs messages about stages, and `warn` logs the warnings of Ray actors."""
         self.context, self.address, self._log, self._warn = context, address, log, warn
         self.all = {role: Stage(role) for role in ACTORS}
         self.restarts = Restarts.of_run(context)
@@ -118,8 +111,7 @@ class Stages:
         self._begun: list[Any] = []
 
     def start(self) -> None:
-        """Continue with the flow runs of the stages (rollout, reward and train) that exist already, and create those
-        that are missing.
+        """Create the flow runs of the three stages, except those that an earlier supervisor has created.
 
         If the run's configuration has changed, stages that use the older configuration are ended first.
         """
@@ -162,9 +154,7 @@ class Stages:
         kill_actors(self.context)
 
     def _find_flow_runs(self, client: SyncPrefectClient) -> dict[str, UUID]:
-        """Return the flow runs of the stages (rollout, reward and train). Flow runs that have ended or are being
-        cancelled are left out.
-        """
+        """Return the Prefect flow runs of the three stages that have not ended and are not being cancelled."""
         there = (run for run in unfinished_runs(client, runner_deployment()) if run.state_type != StateType.CANCELLING)
         ours = (run for run in there if run.parameters.get("run") == self.context.uri)
         return {role: run.id for run in ours for role in ACTORS if self._tags(role)[-1] in run.tags}
@@ -177,9 +167,7 @@ class Stages:
                 self._start(stage, client)
 
     def _start(self, stage: Stage, client: SyncPrefectClient) -> None:
-        """Create the Prefect flow run of a stage. If the server's answer is lost, a second call does not create a
-        second flow run.
-        """
+        """Create the Prefect flow run of a stage. A second call with the same key creates no second flow run."""
         parameters = {"run": self.context.uri, "ray_address": self.address}
         name = f"{run_title(self.context.config)} {stage.role}"
         stage.run = start(
@@ -200,8 +188,7 @@ class Stages:
         return build_tags(self.context.config, self.context.run_id, role)
 
     def look(self) -> None:
-        """Check the trajectory buffer (`CHANNEL`) and the flow runs and actors of the stages, and restart those that
-        have crashed.
+        """Check the flow runs and Ray actors of the run's stages, and restart those that have crashed.
 
         Raises:
             RestartsExhausted: a stage failed, or was restarted too often.
@@ -254,16 +241,13 @@ class Stages:
 
     def _unpause(self, stage: Stage, client: SyncPrefectClient, run: UUID) -> None:
         """Restart a stage whose flow run a user paused, because a single stage cannot pause while its run continues."""
-        # Without this state, Prefect would not end the flow run's process.
-        client.set_flow_run_state(run, Running(), force=True)
+        client.set_flow_run_state(run, Running(), force=True)  # Without this, Prefect would not end the process.
         cancel_flow_run(client, run)
         self._log(f"the {stage.role} stage was paused and continues; to pause the run, pause the run's own flow run")
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return whether the stage's Ray actor has been silent for so long that the stage's flow must have failed to
-        restart it.
-        """
+        """Return whether the stage's flow must have failed to restart its Ray actor, which is silent for too long."""
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:
@@ -273,9 +257,7 @@ class Stages:
         self._looked = 0.0
 
     def _poll_status(self, stage: Stage) -> None:
-        """Read the answer to the last status call to the stage's actor, if it has arrived, and send the next call. This
-        method does not block.
-        """
+        """Read the status that the stage's Ray actor has sent, if any, and ask for the next one, without blocking."""
         if stage.asked is not None and not cluster.has_ended(stage.asked, 0):
             return
         asked, stage.asked = stage.asked, None
@@ -323,9 +305,7 @@ class Stages:
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel (the Ray actor that buffers trajectories). Its storage does not retry failed reads, because
-        a client that gets no batch asks again.
-        """
+        """Start the channel, the Ray actor that buffers trajectories. Failed reads of its storage are not retried."""
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)
@@ -336,9 +316,7 @@ class Stages:
         return all(self.all[role].completed for role in roles)
 
     def end(self) -> None:
-        """End the reward stage, then every Ray actor of the run. This method is called after rollout and training have
-        ended.
-        """
+        """End the reward stage and then every Ray actor of the run, after rollout and training have ended."""
         limit = time.monotonic() + END_SECONDS
         while not self.have_ended(*ACTORS):
             if time.monotonic() > limit:
@@ -352,9 +330,7 @@ class Stages:
         self._reporter.notes.flush()
 
     def clear(self) -> None:
-        """End the stages that a dead supervisor had started. This method is called after the last policy version, when
-        no stage is started again.
-        """
+        """End the stages that a dead supervisor had started, if the last policy version is already trained."""
         left: dict[str, UUID] = {}
         with contextlib.suppress(Unreachable), open_client() as client:
             left = self._find_flow_runs(client)

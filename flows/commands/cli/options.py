@@ -1,6 +1,4 @@
-"""Defines the options of every command of `rollflow`, and the groups in which the help lists the commands. Each command
-is implemented in a module of the same name.
-"""
+"""Defines the options of every command of `rollflow`, and the groups of commands that the help shows."""
 
 from __future__ import annotations
 
