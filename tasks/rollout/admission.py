@@ -16,8 +16,9 @@ If scoring is slower than generation, `max_unscored` limits the queue of respons
 queue is full, no new group of responses starts. Running groups of responses continue, so the queue of unscored
 responses may exceed the limit by the number of their unfinished responses.
 
-Voided (lost) batches are formed again before all other batches, which are formed in the order of their numbers.
-Training batches that are already formed do not reduce the number of groups that may start for a voided (lost) batch.
+Voided (lost) batches are formed again before all other batches; the other batches are formed in the order of their
+numbers. Training batches that are already formed do not reduce the number of groups that may start for a voided (lost)
+batch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class BatchesToForm:
         return self.at(0)
 
     def at(self, place: int) -> int:
-        """Return the number of the training batch that is formed after `place` other batches."""
+        """Return the number of the training batch that is formed after `place` earlier batches."""
         return self.missing[place] if place < len(self.missing) else self.number + place - len(self.missing)
 
     def after_first(self) -> BatchesToForm:
@@ -66,7 +67,7 @@ class AdmissionInputs:
     due: BatchesToForm
     running: int  # number of running groups of responses, including preempted groups
     outstanding: int  # number of groups of responses that may still join a batch: running or buffered groups
-    generating: int  # number of unfinished responses of all running groups
+    generating: int  # number of unfinished responses of all running groups of responses
     slots: float  # largest number of generation requests that may be in flight
     unscored: int = 0  # number of responses that wait for a score
 
@@ -88,12 +89,12 @@ class AdmissionDecision:
 
     @property
     def is_held(self) -> bool:
-        """True if engines have free slots and only `async_ratio`, the staleness limit, prevents a new group."""
+        """True if engines have free slots and only the staleness limit keeps a new group from starting."""
         return self.free and self.scores and self.fresh <= 0 < self.wanted
 
     @property
     def is_backlogged(self) -> bool:
-        """True if engines have free slots and only the queue of responses without a score prevents a new group."""
+        """True if engines have free slots and only the queue of unscored responses keeps a new group from starting."""
         return self.free and not self.scores and min(self.fresh, self.wanted) > 0
 
 
@@ -110,7 +111,7 @@ def decide_admission(supply: AdmissionInputs, limits: RolloutLimits, extra: int)
     fresh = compute_allowance(
         version, supply.outstanding, number=due.number, missing=due.missing, groups=limits.groups, ahead=limits.lead
     )
-    if due.first > version + limits.lead:  # a group started beyond the need of its batch would come too late
+    if due.first > version + limits.lead:  # a group of responses that is not needed for this batch would come too late
         extra = 0
     if due.first > version + limits.async_ratio:  # any group of responses that starts now would come too late
         fresh = min(fresh, 0)

@@ -21,7 +21,7 @@ class Rank(NamedTuple):
     """Sort key of a group of responses in the buffer: a batch takes the groups with the smallest ranks first."""
 
     started_version: int
-    passed: bool  # False if a batch has to wait for the group
+    passed: bool  # False if a batch has to wait for the group of responses
     key: GroupKey
 
 

@@ -1,4 +1,4 @@
-"""The sections `[rollout]` and `[evaluation]` of a recipe."""
+"""Defines the sections `[rollout]` and `[evaluation]` of a run's config."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class SchedulerCounts:
     """The counters of a rollout scheduler, since the scheduler started."""
 
     tokens: int = 0
-    surplus_tokens: int = 0  # tokens of redundant responses, which complete groups did not need
+    surplus_tokens: int = 0  # tokens of redundant responses, which their groups did not need
     discarded_tokens: int = 0
     dropped_tokens: int = 0  # discarded tokens of groups of responses that were too slow or not needed
     trajectories: int = 0
@@ -36,4 +36,5 @@ class SchedulerCounts:
     )  # time in which engines had free slots, but `async_ratio` allowed no new group of responses
     # time in which the learner was idle while the buffer had a full batch
     waited: Stopwatch = field(default_factory=Stopwatch)
-    backlogged: Stopwatch = field(default_factory=Stopwatch)  # time in which only `max_unscored` allowed no new group
+    # time in which `max_unscored` alone kept new groups of responses from starting
+    backlogged: Stopwatch = field(default_factory=Stopwatch)

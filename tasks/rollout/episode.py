@@ -26,7 +26,7 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NOTHING = TokenSpan()
 CHOSEN = b"\1"
-# Waits for the final responses of the group's other episodes, and returns them; None if the group was given up.
+# Waits for the group's other final responses, and returns them; None if the group of responses was given up.
 Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
 
@@ -73,7 +73,7 @@ class PlayedEpisode:
     _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
     _asked: bool = False  # True while the environment waits for a generation
     _gone: bool = False  # True after `let_go`
-    _interrupted: bool = False  # True if the environment was cancelled while it computed
+    _interrupted: bool = False  # True if the environment was cancelled while computing
 
     @property
     def response(self) -> Int32s:
@@ -220,7 +220,7 @@ class PlayedEpisode:
         if wrong := [one for one in stop if not isinstance(one, str)]:
             raise ValueError(f"the stop string {wrong[0]!r} is not a string; decode a token to its text")
         for one in stop:
-            one.encode()  # a lone surrogate raises a `ValueError`, because no engine can search for it
+            one.encode()  # a lone surrogate raises a `ValueError`, because no engine can search for such a character
         if "" in stop:
             raise ValueError("a stop string is empty")
         max_tokens = None if max_tokens is None else operator.index(max_tokens)

@@ -59,8 +59,9 @@ class DomainResult:
 class Evaluation:
     """The result of one evaluation; `accuracy` is the share of correct responses, which is pass@1.
 
-    With several domains, accuracy, reward and pass@k are means of the domains, each weighted by its share of the
-    trained groups (`evaluation.mean`). `domains` maps each domain to the result of the evaluation on that domain.
+    With several domains, accuracy, reward and pass@k are weighted means over the domains; the weight of a domain is its
+    share of the trained groups of responses (`evaluation.mean`). `domains` maps each domain to the result of the
+    evaluation on that domain.
 
     `sets` maps the name of each evaluation set to its result; evaluation sets do not count towards `accuracy`.
 
@@ -220,7 +221,8 @@ class Evaluator:
     ports: EnvironmentPorts = NO_PORTS
     # domain -> its weight in the accuracy; if empty, every response has the same weight
     shares: Mapping[str, float] = field(default_factory=dict)
-    by_value: bool = False  # True: a response is right if its reward is 1; False: if its outcome is "correct"
+    # if True, a response is right if its reward is 1; if False, a response is right if its outcome is "correct"
+    by_value: bool = False
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)  # prompts of the evaluation sets, by name
 
     async def run(self, proxy: InferenceProxy, version: int) -> Evaluation:

@@ -4,8 +4,8 @@ While the learner is busy, a batch is formed only if no running group of respons
 learner is ready for the batch, a running group of responses that would be too old for the next batch is preempted and
 started again, unless the batch has to wait for the group. A group of responses that a batch has to wait for is called
 *awaited*. With `on_stale = "wait"`, a batch waits for every running group of responses that would be too old for the
-next batch. With `on_stale = "drop"`, a batch waits only for the groups of prompts that were preempted often (see
-`issue_order`).
+next batch. With `on_stale = "drop"`, a batch waits only for the responses to prompts whose groups were preempted often
+(see `issue_order`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Formation:
 
         Args:
             running: start numbers of the running groups that were not preempted, in ascending order.
-            is_lost: True if the batch was voided (lost) after later batches had been formed.
+            is_lost: True if the batch was voided (lost) when later batches were formed already.
         """
         if self.limits.batch_order == "started":
             first = next(iter(running), None)
@@ -65,8 +65,8 @@ class Formation:
     def _crowds(self, number: int, later: int) -> bool:
         """Return whether forming batch `number` now would force the scheduler to drop old groups of responses later.
 
-        Old groups have to be dropped if the batch takes younger groups while more old groups are running than the next
-        `later` batches can take.
+        Old groups of responses have to be dropped if the batch takes younger groups while more old groups are running
+        than the next `later` batches can take.
         """
         bound, groups = self.oldest_allowed(number + 1 + later), self.limits.groups
         return self.starts.count_before(bound) > later * groups and self.buffer.count_older(bound) < groups
@@ -75,9 +75,9 @@ class Formation:
         """Return whether the batch would include a running group of responses that the batch has to wait for.
 
         More groups of responses than fit into the batch may have started under policy versions older than `bound`. If
-        the batch has no room for the awaited group that sorts first, the batch has no room for any other awaited group.
-        For speed, the method looks up the first awaited group only if the group's policy version does not already
-        decide the answer.
+        the batch has no room for the first running group of responses that it should wait for, the batch has no room
+        for any later one. For speed, the method looks up the first awaited group only if the group's policy version
+        does not already decide the answer.
         """
         groups, version = self.limits.groups, self.starts.find_oldest_awaited(bound)
         if version is None or self.buffer.count_older(version) >= groups:

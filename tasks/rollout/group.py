@@ -60,7 +60,7 @@ class GroupPorts:
     proxy: InferenceProxy
     score: Callable[[ScoreRequest], Awaitable[Score]]
     generated: Callable[[int], Awaitable[None]]  # called with the number of tokens of each finished response
-    started: Callable[[GroupRollout, int], None]  # called when the value of `started_version` becomes known or changes
+    started: Callable[[GroupRollout, int], None]  # called whenever the value of `started_version` changes
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     environment_ports: EnvironmentPorts = NO_PORTS
@@ -74,13 +74,13 @@ class GroupRollout:
     key: GroupKey
     ports: GroupPorts
     responses: int  # number of responses to generate, of which `group_size` are kept
-    number: int  # position of this dispatch of a prompt among all dispatches of the scheduler
+    number: int  # number of this group of responses, counting all groups that the scheduler started
     awaited: bool = field(kw_only=True)  # True if a batch waits for this group of responses and does not preempt it
     redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
     unjudged: str = field(default="", kw_only=True)  # reason why a response could not be judged
     _peers: GroupPeers = field(init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the group of responses was given up
-    unanswered: int = field(init=False)  # number of episodes in which the policy still generates tokens
+    unanswered: int = field(init=False)  # number of the group's episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
     _playing: set[PlayedEpisode] = field(default_factory=set)
     # sample -> policy version under which the request for the sample started
@@ -91,7 +91,7 @@ class GroupRollout:
     _oldest: int | None = None
     _ended: int = 0  # number of responses that ended without an abort
     _tokens: int = 0  # tokens of all responses
-    _surplus: int = 0  # tokens of responses that are not kept
+    _surplus: int = 0  # tokens of the group's responses that are not kept
 
     def __post_init__(self) -> None:
         self.unanswered = self.responses
@@ -103,14 +103,14 @@ class GroupRollout:
         return self._oldest
 
     async def give_up(self, reason: DiscardReason) -> None:
-        """Abort the running requests of the group, so that `run` returns a `Discard` with `reason`."""
+        """Abort the running requests of the group of responses, so that `run` returns a `Discard` with `reason`."""
         self._reason = self._reason or reason
         self._over.set()
         self._peers.cancel()
         await self._abort()
 
     async def _abort(self) -> None:
-        """End all episodes of the group and abort their requests; ended requests are ignored."""
+        """End all episodes of the group of responses and abort their requests; requests that have ended are ignored."""
         for episode in self._playing:
             episode.let_go()
         await self.ports.proxy.abort([self._build_id(sample) for sample in range(self.responses)])
@@ -206,7 +206,7 @@ class GroupRollout:
         return await self._count_response(episode)
 
     async def _count_response(self, episode: PlayedEpisode) -> bool:
-        """Count a finished response and return whether it is kept; abort all others once the group is complete."""
+        """Count a finished response and return whether the response is kept; abort the rest of a complete group."""
         self._tokens += episode.generated
         if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
@@ -221,8 +221,8 @@ def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int
     """Compute the 63-bit seed of one generation.
 
     Every dispatch of the same prompt uses the same seed, so that a response that was too long is not replaced by a
-    shorter one. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; any other value
-    gives another seed.
+    shorter response. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; any other
+    value gives another seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,17 +1,17 @@
 """Chooses which prompt the policy answers next, and collects slow prompts into training batches of their own.
 
 A *round* is the set of prompts issued for one training batch. Prompts that have to be issued again come before new
-prompts; the class `Mixture` chooses the source of new prompts. A preempted prompt waits for the next policy version,
+prompts; the class `Mixture` chooses the sources of new prompts. A preempted prompt waits for the next policy version,
 because a group of responses that starts right after an update has the most time until its batch is formed.
 
 A prompt whose group of responses was preempted `RolloutLimits.awaited_after` times is *awaited*, which means that a
 batch waits for the prompt's group. With tail batching (RollPacker, section 4) a prompt whose group was preempted often
 first waits in a queue, the *tail*, until the tail has enough prompts for a batch. A *short* round issues prompts that
-are not in the tail (the queue of slow prompts), including the prompts of redundant groups. Once the tail has enough
-slow prompts for a batch, the next round is *long* and issues exactly these prompts. The batch of a long round waits for
-all its groups of responses, and no redundant groups are started for it. Tail batching omits no prompt; it trains slow
-prompts together with other slow prompts. The last round of a run is always long and issues the slow prompts in the tail
-first, so that the run does not omit them.
+are not in the tail (the queue of slow prompts), including prompts for redundant groups of responses. Once the tail has
+enough slow prompts for a batch, the next round is *long* and issues exactly these prompts. The batch of a long round
+waits for all its groups of responses, and no redundant groups are started for it. Tail batching omits no prompt; it
+trains slow prompts together with other slow prompts. The last round of a run is always long and issues the slow prompts
+in the tail first, so that the run does not omit slow prompts.
 
 A source that skips solved questions issues a new prompt only after the epoch of that prompt has started
 (`find_missing_epoch`).
@@ -55,8 +55,8 @@ class IssueOrder:
         """Start with the prompts in `again`, whose groups of responses were unfinished when the run stopped.
 
         Args:
-            behind: pairs of a prompt of `again` and how often its group was preempted.
-            epochs: pairs of a prompt source that skips solved questions and the end of its newest epoch.
+            behind: for each prompt of `again`, how often its group of responses was preempted.
+            epochs: for each prompt source that skips solved questions, the end of the newest epoch.
         """
         self._epoch_ends = dict(epochs)
         self._limits = limits
@@ -101,7 +101,7 @@ class IssueOrder:
         self._epoch_ends[source] = end
 
     def next_issue(self, batch: int) -> Issue:
-        """Return the next prompt to start for this training batch, and how many responses it gets."""
+        """Return the next prompt to start for this training batch, and the number of its responses."""
         if batch > self._batch:
             self._is_long, self._batch = self._is_long_for(batch), batch
             self._long = min(len(self._tail), self._limits.groups) if self._is_long else 0
@@ -125,7 +125,8 @@ class IssueOrder:
             self._behind.pop(prompt, None)
 
     def note_discard(self, discard: Discard) -> None:
-        """Schedule the prompt of a discarded group again, or, if the group was filtered, another prompt."""
+        """Schedule the prompt of a discarded group of responses again, or, if the group was filtered, another
+        prompt."""
         if discard.reason.issued_again:
             key = GroupKey(discard.key.prompt, discard.key.attempt + 1)
             if discard.slow:

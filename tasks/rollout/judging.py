@@ -54,7 +54,7 @@ class ScoreQueue:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until the event is set, but at most `seconds`; return whether it is set."""
+    """Wait at most `seconds` until the event is set; return whether the event is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

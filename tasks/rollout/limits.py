@@ -17,7 +17,8 @@ class JudgingLimits:
     """Limits on retries and failures while the judge of a scorer is unavailable."""
 
     tries: int = 0  # number of tries to judge a response; if 0, an unjudged response is trained on with reward 0
-    max_unjudged: int = 20  # number of unjudged groups of the scorer in a row after which the run fails
+    # number of consecutive groups of responses that the scorer could not judge, after which the run fails
+    max_unjudged: int = 20
     compares_group: bool = False  # True if the scorer compares a response with the other responses to the same prompt
 
 
@@ -34,22 +35,25 @@ class RolloutLimits:
     attempts: int  # number of failures of one generation request after which the run fails
     max_new_tokens: int
     temperature: float
-    slots: int | None = None  # limit on unfinished responses, below which a group may start; None: no limit
-    max_unscored: int | None = None  # limit on responses without a score, below which a group may start; None: no limit
+    # a new group of responses starts only below this number of unfinished responses; None: no limit
+    slots: int | None = None
+    # a new group of responses starts only below this number of unscored responses; None: no limit
+    max_unscored: int | None = None
     # number of batches by which generation may lead training; None: `async_ratio`
     max_batches_ahead: float | None = None
     redundant_groups: int = 0
     redundant_responses: int = 0
     tail_batching: bool = False
-    # number of preemptions after which a batch waits for a prompt; None: 1 with tail batching, else 3
+    # number of preemptions of a prompt after which a batch waits for its responses; None: 1 with tail batching, else 3
     max_preemptions: int | None = None
     on_stale: Literal["drop", "wait"] = "wait"
     batch_order: Literal["finished", "started"] = "finished"
     staleness_from: Literal["started", "oldest-token"] = "started"
     filter: FilterConfig | None = None
-    # scorer -> its limits; the default is `JudgingLimits()`
+    # scorer -> limits of the scorer; the default is `JudgingLimits()`
     judging: Mapping[str, JudgingLimits] = field(default_factory=dict)
-    shares: tuple[float, ...] = (1.0,)  # prompt source -> its share of the groups that are trained on
+    # prompt source -> share of the trained groups of responses that the source should get
+    shares: tuple[float, ...] = (1.0,)
 
     def judging_of(self, scorer: str) -> JudgingLimits:
         """Return the limits of the scorer with this name."""
@@ -71,7 +75,7 @@ class RolloutLimits:
 
     @property
     def awaited_after(self) -> int:
-        """Number of preemptions of a prompt's group after which a batch waits for the group."""
+        """Number of preemptions after which a batch waits for the responses to a prompt."""
         return self.max_preemptions or (1 if self.tail_batching else 3)
 
 

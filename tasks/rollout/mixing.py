@@ -26,8 +26,8 @@ from rollflow.storage.records import Cursor
 
 
 class Mixture:
-    """Chooses the source of each new prompt, so that each source gets its share. See the module's docstring for the
-    guarantees."""
+    """Chooses the source of each new prompt, so that each prompt source gets its configured share. See the module's
+    docstring for the guarantees."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
         """Continue from the counts of issued and filtered prompts of each source, by default from the beginning."""
@@ -71,7 +71,7 @@ class Slots:
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._weights = _reduce_shares(shares)  # number of slots of each prompt source in one period of the sequence
-        # prompt source -> the numbers of its slots in one period, as far as computed
+        # prompt source -> numbers of the source's slots in one period, as far as computed
         self._assigned: list[list[int]] = [[] for _ in shares]
 
     def first_free(self, filled: Sequence[int]) -> int:
@@ -90,7 +90,7 @@ class Slots:
         scale, period, number = max(2 * len(self._weights) - 2, 1), sum(self._weights), sum(map(len, self._assigned))
 
         def behind(source: int) -> int:
-            """Return the number of the latest slot that keeps the source from falling too far behind its share."""
+            """Return the number of the latest slot that keeps the prompt source from falling too far behind."""
             return ((len(self._assigned[source]) + 1) * scale - 1) * period // (scale * self._weights[source])
 
         due = [

@@ -1,4 +1,4 @@
-"""Collects the final responses to a prompt, for a scorer that compares them with each other.
+"""Collects the final responses to a prompt, for a scorer that compares responses with each other.
 
     episode --arrive(response)--> waits until every kept episode has arrived or left --> the other responses
             --leave()-----------> it ended without a final response to score
@@ -25,7 +25,7 @@ class GroupPeers:
         self._is_cancelled = False
 
     async def arrive(self, sample: int, tokens: Sequence[int]) -> list[Sequence[int]] | None:
-        """Add a final response, and return the group's other responses; return None if the group was given up."""
+        """Add a final response, and return the other responses to the prompt; return None if the group was given up."""
         self._arrived[sample] = tokens
         self._check()
         await self._complete.wait()
@@ -34,13 +34,13 @@ class GroupPeers:
         return [self._arrived[other] for other in sorted(self._arrived) if other != sample]
 
     def leave(self, sample: int) -> None:
-        """Record that an episode has ended, so that no other episode waits for its response."""
+        """Record that an episode has ended, so that no other episode waits for the response of this episode."""
         if sample not in self._arrived:
             self._left.add(sample)
             self._check()
 
     def cancel(self) -> None:
-        """End all waits for final responses, because the group was given up."""
+        """End all waits for final responses, because the group of responses was given up."""
         self._is_cancelled = True
         self._complete.set()
 

@@ -35,7 +35,7 @@ class PromptSpans:
             self._spans.record_prompt(key, "score", scored, reward=trajectory.reward, **more)
 
     def complete(self, key: GroupKey) -> None:
-        """Record that all responses of a group have rewards, and that the group waits for a batch."""
+        """Record that all responses to a prompt have rewards, and wait for a batch."""
         if self._spans.on:
             self._complete[key] = self._now()
 

@@ -11,8 +11,8 @@
   version. The result of a request that `abort` ended has the tokens generated so far.
 - An engine can be borrowed while another engine lives. The requests of a borrowed engine continue on other engines, as
   if the engine had failed. An engine that was borrowed joins again when the borrower returns it.
-- An engine that joins gets the current weights, and its log-probs are checked before it gets a request. An engine that
-  fails is closed at once.
+- An engine that joins gets the current weights, and the engine's log-probs are checked before its first request. An
+  engine that fails is closed at once.
 - The attribute `version` changes as soon as one engine serves the new policy version. After a weight update begins, an
   engine starts requests again only when it has the new weights.
 """
@@ -151,7 +151,7 @@ class InferenceProxy:
 
     @property
     def running(self) -> int:
-        """Number of generation requests that run on an engine or wait for one."""
+        """Number of generation requests that run on an engine or wait for an engine."""
         return len(self._jobs)
 
     @property
@@ -226,7 +226,7 @@ class InferenceProxy:
             raise self._queue.build_no_engine_error()
 
     async def join(self, place: int, engine: Engine) -> None:
-        """Add a started engine under the number of an old engine, whose requests continue on other engines.
+        """Add a started engine under the number of an old engine; the old engine's requests continue elsewhere.
 
         Raises:
             EngineFailed: the new engine could not load the current weights, so the old engine stays.
@@ -357,7 +357,7 @@ class InferenceProxy:
             lane.serves.set()
 
     def _fail(self, lane: EngineSlots, error: EngineFailed) -> None:
-        """Remove a failed engine and close it, because its process may still run."""
+        """Remove a failed engine and close the engine, because its process may still run."""
         if lane.failure is None:
             lane.failure = EngineFailed(str(error))  # a traceback would keep the engine alive
             closing = asyncio.create_task(self._close(lane))
@@ -366,7 +366,7 @@ class InferenceProxy:
             self._queue.offer_slots(lane)
 
     async def _hand_over(self, lane: EngineSlots) -> None:
-        with suppress(EngineFailed):  # the engine is dead, and all its requests have failed already
+        with suppress(EngineFailed):  # the engine is dead, and all requests on this engine have failed already
             await lane.engine.abort([job.request.id for job in self._jobs.values() if job.lane is lane])
 
     async def _close(self, lane: EngineSlots) -> None:

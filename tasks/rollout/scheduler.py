@@ -75,7 +75,7 @@ class ResumePoint:
     again: tuple[GroupKey, ...] = ()
     missing: tuple[int, ...] = ()  # numbers of the lost training batches that have to be formed again
     voids: int = 0  # number of training batches that were voided (lost) so far
-    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and how often its group was preempted
+    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and its number of preemptions
     redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that led to NaN weights
     # pairs of a source that skips solved questions, and the position after the last prompt of the source's newest epoch
     epochs: tuple[tuple[int, int], ...] = ()
@@ -100,7 +100,7 @@ class SchedulerPorts:
     """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
 
     `commit` stores a training batch durably and sends the batch to the learner. `pack` encodes a group of responses for
-    storage as soon as the group is complete. A simulation stores nothing, so its `pack` returns the group unchanged.
+    storage as soon as the group is complete. In a simulation, which stores nothing, `pack` returns its argument.
     `start_epoch` starts an epoch of a prompt source and returns the position after the epoch's last prompt; only
     sources that skip solved questions need epochs.
     """
@@ -148,14 +148,16 @@ class RolloutScheduler:
         )
         self._running: dict[GroupKey, GroupRollout] = {}  # running groups of responses, in the order of their start
         self._issued = 0
-        self._left_behind: set[GroupRollout] = set()  # preempted groups that have not ended yet
-        self._generating = 0  # number of unfinished responses of all running groups
+        self._left_behind: set[GroupRollout] = set()  # preempted groups of responses that have not ended yet
+        self._generating = 0  # number of unfinished responses of all running groups of responses
         self._discards: list[Discard] = []
-        self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups among `_discards`
+        self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups of responses in `_discards`
         self._filtered_in_a_row = 0
-        self._unjudged_in_a_row = Counter[str]()  # scorer -> number of its unjudged groups since a judged one
-        self._unjudged_of: Counter[int] = Counter()  # prompt -> number of its unjudged groups since it was last scored
-        self._issued_at_unjudged = Counter[str]()  # scorer -> number of dispatches at its last unjudged group
+        self._unjudged_in_a_row = Counter[str]()  # scorer -> number of consecutive unjudged groups of responses
+        # prompt -> its unjudged groups of responses since the last scored one
+        self._unjudged_of: Counter[int] = Counter()
+        # scorer -> number of started groups when a group of the scorer was last unjudged
+        self._issued_at_unjudged = Counter[str]()
         # newest published policy version, which is the number of the learner's next batch
         self._published = proxy.version
         self._aborts: set[asyncio.Task[None]] = set()
@@ -169,7 +171,7 @@ class RolloutScheduler:
 
     @property
     def running(self) -> int:
-        """Number of groups with responses that are unfinished or have no reward."""
+        """Number of groups of responses that are unfinished or not scored yet."""
         return len(self._running)
 
     def note_published(self, version: int) -> None:
@@ -265,8 +267,8 @@ class RolloutScheduler:
     def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
         """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer.
 
-        Unjudged groups that run at the same time count once, because a short outage of a judge's server affects all of
-        them.
+        Unjudged groups of responses that run at the same time count once, because a short outage of a judge's server
+        affects all of them.
         """
         if discard.reason is not DiscardReason.UNJUDGED:
             return
@@ -308,7 +310,7 @@ class RolloutScheduler:
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """Put a complete group of responses into the buffer, unless the group is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
-        # an episode counts once, no matter how many branches it has
+        # an episode counts once, no matter how many branches the episode has
         why = filter_reason(self.limits.filter, [t.reward for t in group.trajectories if t.branch is None])
         if why is not None:
             self._discard_filtered(group, why)
@@ -355,7 +357,7 @@ class RolloutScheduler:
                 self._ready.clear()
 
     def _stage_batch(self) -> StagedBatch | None:
-        """Take the groups of the next batch from the buffer; return None if the batch cannot be formed yet."""
+        """Take the groups of responses for the next batch from the buffer; None if the batch cannot be formed yet."""
         number = self.due.first
         waits = self._formation.is_full and self._must_wait(number)
         self.counts.waited.note(asyncio.get_running_loop().time(), holds=waits and number <= self._published)

@@ -35,7 +35,7 @@ class EngineSlots:
     slots: int
     taken: int = 0
     failure: EngineFailed | None = None
-    # set while the engine takes requests, which it does not during a weight update
+    # set while the engine takes requests; cleared during a weight update
     serves: asyncio.Event = field(default_factory=asyncio.Event)
     tokens: float = 0.0  # moving average of the number of tokens per response; 0 before the first response
     seconds: float = 0.0  # moving average of seconds per response
@@ -55,8 +55,8 @@ class EngineSlots:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request's place in the queue for an engine. With `prefix` routing, requests with the same `group` prefer the
-    same engine."""
+    """A request's place in the queue for an engine. With `prefix` routing, requests with the same `group` value prefer
+    the same engine."""
 
     turn: tuple[float, int]  # sort key: the priority of the request, then the order of arrival
     group: Hashable = None
@@ -87,7 +87,7 @@ class SlotQueue:
         self._open: list[tuple[float, int, EngineSlots]] = []  # heap of engines with free slots: (load, stamp, engine)
         self._homes: dict[
             Hashable, tuple[EngineSlots, int]
-        ] = {}  # group -> the engine where the group runs, and the group's number of requests
+        ] = {}  # group -> the engine that runs the group's requests, and the number of these requests
         self._measured: EngineSlots | None = None  # engine whose speed is assumed for engines without a response
         self._stamps = itertools.count(1)
         self._arrivals = itertools.count()
@@ -142,7 +142,7 @@ class SlotQueue:
         try:
             return await ticket.granted
         except asyncio.CancelledError:
-            if lane := ticket.lane:  # the request got a slot just before it was cancelled
+            if lane := ticket.lane:  # the request got a slot just before this coroutine was cancelled
                 self.release(lane, ticket)
             raise
 
@@ -181,7 +181,7 @@ class SlotQueue:
             heapq.heapify(self._open)
 
     def _load(self, lane: EngineSlots) -> float:
-        """Estimate the seconds per token of one more request, as if the engine's requests ran one after another."""
+        """Estimate the seconds per token of one more request, as if requests on the engine ran one after another."""
         if not lane.tokens:
             known = self._measured
             return (lane.taken + 1) * (known.seconds / known.tokens if known else 1.0)

@@ -143,7 +143,7 @@ def _read_key(section: object, key: str) -> object:
 
 
 class RunConfig(Section):
-    """The config of a run, which is the content of one recipe."""
+    """The config of a run, as read from the recipe (the run's TOML file)."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "name": "the run's id contains this name",

@@ -46,7 +46,7 @@ def tree_of(config: RunConfig) -> dict[str, Any]:
 
 
 def check_change(context: RunContext, after: RunConfig) -> None:
-    """Raise `ConfigError` with one sentence for each changed key that may not change now or ever."""
+    """Raise `ConfigError` with one sentence for each changed config key that may not change, now or ever."""
     first, before, state = context.all_configs[0], context.config, context.log.state
     changes = diff_trees(tree_of(before), tree_of(after))
     refused = [text for change in changes if (text := _refuse_fixed(before, after, change))]
@@ -143,7 +143,7 @@ def explain_fixed(config: RunConfig, key: str) -> str:
     """Return why a config key, or a section that contains the key, can never change; "" if the key may change."""
     place: Any = config
     for name in key.split("."):
-        if isinstance(place, Mapping):  # a section with a name for each entry, such as `rewards`
+        if isinstance(place, Mapping):  # a section whose keys are names that the user chose, such as `rewards`
             place = place.get(name)
             continue
         if not isinstance(place, Section):

@@ -1,6 +1,6 @@
 """Gives each process of a run access to the run's storage, config, policy folder and prompts.
 
-A `RunContext` is small and can be pickled; a process that unpickles it reads everything else from storage.
+A `RunContext` is small and can be pickled; an unpickled context reads everything else from storage.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:
-    """Claim a role of the run, such as the supervisor, for this process, which replaces the role's previous process.
+    """Claim a role of the run, such as the supervisor, for this process; the previous process loses the role.
 
     Raises:
         ConfigError: there is no such run.

@@ -25,7 +25,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, parse_recorded
 from rollflow.tasks.run.user_code import changed_code
 
-ROUNDING = 1e-6  # tolerance for the mean reward of a group, because batches store rewards in float32
+ROUNDING = 1e-6  # tolerance for the mean reward of a group of responses, because batches store rewards in float32
 UNREADABLE = (ConfigError, Corrupt, Missing, OSError, ValueError, KeyError, TypeError)
 
 
@@ -113,8 +113,7 @@ def _check_clock(context: RunContext) -> None:
 
 
 def _check_own_sources(context: RunContext) -> None:
-    """Raise `ConfigError` if the code of a user-defined prompt source has changed, because its questions may differ
-    now.
+    """Raise `ConfigError` if the code of a user-defined prompt source, and so perhaps its questions, has changed.
 
     The run itself may continue with changed code of a prompt source, as long as the first questions of the source are
     the same.

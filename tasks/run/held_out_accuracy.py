@@ -11,7 +11,8 @@ from rollflow.tasks.scorers.verifier import close_thread_runner, judge_correct
 
 
 class HeldOutJudge:
-    """Generates and judges answers to the held-out prompts. The object must be used, and closed, in one thread."""
+    """Generates and judges answers to the held-out prompts. A `HeldOutJudge` must be used and closed in the same
+    thread."""
 
     def __init__(self, context: RunContext) -> None:
         self._config, self._tokenizer = context.config, context.tokenizer

@@ -152,7 +152,7 @@ class _Judgeable:
         return name_section(self.source.scorer_of(reference))
 
     def find(self, reward: RewardConfig, section: str, reference: Mapping[str, Any]) -> str | None:
-        """Return why this reward cannot be positive for any response to this reference answer, or None if it can."""
+        """Return why no response can match this reference answer under this scorer, or None if a response can."""
         fault = self._find_fault(reward, reference)
         return fault and OWN_KEY.sub(rf"{section}.\1", fault)
 

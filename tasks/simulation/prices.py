@@ -39,7 +39,7 @@ class StoragePrice(Section):
 
 
 class Prices(Section):
-    """One file of prices; all are in one currency."""
+    """The content of a price file; all prices are in one currency."""
 
     keys_page: ClassVar[str] = "docs/planning.md"
 
