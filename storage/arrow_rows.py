@@ -29,9 +29,9 @@ FLAT: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int32(): Int32s, pa.float32
 WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
     pa.int32(): Int32s,
     pa.int64(): Int64s,
-}  # for few rows, token arrays pack these types faster than NumPy
-LONG = 1 << 20  # size in bytes from which on the parts of a column are joined in Arrow's memory pool
-MOST = np.iinfo(LENGTH).max  # the largest number of values in a column: Arrow's offsets have 32 bits
+}  # if a group has few rows, token arrays pack these types faster than NumPy
+LONG = 1 << 20  # a column of at least this size in bytes is joined in Arrow's memory pool
+MOST = np.iinfo(LENGTH).max  # largest number of values in a column, because Arrow's offsets have 32 bits
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:

@@ -27,7 +27,7 @@ from rollflow.storage.errors import Missing
 Payload = TypeVar("Payload")
 Refilled = TypeVar("Refilled", covariant=True)
 
-LOOK_SECONDS = 1.0  # a lease waits this long for a `put` before it checks the store again
+LOOK_SECONDS = 1.0  # a lease waits this long for a batch to be put before it reads the store again
 
 
 class Source(Protocol[Refilled]):
@@ -104,7 +104,7 @@ class Channel(Generic[Payload]):
         if self._held_entry(number) < entry:
             try:
                 payload = await self._source.read(number)
-            except Missing:  # the batch was voided after its entry was read
+            except Missing:  # the batch was voided after its log entry was read
                 return None
             if self._held_entry(number) < entry:
                 self._batches[number] = (entry, payload)

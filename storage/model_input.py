@@ -31,7 +31,7 @@ class ForeignPart:
 
     kind: str
     sha256: str
-    length: int  # number of positions in the policy's context
+    length: int  # number of positions that this part occupies in the policy's context
 
 
 class PlacedPart(NamedTuple):

@@ -31,7 +31,7 @@ COLUMNS = (
     pa.field("routed_experts", pa.list_(pa.int16())),
     pa.field("kept_tokens", pa.list_(pa.list_(pa.int32()))),
     pa.field("foreign_parts", pa.list_(FOREIGN)),
-    pa.field("scorer_version", pa.dictionary(pa.int16(), pa.utf8())),  # each version is stored once in a batch
+    pa.field("scorer_version", pa.dictionary(pa.int16(), pa.utf8())),  # each version string is stored once in a batch
 )
 NAMES = tuple(field.name for field in COLUMNS)
 NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int16(): Int16s, pa.int32(): Int32s}

@@ -36,7 +36,7 @@ from rollflow.storage.records import StoredObject
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-MOVERS = 4  # number of objects that are hashed and transferred at a time
+MOVERS = 4  # number of stored objects that are hashed and transferred at a time
 
 Put = Callable[[str, ObjectStore, str], StoredObject]  # (name, store, path) -> the stored object
 
@@ -46,10 +46,10 @@ class PolicyVersion:
     """A published version."""
 
     number: int
-    entry: int  # the log entry that published this version
-    claim: int  # the claim of the learner that published this version
+    entry: int  # the log entry that published this policy version
+    claim: int  # log entry by which the learner that published this version claimed its role
     at: float  # seconds since the epoch, by the learner's clock
-    batch_entry: int | None  # the log entry of the batch that this version was trained on; None for version 0
+    batch_entry: int | None  # log entry of the batch that this policy version was trained on; None for version 0
     weights: tuple[StoredObject, ...]
     state: tuple[StoredObject, ...]
     probe: tuple[float, ...]  # log-probs (nats) of the run's probe tokens under these weights
@@ -58,7 +58,7 @@ class PolicyVersion:
 
     @classmethod
     def of(cls, entry: Entry) -> PolicyVersion:
-        """Build the version from the entry that published it."""
+        """Build a policy version from the log entry that published the version."""
         body = entry.body
         assert isinstance(body, VersionPublished)
         fields = (body.batch_entry, body.weights, body.state, body.probe, body.metrics, body.code_version)
@@ -66,22 +66,23 @@ class PolicyVersion:
 
     @property
     def objects(self) -> tuple[StoredObject, ...]:
-        """The objects of the weights and of the learner's state."""
+        """The stored objects of the policy version: the weights and the learner's state."""
         return (*self.weights, *self.state)
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the concatenated hashes of the weight files; for a single file this is not the file's own
+        """The sha256 of the concatenated hashes of the weight files; for a single file, this is not the file's own
         hash.
         """
         return hashlib.sha256("".join(stored.sha256 for stored in self.weights).encode()).hexdigest()
 
 
 class PolicyStore:
-    """Publishes, finds, reads and prunes the versions of one run, as the module's docstring describes."""
+    """Publishes, finds, reads and prunes the policy versions of one run, as the module's docstring describes."""
 
     def __init__(self, log: Log, in_use: Callable[[int], bool] = lambda version: False) -> None:
-        """Open the policy store. The weights of a version are not pruned while `in_use(version)` returns true."""
+        """Open the policy store. The weights of a policy version are not pruned while `in_use(version)` returns
+        true."""
         self.log, self.store, self._in_use = log, log.store, in_use
         self._held: HeldFolder | None = None  # the fetched weights of the last `weights_folder` call
 
@@ -95,11 +96,12 @@ class PolicyStore:
     def stage(
         self, writer: Writer, version: int, files: Mapping[str, Data], movers: int = MOVERS, put: Put | None = None
     ) -> tuple[StoredObject, ...]:
-        """Upload the objects of an unpublished version, under names such as "weights/model.safetensors".
+        """Upload the objects of a policy version that is not published yet, under names such as
+        "weights/model.safetensors".
 
         Args:
             movers: the number of objects that are uploaded at a time.
-            put: a function that stores one object; if it is given, this method does not read the contents of `files`.
+            put: a function that stores one object; if `put` is given, the method does not read the contents of `files`.
         """
 
         def staged(name: str) -> StoredObject:
@@ -112,8 +114,9 @@ class PolicyStore:
         """Commit a version.
 
         Raises:
-            Deposed: the run has another learner now.
-            EntryRefused: the version is not the next version, or the version's batch was voided meanwhile.
+            Deposed: another process is the run's learner now.
+            EntryRefused: the policy version is not the next one, or the batch that it was trained on was voided
+            meanwhile.
         """
 
         def body(state: RunState, _: object) -> Body:
@@ -122,10 +125,11 @@ class PolicyStore:
         return PolicyVersion.of(writer.append(body))
 
     def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
-        """Prune the objects that the retention rules release, in the log and then in storage; return their versions and
-        kinds.
+        """Delete the objects that the retention rules no longer require, after recording this in the log; return the
+        deleted objects' versions and kinds.
 
-        A version whose entry cannot be read keeps its objects; the other versions are pruned.
+        If the log entry of a policy version cannot be read, the version's objects are not deleted, but the objects of
+        other versions are.
         """
         released = self.log.state.releasable
         waiting = dict.fromkeys(version for version, kind in released if kind == "weights")
@@ -147,7 +151,7 @@ class PolicyStore:
     # --- what there is ------------------------------------------------------------------------------------------
 
     def newest(self) -> int:
-        """Read new log entries, and return the newest published version, or -1."""
+        """Read new log entries, and return the number of the newest policy version, or -1 if there is none."""
         self.log.follow()
         return self.log.state.version
 
@@ -155,15 +159,15 @@ class PolicyStore:
         """Find a published version.
 
         Raises:
-            Missing: there is no such version.
-            Corrupt: an entry that the search reads is damaged.
+            Missing: the run has no policy version of this number.
+            Corrupt: a log entry that the search reads is damaged.
         """
         if version > self.log.state.version:
             self.log.follow()
         return PolicyVersion.of(find_version(self.log, version).entry)
 
     def since(self, version: int) -> Iterator[PolicyVersion]:
-        """Yield every version from `version` on, up to the last entry that was read."""
+        """Yield every policy version from `version` on, up to the last log entry that was read."""
         if version <= self.log.state.version:
             first = find_version(self.log, version).entry.n
             for stored in iterate_written(self.log, first, self.log.state.n):
@@ -173,10 +177,11 @@ class PolicyStore:
     # --- what it consists of ------------------------------------------------------------------------------------
 
     def read(self, stored: StoredObject) -> memoryview:
-        """Read an object and check it against the entry that names it; a local object is memory-mapped.
+        """Read a stored object and check its hash against the log entry that names the object; a local object is
+        memory-mapped.
 
         Raises:
-            Corrupt: the object is missing, or differs from what its entry committed.
+            Corrupt: the stored object is missing, or its hash differs from the hash in the log entry.
         """
         local = self.store.local_path(stored.path)
         try:
@@ -187,10 +192,11 @@ class PolicyStore:
         return data
 
     def file(self, stored: StoredObject, folder: Path) -> Path:
-        """Return a local file of an object, checked against its log entry: the store's own file, or a copy in `folder`.
+        """Return a local file of a stored object, checked against the log entry: the store's own file, or a copy in
+        `folder`.
 
         Raises:
-            Corrupt: the object is missing, or differs from what its entry committed.
+            Corrupt: the stored object is missing, or its hash differs from the hash in the log entry.
         """
         path = self.store.local_path(stored.path)
         try:
@@ -205,15 +211,17 @@ class PolicyStore:
         return path
 
     def weights_folder(self, version: PolicyVersion, cache: Path) -> Path:
-        """Return a local folder with the version's safetensors files: the store's own folder, or a fetched copy.
+        """Return a local folder with the safetensors files of a policy version: the store's own folder, or a fetched
+        copy.
 
-        Each node checks the hashes of the files once. `cache` is the cache folder that all processes and runs of a node
-        share. A fetched copy stays until this method is called for another version.
+        Each machine checks the hashes of the weight files once. The argument `cache` is the cache folder that all
+        processes and runs of a machine share. A fetched copy of the weights is kept until this method is called for
+        another policy version.
         """
         local = self.store.local_path(version.weights[0].path)
         name = f"{version.number:08d}-{version.sha256[:12]}"
         node = NodeCache(cache, self.store.uri, self.store.patience)
-        # the files are used in place; an empty folder in the cache records that they were checked
+        # weight files are used in place; an empty folder in the cache records that their hashes were checked
         if local is not None:
             node.hold(name, lambda _: self._check_all(version), lambda _: _is_complete(local.parent, version))
             return local.parent
@@ -226,20 +234,21 @@ class PolicyStore:
         map_concurrently(self.read, version.weights)
 
     def check_kept(self, version: PolicyVersion) -> None:
-        """Raise `Missing` unless all weights of the version exist in storage; the weights are not read."""
+        """Raise `Missing` unless all weight files of the policy version exist in storage; the files are not read."""
         for stored in version.weights:
             if not self.store.exists(stored.path):
                 raise Missing(f"there is no object {stored.path}")
 
     def has_weights(self, version: PolicyVersion) -> bool:
-        """Return whether all weights exist in storage: weights may have been pruned before `keep_last` was raised."""
+        """Return whether all weight files of a policy version exist in storage; they may have been pruned before
+        `keep_last` was raised."""
         return all(self.store.exists(stored.path) for stored in version.weights)
 
     def copy_weights(self, version: PolicyVersion, folder: Path) -> None:
-        """Copy the version's weights into a local folder, and check their hashes.
+        """Copy the weights of a policy version into a local folder, and check the hashes of the copies.
 
         Raises:
-            Corrupt: an object is missing, or differs from the committed object.
+            Corrupt: a weight file is missing, or its hash differs from the hash in the log entry.
         """
 
         def copied(stored: StoredObject) -> None:
@@ -254,13 +263,13 @@ class PolicyStore:
 
 
 def put_object(store: ObjectStore, path: str, data: Data) -> StoredObject:
-    """Write an object, and return its record for a log entry."""
+    """Write an object to storage, and return the record by which a log entry names the object."""
     parts = split_buffers(data)
     return StoredObject(path, sum(map(len, parts)), store.put(path, parts))
 
 
 def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item], movers: int = MOVERS) -> list[Result]:
-    """Apply `work` to all items, several at a time; return the results in order."""
+    """Apply the function `work` to all items, several at a time; return the results in the order of the items."""
     listed = list(items)
     if len(listed) < 2:
         return [work(item) for item in listed]
@@ -274,8 +283,9 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
 
 
 def _is_complete(folder: Path, version: PolicyVersion) -> bool:
-    """Return whether all weight files exist and have their committed sizes. The files were hashed when they were
-    fetched, and the engines' probe detects later damage.
+    """Return whether all weight files of a policy version exist in a folder and have the sizes that the log records.
+    The hashes of weight files are checked when the files are fetched, and the engines' log-probs of the probe tokens
+    reveal later damage.
     """
     try:
         return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)

@@ -30,42 +30,43 @@ class StopReason(StrEnum):
 
     STOP = "stop"  # the policy generated a stop token
     LENGTH = "length"  # max_new_tokens was reached
-    ABORTED = "aborted"  # the request was aborted; the tokens are incomplete
+    ABORTED = "aborted"  # the request to the engine was aborted, so the response is incomplete
     FAILED = "failed"  # the environment or the verifier failed
 
 
 class Outcome(StrEnum):
-    """The judgement of a scorer on a response, as one value of a fixed list. A scorer's own words belong to the
-    trajectory's `reason`.
+    """A scorer's judgement of a response, as one of a fixed set of values. A text in which the scorer explains a
+    judgement is stored in the trajectory's field `reason`.
     """
 
     CORRECT = "correct"
-    PARTIAL = "partial"  # some parts of the answer are correct
+    PARTIAL = "partial"  # some parts of the response's answer are correct
     WRONG = "wrong"
     UNPARSABLE = "unparsable"  # the response has no answer in the expected form
     TIMEOUT = "timeout"  # the deadline passed
-    KILLED = "killed"  # the process that judged or ran the response was killed
+    KILLED = "killed"  # the process that judged the response, or ran the program in it, was killed
     UNJUDGED = "unjudged"  # nobody could judge the response, for a reason that the policy cannot have caused
 
 
 class DiscardReason(StrEnum):
     """The reason why a dispatched group was not trained on."""
 
-    STALE = "stale"  # when the batch was formed, the group was older than async_ratio allows
-    FAILED = "failed"  # the group's engine or verifier failed
+    STALE = "stale"  # when the batch was formed, the group of responses was older than async_ratio allows
+    FAILED = "failed"  # the engine or the verifier failed while the group of responses was generated or scored
     FILTERED = "filtered"  # the run's filter removed the group, because the group carries no training signal
-    REDUNDANT = "redundant"  # the group was an extra one, and the batch did not need it
+    REDUNDANT = "redundant"  # the group was started in addition to the needed groups, and the batch did not need it
     UNJUDGED = "unjudged"  # a response of the group could not be judged, after several tries
     CORRUPT = "corrupt"  # the group's batch was voided: its file was damaged, or a value was not finite
 
     @property
     def issued_again(self) -> bool:
-        """True if the prompt is issued again with the next attempt."""
+        """True if a prompt whose group was discarded for this reason is issued again with the next attempt number."""
         return self is not DiscardReason.FILTERED
 
 
 class GroupKey(NamedTuple):
-    """The key of one dispatch: the prompt's index, and the number of earlier dispatches of this prompt."""
+    """Identifies one attempt to answer a prompt: the prompt's index, and the number of earlier attempts for this
+    prompt."""
 
     prompt: int
     attempt: int
@@ -73,7 +74,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that an entry of the log names."""
+    """A stored object that a log entry names, with the object's size and hash."""
 
     path: str
     size: int  # bytes
@@ -82,17 +83,17 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The progress of each prompt source: `issued[s]` prompts of source s were issued, and `filtered[s]` of these
-    prompts were filtered.
+    """The progress of each prompt source: `issued[s]` prompts of source s were sent to the engines, and the groups of
+    `filtered[s]` of these prompts were filtered out.
 
-    A cursor without arguments has no source and covers no prompt.
+    A `Cursor` without arguments has no prompt source and covers no prompt.
     """
 
-    issued: tuple[int, ...] = ()  # per source: the first position that was never dispatched
-    filtered: tuple[int, ...] = ()  # per source: the number of groups that were discarded as filtered
+    issued: tuple[int, ...] = ()  # per prompt source: the number of prompts that were sent to the engines
+    filtered: tuple[int, ...] = ()  # per prompt source: the number of groups that were discarded as filtered
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if the two tuples have different lengths."""
+        """Raise `ValueError` if the tuples `issued` and `filtered` have different lengths."""
         if len(self.issued) != len(self.filtered):
             raise ValueError(
                 f"the cursor counts issued prompts of {len(self.issued)} sources and filtered prompts of "
@@ -106,21 +107,22 @@ class Cursor:
 
     @property
     def upcoming(self) -> tuple[int, ...]:
-        """The index of each source's next prompt."""
+        """The index of the next prompt of each prompt source."""
         return tuple(position * self.sources + source for source, position in enumerate(self.issued))
 
     def covers(self, index: int) -> bool:
-        """Return whether the prompt at `index` was issued."""
+        """Return whether the prompt at `index` has been sent to the engines."""
         return self.sources > 0 and index < self.upcoming[index % self.sources]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `index` is the prompt's number in the run's order of prompts; `reference` is what the verifier needs,
-    as JSON values. `scorer` names the scorer of the responses; "" is the scorer of `[reward]`.
+    """One prompt. The field `index` is the prompt's number in the run's order of prompts, and `reference` is what the
+    verifier needs, such as the right answer, as JSON values. The field `scorer` names the scorer of the responses; ""
+    is the scorer that the config section `[reward]` describes.
 
-    `input` is what the policy reads, and `text` what a person reads. `messages` is the question as chat messages, which
-    a scorer with a chat template of its own reads.
+    The field `input` is what the policy reads, and `text` is the prompt as a person reads it. The field `messages` is
+    the question as chat messages, for scorers that apply another chat template.
     """
 
     id: str
@@ -141,12 +143,12 @@ class Prompt:
 
 
 class Branch(NamedTuple):
-    """The origin of a trajectory that continues another trajectory of its group; both trajectories begin with the same
-    tokens.
+    """The origin of a trajectory that branches off another trajectory of the same group; both trajectories begin with
+    the same tokens.
     """
 
     parent: int  # the field `sample` of the trajectory that this one continues
-    position: int  # number of tokens that both trajectories begin with
+    position: int  # number of tokens at the start that both trajectories have in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +158,16 @@ class Trajectory:
     `loss_mask[t]` is true if the policy sampled token t. For a sampled token t, `logprobs[t]` (nats) is the
     log-probability of the token under the distribution it was sampled from, and `versions[t]` is the policy version
     that sampled the token. For a token t that the policy did not sample, `logprobs[t]` is 0.0 and `versions[t]` is -1.
-    The staleness of a trajectory is counted from its `started_version`. In a run, these four sequences of length T are
-    token arrays: `tokens`, `loss_mask`, `logprobs` and `versions`.
+    The staleness of a trajectory is counted from the policy version `started_version`. In a run, the four sequences
+    `tokens`, `loss_mask`, `logprobs` and `versions`, of length T, are token arrays.
 
-    A field that is None was not recorded. `turn_starts` lists the position of the first sampled token of each turn.
-    `routed_experts` lists, for each of the T tokens, the token's experts in every layer, with -1 for an unknown expert.
-    `foreign_parts` lists the parts that are not tokens, such as images; at the positions of these parts `tokens[t]` is
-    `NO_TOKEN`. `kept_tokens` has one set of tokens for each token t: the set among which the sampler chose token t
-    after top-k and top-p. The set of token t is empty if the sampler chose among all tokens, or if the policy did not
-    sample token t. `scorer_version` is the version of the scorer that gave the reward.
+    A field of the trajectory that is None was not recorded. The field `turn_starts` lists the position of the first
+    sampled token of each turn. The field `routed_experts` lists, for each of the T tokens, the experts to which the
+    token was routed in every layer, with -1 for an unknown expert. The field `foreign_parts` lists the parts that are
+    not tokens, such as images; at the positions of these parts `tokens[t]` is `NO_TOKEN`. The field `kept_tokens` has
+    one set of tokens for each token t: the candidates among which the sampler chose token t after top-k and top-p. In
+    `kept_tokens`, the set of token t is empty if the sampler chose among all tokens, or if the policy did not sample
+    token t. The field `scorer_version` is the version of the scorer that gave the reward.
     """
 
     sample: int
@@ -189,17 +192,19 @@ class Trajectory:
 
     @property
     def input(self) -> ModelInput:
-        """The whole input of the policy: the prompt, the response, and what the environment added to the response."""
+        """The whole token sequence of the trajectory as a `ModelInput`: the prompt, the response, and what the
+        environment added to the response."""
         return ModelInput.from_flat(Int32s.of(self.tokens), self.foreign_parts or ())
 
     @property
     def response_tokens(self) -> int:
-        """The number of tokens that the policy sampled."""
+        """The number of the trajectory's tokens that the policy sampled."""
         return Bools.of(self.loss_mask).data.count(1)
 
 
 class PassRate(NamedTuple):
-    """The number of a finished group's responses that are correct. `prompt` is the index of the group's prompt."""
+    """The number of correct responses in a finished group of responses to one prompt. The field `prompt` is the index
+    of the group's prompt."""
 
     prompt: int
     correct: int
@@ -208,37 +213,37 @@ class PassRate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The trajectories of one dispatch. The trajectories of a group share one advantage baseline, and are trained on or
-    discarded together.
+    """A group: the trajectories of one attempt to answer a prompt. The trajectories of a group share one advantage
+    baseline, and are trained on or discarded together.
     """
 
     key: GroupKey
     prompt_id: str
     domain: str
     trajectories: tuple[Trajectory, ...]
-    # number of tokens in extra responses that were generated and not used
+    # number of tokens in surplus responses, which were generated for the group and not used
     surplus_tokens: int = field(default=0, compare=False)
 
     @property
     def started_version(self) -> int:
-        """The oldest version under which a trajectory of the group was started."""
+        """The oldest policy version under which a trajectory of the group was started."""
         return min(t.started_version for t in self.trajectories)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that sampled a token of the group; `started_version` if no token was sampled."""
+        """The newest policy version that sampled a token of the group; `started_version` if no token was sampled."""
         newest = Int32s.concatenate([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
         return max(int(newest), self.started_version)
 
     @property
     def response_tokens(self) -> int:
-        """The number of tokens that the policy sampled, over all trajectories."""
+        """The number of tokens that the policy sampled in all trajectories of the group."""
         return sum(t.response_tokens for t in self.trajectories)
 
     @property
     def pass_rate(self) -> PassRate | None:
-        """The group's pass rate; None if the outcome of a response is unknown. An episode counts once, no matter how
-        many branches it has.
+        """The group's pass rate; None if the outcome of a response is unknown. In the pass rate, an episode counts
+        once, no matter how many branches the episode has.
         """
         outcomes = [t.outcome for t in self.trajectories if t.branch is None]
         return None if None in outcomes else PassRate(self.key.prompt, outcomes.count(Outcome.CORRECT), len(outcomes))
@@ -246,7 +251,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group whose rows are packed as the raw bytes of Arrow columns (see `arrow_rows`), with the group's counts for
+    """A trajectory group whose rows are packed as the raw bytes of Arrow columns (see `arrow_rows`), with counts for
     the log.
     """
 
@@ -256,17 +261,18 @@ class PackedGroup:
     newest_version: int
     response_tokens: int
     surplus_tokens: int
-    # name of an optional column -> its values for the group's rows
+    # maps the name of an optional column to the column's values for the group's rows
     optional: Mapping[str, Any] = field(default_factory=dict, repr=False)
     pass_rate: PassRate | None = None
 
 
-FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup  # a complete group, packed or not
+# a complete group of trajectories, either as objects or packed as Arrow columns
+FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup
 
 
 class Discard(NamedTuple):
-    """The record of a dispatch that was discarded. The dispatch's response tokens are counted, because discarding long
-    groups biases training.
+    """The record of a group of responses that was discarded. The response tokens of a discarded group are counted,
+    because discarding mainly long responses would bias training.
     """
 
     key: GroupKey
@@ -276,5 +282,5 @@ class Discard(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """True if the dispatch was discarded as stale or redundant after the policy had sampled tokens for it."""
+        """True if the group was discarded as stale or redundant after the policy had sampled tokens for the group."""
         return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Number = TypeVar("Number", int, float, bool)
-ANY_TOKEN = 1 << 31  # a bound above every token id, because a token id fits into a signed 32-bit integer
-LENGTHS = 4096  # largest number of cached `struct` packers; there is one for each row length
+ANY_TOKEN = 1 << 31  # greater than every token id, because token ids are signed 32-bit integers
+LENGTHS = 4096  # largest number of cached `struct.Struct` objects, one for each length of a row
 
 
 class TokenArray(Sequence[Number]):
-    """An immutable array of numbers of one type. An array equals a sequence whose numbers, rounded to the array's type,
-    are the same.
+    """An immutable array of numbers of one type. A token array equals a sequence whose numbers, rounded to the array's
+    type, are the same.
     """
 
     __slots__ = ("data",)
-    code: ClassVar[str]  # the format character of `struct`
+    code: ClassVar[str]  # the format character of Python's module `struct` for one number of the array
     size: ClassVar[int]  # bytes per number
 
     def __init__(self, data: bytes = b"") -> None:
@@ -37,7 +37,7 @@ class TokenArray(Sequence[Number]):
 
     @classmethod
     def of(cls, numbers: Iterable[Number]) -> Self:
-        """Convert numbers to an array; an array of this type is returned without a copy.
+        """Convert numbers to a token array; a token array of the same type is returned without a copy.
 
         Raises:
             TypeError: an item is not a number of this type.
@@ -52,7 +52,7 @@ class TokenArray(Sequence[Number]):
 
     @classmethod
     def same(cls, number: Number, count: int) -> Self:
-        """Return an array that repeats `number` `count` times."""
+        """Return a token array that repeats `number` as often as `count` says."""
         return cls(_packer(1, cls.code)(number) * count)
 
     @classmethod
@@ -93,11 +93,11 @@ class TokenArray(Sequence[Number]):
             return NotImplemented
         try:
             return len(other) == len(self) and type(self).of(other).data == self.data
-        except TypeError:  # the other sequence has items that are no numbers
+        except TypeError:  # the compared sequence has items that are not numbers
             return False
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # an equal tuple must have the same hash
+        return hash(tuple(self))  # a token array and an equal tuple must have the same hash
 
     def __reduce__(self) -> tuple[Callable[[bytes], Self], tuple[bytes]]:
         return type(self), (self.data,)
@@ -152,8 +152,8 @@ class Bools(TokenArray[bool]):
 
 @dataclass(frozen=True, slots=True)
 class TokenSets:
-    """A sequence of token sets. Set n contains `counts[n]` tokens, and `tokens` lists the tokens of all sets in
-    order.
+    """A sequence of token sets. The set at index n contains `counts[n]` tokens, and `tokens` lists the tokens of all
+    sets in order.
     """
 
     counts: Int32s
@@ -161,7 +161,7 @@ class TokenSets:
 
     @classmethod
     def of(cls, sets: Iterable[Iterable[int]]) -> TokenSets:
-        """Convert sequences of token ids."""
+        """Convert a list of sequences of token ids to `TokenSets`."""
         arrays = [Int32s.of(tokens) for tokens in sets]
         return cls(Int32s.of([len(tokens) for tokens in arrays]), Int32s.concatenate(arrays))
 

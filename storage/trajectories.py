@@ -31,33 +31,35 @@ from rollflow.storage.records import Discard, FinishedGroup, PassRate, StoredObj
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Batch `number` before its commit: the groups, and the prompts that were issued or discarded since the last
-    commit.
+    """Batch `number` before the batch is committed: its groups, and the prompts that were issued or discarded since the
+    last commit.
     """
 
     number: int
     groups: tuple[FinishedGroup, ...]
-    issued: tuple[int, ...] = ()  # prompts that were dispatched for the first time, in the order of dispatch
+    issued: tuple[int, ...] = ()  # prompts that were sent to the engines for the first time, in this order
     discards: tuple[Discard, ...] = ()
     filtered_rates: tuple[PassRate, ...] = ()  # pass rates of the filtered groups among `discards`
 
 
 class TrajectoryStore:
-    """Commits, reads and voids the batches of one run, as the module's docstring describes."""
+    """Commits, reads and voids the trajectory batches of one run, as the module's docstring describes."""
 
     def __init__(self, log: Log) -> None:
         self.log, self.store = log, log.store
 
     def commit(self, writer: Writer, staged: StagedBatch) -> tuple[Entry, Path | pa.Buffer]:
-        """Make a staged batch durable; return its log entry, and its local file or (in a remote store) its bytes.
+        """Commit a staged batch durably; return the batch's log entry, and the batch's local file or, in a remote
+        store, its bytes.
 
         Raises:
-            Deposed: the run has another scheduler now.
+            Deposed: another process is the run's scheduler now.
             EntryRefused: the run's state does not allow the commit; `GroupTooOld`, a subclass, if a group is too old
                 for the batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
-        # Each call uses a new name: a repeated call must not overwrite a file that the first call may have committed.
+        # Each commit uses a new file name, because a repeated commit must not overwrite a file that the first one has
+        # written.
         name = f"{staged.number:08d}-{writer.claim}-{uuid.uuid4().hex[:8]}"
         attached = AttachedObject(f"trajectories/{name}.arrow", batch.to_pieces())
         groups = tuple(committed_group(group) for group in staged.groups)
@@ -79,15 +81,15 @@ class TrajectoryStore:
         return entry, self.store.local_path(attached.path) or pa.py_buffer(b"".join(attached.data))
 
     def find_waiting(self, number: int) -> CommittedBatch | None:
-        """Read new log entries, and return batch `number` if it is committed and not trained on, else None."""
+        """Read new log entries, and return batch `number` if the batch is committed and not trained on, else None."""
         self.log.follow()
         return self.log.state.waiting.get(number)
 
     def read_commit(self, entry: int) -> BatchCommitted:
-        """Return the batch that entry `entry` committed.
+        """Return the batch that log entry `entry` committed.
 
         Raises:
-            Corrupt: the entry commits no batch.
+            Corrupt: the log entry does not commit a batch.
         """
         written = self.log.read(entry)
         if written is None or not isinstance(written.entry.body, BatchCommitted):
@@ -95,20 +97,21 @@ class TrajectoryStore:
         return written.entry.body
 
     def discards(self, entry: int) -> tuple[Discard, ...]:
-        """List the dispatches that were discarded while the batch of entry `entry` was formed, its voided commits
-        included.
+        """List the groups that were discarded while the batch of log entry `entry` was formed, including the groups
+        that earlier, voided commits of this batch discarded.
 
-        The list ends early at an entry that cannot be read. No decision depends on the list.
+        The list of discarded groups ends early at a log entry that cannot be read. The list of discarded groups is used
+        only for metrics and for display.
 
         Raises:
-            Corrupt: entry `entry` commits no batch.
+            Corrupt: log entry `entry` does not commit a batch.
         """
         batch = self.read_commit(entry)
         found = [*batch.discards]
         with contextlib.suppress(Corrupt):
             for n in range(entry - 1, -1 if self.log.state.voids else entry - 1, -1):
                 written = get_entry(self.log, n).entry
-                if written.batch <= batch.number:  # no earlier entry commits this batch
+                if written.batch <= batch.number:  # no earlier log entry commits this batch
                     break
                 if isinstance(written.body, BatchCommitted) and written.body.number == batch.number:
                     found = [*written.body.discards, *found]
@@ -118,7 +121,7 @@ class TrajectoryStore:
         """Read the file of a batch.
 
         Raises:
-            Corrupt: the file is missing, or differs from the committed file.
+            Corrupt: the batch's file is missing, or its hash differs from the hash in the log entry.
         """
         try:
             data = _bytes_of(self.store, file.path)
@@ -128,7 +131,7 @@ class TrajectoryStore:
         return data
 
     def void(self, writer: Writer, number: int, why: str) -> bool:
-        """Void batch `number` if its file cannot be read; return whether the batch must be formed again.
+        """Void batch `number` if the batch's file cannot be read; return whether the batch must be formed again.
 
         The call may be repeated. A batch that was trained on or formed again meanwhile is not voided.
         """
@@ -138,15 +141,16 @@ class TrajectoryStore:
         return self._append(writer, BatchVoided(number, waiting.entry, why))
 
     def reject(self, writer: Writer, number: int, entry: int, why: str) -> bool:
-        """Void the batch `number` that `entry` committed, because a value in the batch or computed from it is not
-        finite.
+        """Void the batch `number` that log entry `entry` committed, because a value in the batch or computed from the
+        batch is not finite.
 
         Return false if the batch was trained on or formed again meanwhile, so that it was not voided.
         """
         return self._append(writer, BatchVoided(number, entry, why, "not-finite"))
 
     def _append(self, writer: Writer, voided: BatchVoided) -> bool:
-        """Append the entry; return False if the batch was trained on or formed again meanwhile."""
+        """Append the log entry that voids a batch; return False if the batch was trained on or formed again
+        meanwhile."""
         try:
             writer.append(lambda state, _: voided)
         except EntryRefused:
@@ -164,24 +168,24 @@ class TrajectoryStore:
 
 
 def verify(file: StoredObject, data: bytes | pa.Buffer) -> None:
-    """Raise `Corrupt` unless `data` has the committed size and sha256."""
+    """Raise `Corrupt` unless `data` has the size and sha256 that the log records."""
     if len(memoryview(data)) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
         raise Corrupt(f"{file.path} does not contain what was committed (the sha256 or the size differs)")
 
 
 def committed_group(group: FinishedGroup) -> TrainedGroup:
-    """Return the record of a group for the log entry of its batch."""
+    """Return the record of a trajectory group that is written to the log entry of the group's batch."""
     return TrainedGroup(*group.key, group.started_version, group.newest_version, group.response_tokens)
 
 
 def committed_rates(staged: StagedBatch) -> tuple[PassRate, ...]:
-    """Return the pass rates for the log entry of a batch, as far as they are known."""
+    """Return the known pass rates that are written to the log entry of a batch."""
     rates = (group.pass_rate for group in staged.groups)
     return (*staged.filtered_rates, *(rate for rate in rates if rate is not None))
 
 
 def _bytes_of(run: ObjectStore, path: str) -> pa.Buffer:
-    """Return the bytes of an object; a local file is memory-mapped, unless it is empty (which cannot be mapped)."""
+    """Return the bytes of a stored object; a local file is memory-mapped unless the file is empty."""
     local = run.local_path(path)
     if local is None or run.stat(path).size == 0:
         return pa.py_buffer(run.get(path))

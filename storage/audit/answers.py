@@ -33,7 +33,8 @@ class ExpectedRows:
     limits: BatchLimits | None = None
     prompts: Mapping[int, Prompt] | None = None  # prompt index -> the prompt
     held: frozenset[int] = frozenset()  # indices of the held-out prompts
-    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id
+    # maps the tokens of a held-out prompt to its id
+    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     vocabulary: int = ANY_TOKEN
     stops: frozenset[int] = frozenset()
 
@@ -63,7 +64,7 @@ class _Table:
         index, length = table["index"].to_numpy(), pc.list_value_length(table["tokens"]).to_numpy()
         first, mask = np.cumsum(length) - length, _flat(batch, "loss_mask")
         row = np.repeat(np.arange(len(length)), length)
-        if prompts is None:  # assume that a prompt ends at the policy's first token
+        if prompts is None:  # without prompts, assume that a row's prompt ends at the policy's first token
             chosen = np.flatnonzero(mask)
             place = np.searchsorted(chosen, first)
             begins = np.append(chosen, len(mask))[place]
@@ -128,7 +129,7 @@ def _check_prompts(
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
         prompt = prompts[index]
         if index in reported:
-            continue  # report one violation per group
+            continue  # report at most one violation for each group of responses
         if name != (prompt.id, prompt.domain):
             reported.add(index)
             yield (

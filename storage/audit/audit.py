@@ -70,8 +70,8 @@ class AuditProgress:
     entries: int
     of_entries: int  # the number of log entries when the audit began
     objects: int
-    of_objects: int  # the number of objects to read, as far as they were found
-    bytes: int  # bytes of the objects that were read
+    of_objects: int  # the number of stored objects to read that were found so far
+    bytes: int  # total size in bytes of the objects that were read so far
 
 
 def audit(
@@ -106,7 +106,7 @@ class _Audit:
         self.store, self.deep, self.progress = store, deep, progress
         snapshots = checkpoints.list_snapshots(
             store
-        )  # snapshots are listed before the log is read, so the log must contain their entries
+        )  # snapshots are listed before the log is read, so the log must contain the entries that they name
         newest, self.others = checkpoints.find_newest(store, thorough=expected.is_thorough)
         self.witnesses = {witness.n: witness for witness in [*snapshots, *self.others]}
         begun = AuditCheckpoint() if deep else newest
@@ -119,12 +119,14 @@ class _Audit:
         self.first, self.opened = begun.first, OpenSince(begun.opened)
         self.fold = TolerantFold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
-        self.latest = begun.state.version  # the newest version in any entry that was read, folded or not
-        self.most = begun.state.version  # upper bound of the newest version: each lost entry may have published one
+        self.latest = begun.state.version  # the newest policy version in any log entry that was read, valid or not
+        # upper limit of the newest policy version: each lost log entry may have published one
+        self.most = begun.state.version
         self.read_to = begun.state.n
-        # entry of a batch -> the version that was trained on the batch, or None if the batch was voided
+        # maps a batch's log entry to the policy version that was trained on the batch, or to None if the batch was
+        # voided
         self.outcomes: dict[int, int | None] = {}
-        # version and kind that were not pruned -> their entry, and their objects
+        # maps a policy version and a kind of objects that were not pruned to the log entry and the objects
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}
         self.doubts: list[NamedObject] = []
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)
@@ -214,7 +216,7 @@ class _Audit:
         keys."""
         self._take_config(body, n)
         before = self.fold.state.config_at(n - 1)
-        with contextlib.suppress(Corrupt, Missing):  # an unreadable entry is reported elsewhere
+        with contextlib.suppress(Corrupt, Missing):  # an unreadable log entry is reported elsewhere
             told = RecordedConfig.of(decode(self.store.get(entry_path(before)), before, self.store.get).entry)
             if diff_trees(told.config, body.config) != body.changes:
                 self.report.add(
@@ -278,7 +280,8 @@ class _Audit:
     def _note_version(self, body: VersionPublished, n: int, counts: bool) -> None:
         own: dict[Kind, tuple[StoredObject, ...]] = {"weights": body.weights, "state": body.state}
         for kind, objects in own.items():
-            if counts or (body.number, kind) not in self.objects:  # an untrusted entry must not replace a known version
+            # an untrusted log entry must not replace a known policy version
+            if counts or (body.number, kind) not in self.objects:
                 self.objects[body.number, kind] = n, objects
         if body.batch_entry is not None and counts:
             self._settle(body.batch_entry, body.number)
@@ -310,7 +313,8 @@ class _Audit:
 
     def _ask(self, named: NamedObject, looking: ObjectChecks) -> None:
         self.told = replace(self.told, of_objects=self.told.of_objects + 1)
-        if named.rules is None:  # in a second check, keep the rules that were in force at the object's entry
+        # if an object is checked a second time, keep the rules that were in force at the object's log entry
+        if named.rules is None:
             state = self.fold.state
             asked, rated = self.expecting.expect_rows(named.batch), bool(state.epochs)
             rules = Rules(state.alpha, state.group_size, self.responses, asked, rated=rated)

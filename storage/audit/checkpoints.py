@@ -25,7 +25,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 AUDITS = "audits"
-RULES = 2  # version of the audit's checks; a stored result of another version is not used
+RULES = 2  # version number of the audit's checks; audit results that were stored with another number are not used
 KEPT = 3
 
 UNREADABLE = (Missing, Corrupt, ValueError, KeyError)  # pydantic's ValidationError is a ValueError
@@ -37,10 +37,11 @@ class AuditCheckpoint:
 
     state: RunState = field(default_factory=RunState)
     report: AuditReport = field(default_factory=AuditReport)
-    rows: dict[int, RowCounts] = field(default_factory=dict)  # entry of a waiting batch -> counts of the batch's rows
-    responses: int = 0  # the number of responses that are started for a group
-    first: str = ""  # the hash of entry 0
-    # prompt with an open dispatch -> the batch with which the dispatch began
+    # row counts of untrained batches, by the batch's log entry
+    rows: dict[int, RowCounts] = field(default_factory=dict)
+    responses: int = 0  # the number of responses that are started for each prompt
+    first: str = ""  # the hash of log entry 0
+    # maps a prompt in flight to the number of the batch with which the prompt was issued
     opened: dict[int, int] = field(default_factory=dict)
     thorough: bool = False  # true: the audit compared batches with prompts and with the config's limits
 

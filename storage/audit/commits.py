@@ -17,7 +17,7 @@ from rollflow.storage.records import Discard, DiscardReason, GroupKey
 
 Found = tuple[ViolationKind, str]
 LEFT_BEHIND = (DiscardReason.STALE, DiscardReason.REDUNDANT)
-HIGHEST_PROBE = 1e-4  # largest accepted log-prob in nats; rounding may give a token of probability 1 a log-prob above 0
+HIGHEST_PROBE = 1e-4  # largest valid log-prob (nats); by rounding, a token of probability 1 may have a log-prob above 0
 
 
 def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: BatchLimits | None) -> Iterator[Found]:

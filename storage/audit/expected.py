@@ -22,14 +22,14 @@ class BatchLimits:
     sources: int  # prompt sources
     groups: int  # groups per batch
     group_size: int  # trajectories per group
-    redundant_responses: int  # number of responses that are started per group in addition to `group_size`
+    redundant_responses: int  # number of responses per prompt that are started in addition to `group_size`
     max_new_tokens: int
-    judges_all: bool  # True if no response that could not be judged is trained on
-    reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config discards groups
-    made_up: bool = False  # true: a timed engine invents the tokens, so no response ends with a stop token
-    single_turn: bool = True  # true: the policy sampled all tokens of a response
+    judges_all: bool  # true: only responses that the scorer could judge are trained on
+    reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config may discard groups of responses
+    made_up: bool = False  # true: the engine `timed` invents the tokens, so no response ends with a stop token
+    single_turn: bool = True  # true: the policy sampled all tokens of a response, and an environment added none
     oldest_token: bool = False  # true: a trajectory's start version is the version of its oldest token
-    # rewards of a group -> why the filter removes the group
+    # maps the rewards of a group to the reason why the config's filter removes the group, or to None
     filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None
 
 
@@ -37,11 +37,13 @@ class BatchLimits:
 class ExpectedPrompts:
     """The prompts of a run, with the vocabulary size and the stop tokens of the run's policy."""
 
-    ask: Callable[[int], tuple[Prompt, bool]]  # index -> the prompt, and whether the prompt is held out
-    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)  # tokens of a held-out prompt -> prompt id
+    ask: Callable[[int], tuple[Prompt, bool]]  # maps the index of a prompt to the prompt, and to whether it is held out
+    # maps the tokens of a held-out prompt to its id
+    held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response
-    # (source, previous epoch and its entry, pass rates of prompts since then) -> the epoch that must follow
+    # returns the epoch that must follow, given the prompt source, the previous epoch, its log entry, and the pass rates
+    # since then
     propose_epoch: Callable[[int, EpochStarted | None, int | None, Mapping[int, PassRate]], EpochStarted] | None = None
 
 
@@ -51,7 +53,7 @@ class Expected:
     audit does not check batches against it."""
 
     limits: Callable[[Mapping[str, Any]], BatchLimits] | None = (
-        None  # recorded config -> the limits that it sets; may raise `Corrupt`
+        None  # returns the limits that a recorded config sets; may raise `Corrupt`
     )
     prompts: ExpectedPrompts | None = None
     unchecked: str = ""

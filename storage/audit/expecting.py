@@ -22,8 +22,8 @@ from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import PassRate
 
-LONG = 4  # a prompt that is open for more than LONG * (alpha + 1) batches is overdue
-SHOWN = 5  # the largest number of questions that a violation names
+LONG = 4  # a prompt that is in flight for more than LONG * (async_ratio + 1) batches is overdue
+SHOWN = 5  # the largest number of questions that the text of a violation names
 MOST_OVERDUE = 20  # the largest number of overdue prompts that are listed
 
 
@@ -85,7 +85,7 @@ class Expecting:
         try:
             last, rates = _read_since(run, body.before, n)
             proposed = propose(body.source, last, body.before, rates)
-        except (Missing, Corrupt):  # an unreadable entry is reported elsewhere
+        except (Missing, Corrupt):  # an unreadable log entry is reported elsewhere
             return
         except ConfigError as error:
             self._give_up(f"prompts are not checked, because {error}")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 STRETCH = 1 << 20  # number of weights that are checked at a time
-EXPONENTS = {  # data type -> unsigned NumPy type of the same width, and mask of the exponent
+EXPONENTS = {  # maps a data type to the unsigned NumPy type of the same width and the mask of the exponent's bits
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),
     "BF16": ("<u2", 0xFF << 7),

@@ -57,7 +57,7 @@ class Orphan:
     size: int  # bytes
     age: float  # seconds
     why: str
-    left: UnfinishedWrite | None = None  # set if the orphan is an unfinished write
+    left: UnfinishedWrite | None = None  # set if the object to remove is an unfinished write
 
 
 def store_clock(run: ObjectStore) -> float:
@@ -87,7 +87,7 @@ def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) 
         try:
             stat = run.stat(path)
         except Missing:
-            continue  # the object was pruned and removed after the listing
+            continue  # the object was removed after the listing
         if now - stat.modified >= least:
             found.append(Orphan(path, stat.size, now - stat.modified, why))
     return sorted(found, key=lambda orphan: orphan.path)
@@ -125,7 +125,8 @@ class _Names:
 
     live: set[int] = field(default_factory=set)  # entries of the newest claims
     superseded: set[int] = field(default_factory=set)  # entries of superseded claims
-    named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)  # path -> version and kind, if any
+    # maps a path to the policy version and kind, if any
+    named: dict[str, tuple[int, Kind] | None] = field(default_factory=dict)
     pruned: set[tuple[int, Kind]] = field(default_factory=set)
     indexes: set[str] = field(default_factory=set)
 

@@ -21,8 +21,8 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing
 from rollflow.storage.records import StoredObject
 
-AT_ONCE = 16  # number of objects that are read at a time
-# largest total size, in bytes, of the objects that are read at a time; a larger object is read alone
+AT_ONCE = 16  # number of stored objects that are read at a time
+# largest total size, in bytes, of the stored objects that are read at a time; a larger object is read alone
 MOST_BYTES = 1 << 30
 
 
@@ -33,10 +33,11 @@ class NamedObject:
     stored: StoredObject
     entry: int
     kind: Kind | Literal["batch", "run"]
-    version: int = -1  # the version to which the object belongs; for a batch, the newest version at the commit
+    # the policy version to which the object belongs; for a batch, the newest version at the batch's commit
+    version: int = -1
     needed: bool = True  # false: the object may have been pruned
     batch: BatchCommitted | None = None
-    rules: rows.Rules | None = None  # the rules in force at the entry
+    rules: rows.Rules | None = None  # the config's rules that were in force at the object's log entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rollflow.storage.log.rules import apply
 from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 
-NEWEST = 8  # the number of newest entries that are read again
+NEWEST = 8  # number of newest log entries that are read again
 
 
 def recheck(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]:
@@ -53,7 +53,7 @@ def _recheck_newest(run: ObjectStore, begun: AuditCheckpoint) -> list[Violation]
     entry 0."""
     end = begun.state.n
     found: list[Violation] = []
-    named: dict[int, str] = {}  # entry number -> hash of that entry, as the next entry names it
+    named: dict[int, str] = {}  # maps the number of a log entry to the hash that the next entry names for it
     numbers = [*range(end, max(end - NEWEST, 0), -1), *([1] if end > NEWEST else [])]
     for n in numbers:
         try:

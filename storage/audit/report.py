@@ -10,7 +10,8 @@ from typing import Literal
 from rollflow.storage.log.state import RunState
 
 ViolationKind = Literal["stale", "duplicate", "missing", "gap", "altered", "lineage", "unjudged"]
-SPANS = 64  # largest number of version ranges with separate counts, so that a report does not grow with the run
+# largest number of ranges of policy versions with separate counts, so that an audit's report does not grow with the run
+SPANS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class RowCounts:
 
     staleness: Counter[int]  # staleness -> trajectories
     domains: Counter[str]  # domain -> groups
-    # domain -> version of a scorer -> trajectories that this scorer scored
+    # number of trajectories that were scored, by domain and version of the scorer
     scorers: dict[str, Counter[str]] = field(default_factory=dict)
 
 
@@ -51,26 +52,27 @@ class AuditReport:
 
     run: str = ""
     async_ratio: float = 0.0
-    since: int = 0  # the first entry that this audit read
+    since: int = 0  # the first log entry that this audit read
     entries: int = 0
     versions: int = 0
     trajectories: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> number of trajectories
-    # first version of a range -> staleness -> number of trajectories
+    staleness: Counter[int] = field(default_factory=Counter)  # maps a staleness to the number of trajectories
+    # number of trajectories by the first policy version of a range of versions, and by staleness
     staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)
-    span: int = 1  # the number of versions per range
-    domains: Counter[str] = field(default_factory=Counter)  # domain -> number of groups that were trained on
-    # domain -> version of a scorer -> what it scored; trajectories of older runs have no scorer version
+    span: int = 1  # the number of policy versions per range
+    domains: Counter[str] = field(default_factory=Counter)  # maps a domain to the number of trained groups
+    # trajectories that were scored, by domain and version of the scorer; trajectories of older runs have no scorer
+    # version
     scorers: dict[str, dict[str, ScorerSpan]] = field(default_factory=dict)
-    fates: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of dispatches
+    fates: Counter[str] = field(default_factory=Counter)  # number of prompt dispatches by how they ended
     discarded_tokens: int = 0
-    surplus_tokens: int = 0  # number of tokens in unused extra responses of groups that were trained on
+    surplus_tokens: int = 0  # number of tokens in the surplus responses of trained groups
     trained_tokens: int = 0
-    objects: int = 0  # the number of objects that were read and hashed
+    objects: int = 0  # the number of stored objects that were read and hashed
     bytes: int = 0  # the total size in bytes of the objects that this audit read
     quarantined: list[str] = field(default_factory=list)  # voided batches, with the reasons
-    overdue: list[str] = field(default_factory=list)  # prompts that are open for too long
-    unchecked: str = ""  # why prompts (or prompts and limits) were not checked
+    overdue: list[str] = field(default_factory=list)  # prompts that are in flight for too long
+    unchecked: str = ""  # why batches were not compared with prompts (or with limits)
     violations: list[Violation] = field(default_factory=list)
 
     @property

@@ -24,7 +24,7 @@ from rollflow.storage.records import GroupKey, Outcome, PassRate
 
 Found = tuple[ViolationKind, str]
 Array = np.ndarray[Any, Any]
-# largest accepted log-prob in nats; rounding may give a token of probability 1 a log-prob above 0
+# largest valid log-prob (nats); by rounding, a token of probability 1 may have a log-prob above 0
 HIGHEST_LOGPROB = 1e-4
 
 
@@ -34,9 +34,9 @@ class Rules:
 
     alpha: float
     group_size: int  # G
-    responses: int  # number of responses that are started for a group, of which `group_size` are kept
+    responses: int  # number of responses that are started for a prompt, of which `group_size` are kept
     asked: ExpectedRows = NOT_ASKED
-    rated: bool = False  # True if an entry must have the pass rates of its groups, because epochs depend on them
+    rated: bool = False  # true: a batch's log entry must have the groups' pass rates
 
 
 def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
@@ -132,7 +132,7 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
     counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
     oldest_N = np.full(len(body.groups), starts_R.max())
     np.minimum.at(oldest_N, group_R, starts_R)
-    newest_N = oldest_N.copy()  # the newest version of a group without sampled tokens is its oldest start version
+    newest_N = oldest_N.copy()  # without sampled tokens, a group's newest version is its start version
     np.maximum.at(newest_N, group_C, tokens.version_C)
     for group, *found in zip(body.groups, oldest_N.tolist(), newest_N.tolist(), counts, strict=True):
         recorded = (group.started, group.newest, group.tokens)

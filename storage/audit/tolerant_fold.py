@@ -24,14 +24,14 @@ from rollflow.storage.log.state import EntryRefused, GroupTooOld, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 
-MOST = 5  # largest number of refused entries that are reported; the first of them may have caused the others
+MOST = 5  # largest number of invalid log entries that are reported, because the first may have caused the others
 REFUSALS = (
     EntryRefused,
     KeyError,
     TypeError,
     ValueError,
     ArithmeticError,
-)  # each error but `EntryRefused` comes from an entry that rollflow never writes
+)  # errors other than `EntryRefused` come from log entries that rollflow never writes
 
 
 @dataclass(slots=True)
@@ -42,11 +42,11 @@ class TolerantFold:
     store: ObjectStore
     state: RunState
     add: Callable[[ViolationKind, str, str], None]
-    lost: bool = False  # true: an entry on which the state depends cannot be read
-    sound: bool = True  # true: every entry so far could be folded, if necessary from its segment
-    _refused: list[int] = field(default_factory=list)  # the first skipped entry, and later refused entries
-    _broken: list[int] = field(default_factory=list)  # entries with a wrong hash of the previous entry
-    _unlinked: bool = False  # true: the hash that the next entry must name is unknown
+    lost: bool = False  # true: a log entry on which the run's state depends cannot be read
+    sound: bool = True  # true: every log entry so far could be applied, if necessary from its copy
+    _refused: list[int] = field(default_factory=list)  # first skipped log entry, and later invalid entries
+    _broken: list[int] = field(default_factory=list)  # log entries that name a wrong hash of the previous entry
+    _unlinked: bool = False  # true: the hash that the next log entry must name is unknown
 
     @property
     def missed(self) -> bool:
@@ -112,7 +112,7 @@ class TolerantFold:
         for n, data in zip(range(hole.first, hole.end), found, strict=True):
             try:
                 written = decode(data, n, self.store.get)
-            except Corrupt:  # the entry's index object is missing or altered
+            except Corrupt:  # the index object of the log entry is missing or altered
                 self._lose(LogGap(n, n + 1))
                 continue
             yield written, data, self._fold(written)

@@ -29,7 +29,7 @@ from rollflow.storage.records import Discard, GroupKey, PassRate, StoredObject
 Role = Literal["creator", "supervisor", "scheduler", "learner"]
 
 FOLDER, INDEX = "log", "log_index"
-LARGEST = 256 * 1024  # largest size of an entry in bytes; the lists of a larger entry move to an index object
+LARGEST = 256 * 1024  # largest size of a log entry in bytes; lists of a larger entry move to a separate object
 
 
 class TrainedGroup(NamedTuple):
@@ -37,9 +37,9 @@ class TrainedGroup(NamedTuple):
 
     prompt: int
     attempt: int
-    started: int  # the oldest version under which a sample of the group was started
-    newest: int  # the newest version that sampled a token of the group
-    tokens: int  # the number of tokens that the policy sampled, over all samples
+    started: int  # the oldest policy version under which a trajectory of the group was started
+    newest: int  # the newest policy version that sampled a token of the group
+    tokens: int  # the number of tokens that the policy sampled in all trajectories of the group
 
     @property
     def key(self) -> GroupKey:
@@ -56,12 +56,12 @@ class RunCreated:
     config: Mapping[str, Any]
     config_sha256: str
     sources: int
-    prompts: tuple[Mapping[str, Any], ...] = ()  # one record per source, which identifies the source's exact prompts
+    prompts: tuple[Mapping[str, Any], ...] = ()  # one record per prompt source, which identifies the exact prompts
     policy: tuple[StoredObject, ...] = ()  # the files of the initial policy
     probe_tokens: tuple[int, ...] = ()  # fixed tokens whose log-probs are compared after each weight update
     code_version: str = ""
     format: int = 0  # the format number of the run's records
-    own_code: Mapping[str, str] = field(default_factory=dict)  # config section -> SHA-256 of its user-defined code
+    own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the user-defined code of each config section
     single_start: bool = False  # true: prompts have at most one start token, and do not end with an end token
     models: tuple[StoredObject, ...] = ()  # the files of the reward models
     kind: Literal["run-created"] = "run-created"
@@ -92,11 +92,11 @@ class BatchCommitted:
 
     number: int
     file: StoredObject
-    rows: int  # number of episodes; an episode with branches counts once
+    rows: int  # number of episodes in the batch; an episode with branches counts once
     groups: tuple[TrainedGroup, ...]
     issued: tuple[int, ...]
     discards: tuple[Discard, ...] = ()
-    surplus_tokens: int = 0  # number of tokens in extra responses that were generated and not used
+    surplus_tokens: int = 0  # number of tokens in surplus responses that were generated and not used
     rates: tuple[PassRate, ...] = ()
     kind: Literal["batch-committed"] = "batch-committed"
 
@@ -115,7 +115,7 @@ class EpochStarted:
     start: int
     asked: int
     skipped: tuple[int, ...] = ()
-    before: int | None = None  # the entry that started the source's previous epoch
+    before: int | None = None  # the log entry that started the previous epoch of the prompt source
     kind: Literal["epoch-started"] = "epoch-started"
 
     @property
@@ -199,13 +199,13 @@ class Entry:
     """The content of one log entry."""
 
     n: int
-    prev: str  # sha256 of entry n - 1; "" for entry 0
-    id: str  # the id of the append, the same in all tries of one append
+    prev: str  # sha256 of the previous log entry; "" for log entry 0
+    id: str  # the id of the append, which stays the same if the append is retried
     role: Role
-    claim: int  # the number of the entry that claimed the role; a claim names its own number
-    version: int  # the newest version after this entry; -1 if there is none
-    batch: int  # the number of the next batch after this entry
-    at: float  # seconds since the epoch, by the clock of the entry's writer
+    claim: int  # number of the log entry by which the writer claimed its role; such an entry names its own number
+    version: int  # the newest policy version after this log entry; -1 if there is none
+    batch: int  # the number of the next batch after this log entry
+    at: float  # seconds since the epoch, by the clock of the process that wrote the log entry
     body: Body
 
 

@@ -89,7 +89,7 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
         Corrupt: a log entry is missing or damaged.
     """
     found: dict[GroupKey, Fate] = {}
-    committed: dict[int, GroupKey] = {}  # entry that committed a batch -> the prompt's dispatch in that batch
+    committed: dict[int, GroupKey] = {}  # maps a batch's log entry to the prompt's dispatch in the batch
     newest = -1
     for stored in iterate_written(log, 0, log.state.n):
         match stored.entry.body:
@@ -120,9 +120,9 @@ def find_version(log: Log, version: int) -> WrittenEntry:
     state = log.state
     if not 0 <= version <= state.version:
         raise Missing(f"{log.store.uri} has no version {version}; its newest version is {state.version}")
-    if version in state.held:  # always true for the newest version
+    if version in state.held:  # always true for the newest policy version
         return get_entry(log, next(iter(state.held[version].values())))
-    low, high = 0, state.published  # entry `low` is before the version's publication, entry `high` is not
+    low, high = 0, state.published  # log entry `low` is before the version's publication, `high` is not
     while high - low > 1:
         middle = (low + high) // 2
         if get_entry(log, middle).entry.version < version:

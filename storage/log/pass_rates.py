@@ -18,8 +18,8 @@ from rollflow.storage.records import PassRate
 class PassRates:
     """The known pass rates of prompts, collected from the log entries that were added."""
 
-    rates: dict[int, PassRate] = field(default_factory=dict)  # prompt -> pass rate of its newest group
-    _batches: dict[int, set[int]] = field(default_factory=dict)  # entry of a batch -> prompts of its groups
+    rates: dict[int, PassRate] = field(default_factory=dict)  # maps a prompt to the pass rate of its newest group
+    _batches: dict[int, set[int]] = field(default_factory=dict)  # maps a batch's log entry to the batch's prompts
 
     @classmethod
     def collect(cls, entries: Iterable[Entry]) -> PassRates:

@@ -19,7 +19,7 @@ from rollflow.storage.log.entries import FOLDER, WrittenEntry, entry_number, ent
 from rollflow.storage.log.run_log import AHEAD, Log
 from rollflow.storage.objects.base import ObjectStore
 
-# largest number of parallel reads; reading starts with two, so that few reads go beyond the end of a short log
+# largest number of parallel reads of log entries; it starts at two, so that few reads go beyond the end of a short log
 AT_ONCE = 32
 
 
@@ -58,7 +58,7 @@ def read_entries(
                 behind = next_number(run, n, to_the_last=to_the_last)
                 if behind is None:
                     return
-                found = _read(run, n)  # read again, because the entry may have been written since the first read
+                found = _read(run, n)  # read again, because the log entry may have been written since the first read
                 if isinstance(found, Missing):
                     found = LogGap(n, behind)
                     ahead.clear()
@@ -91,7 +91,7 @@ def get_entry(log: Log, n: int) -> WrittenEntry:
         Corrupt: the log entry is missing or damaged, and no segment has an intact copy of the entry.
     """
     found = log.read(n)
-    assert found is not None  # the entry existed when the log read it for the first time
+    assert found is not None  # the log has read this entry before, so the entry exists
     return found
 
 

@@ -59,5 +59,5 @@ class Retention:
         """
         if not self.stores_state(version):
             return False
-        last = version + self.state_every  # the newest version whose replay starts from `version`
+        last = version + self.state_every  # the newest policy version whose replay starts from `version`
         return last > latest - self.keep_last or last // self.keep_every > version // self.keep_every

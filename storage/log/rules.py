@@ -65,7 +65,7 @@ from rollflow.storage.log.state import (
 )
 from rollflow.storage.records import DiscardReason, StoredObject
 
-WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each kind of entry
+WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each kind of log entry
     RunCreated: ("creator",),
     Claimed: ("supervisor", "scheduler", "learner"),
     ConfigChanged: ("supervisor",),
@@ -75,8 +75,8 @@ WRITERS: Mapping[type, tuple[Role, ...]] = {  # the roles that may append each k
     VersionPublished: ("learner",),
     Pruned: ("learner", "supervisor"),
 }
-FIXED = ("seed", "prompts", "policy")  # config keys that never change
-# config keys that determine how a batch is formed
+FIXED = ("seed", "prompts", "policy")  # config keys that never change during a run
+# config keys that determine how a batch of trajectories is formed
 FORMED = ("groups", "group_size", "engine.temperature", "engine.max_new_tokens")
 
 
@@ -211,7 +211,8 @@ def _configure(s: RunState, config: Mapping[str, Any]) -> None:
     )
     store = config.get("store", {})
     known = {name: _number(store, name) for name in ("keep_last", "keep_every", "state_every") if name in store}
-    rules, capacity = Retention(**known), int(alpha) + 1  # engines may still fetch the newest `capacity` versions
+    # engines may still fetch the newest `capacity` policy versions
+    rules, capacity = Retention(**known), int(alpha) + 1
     s.alpha, s.group_size, s.formed = (
         alpha,
         _number(config, "group_size"),

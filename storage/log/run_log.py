@@ -53,14 +53,14 @@ from rollflow.storage.log.state import EntryRefused, RunState
 from rollflow.storage.objects.base import Data, ObjectStore, split_buffers
 from rollflow.storage.records import StoredObject
 
-TRIES = 1_000  # the largest number of tries of one append; most tries fail because another writer is faster
-# largest number of unanswered writes of one append; each write is retried for as long as the store's patience allows
+TRIES = 1_000  # largest number of tries of one append to the log; most tries fail because another process appends first
+# largest number of unanswered writes of one append to the log; each write is itself retried by the store
 UNANSWERED = 20
-# first and longest pause before a retry, in seconds; used if no other entry has the number
+# first and longest pause, in seconds, before an append to the log is retried; used if no other entry has the number
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
-READERS = 16  # number of entries that are read in parallel from a remote store
-WINDOW = 1_024  # the largest number of entries held in memory if a long log has no readable snapshot
-AHEAD = 256  # number of entry numbers that are probed after a missing entry in a local store, where listing is slow
+READERS = 16  # number of log entries that are read in parallel from a remote store
+WINDOW = 1_024  # largest number of log entries in memory if a long log has no readable snapshot
+AHEAD = 256  # in a local store, where listing is slow, this many numbers after a missing log entry are looked up
 
 Decide = Callable[[RunState, StoredObject | None], Body]
 
@@ -179,12 +179,12 @@ class Log:
         unanswered, due = 0, None
         for tried in range(TRIES):
             with self._lock:
-                if draft.folded is not None:  # the entry was written after all, and another thread has read it
+                if draft.folded is not None:  # the log entry was written after all, and another thread has read it
                     return draft.folded.entry
                 n = self._state.n + 1
                 written, lost = self._try_write(draft, n)
                 if written is not None and written is draft.written:
-                    self._state = replace(draft.after, sha256=written.sha256)  # `decide` has already folded the entry
+                    self._state = replace(draft.after, sha256=written.sha256)  # `decide` has already applied the entry
                 elif written is not None:
                     self._fold(written)
                 due = self._state if written is not None and is_due(n) else None
@@ -205,9 +205,9 @@ class Log:
         except (Conflict, Unreachable) as error:
             found = self.read(n)
             if found is None and isinstance(error, EntryRefused):
-                raise  # the state is current, so reading cannot help
+                raise  # the run's state is current, so reading the log again cannot help
             if isinstance(error, Unreachable) and self._is_near and found and found.entry.id == draft.id:
-                with contextlib.suppress(Conflict):  # a conflict means that the store has synced the entry's name
+                with contextlib.suppress(Conflict):  # a conflict means that the store has synced the entry's file name
                     self._write(draft, n)
             return found, error
 
@@ -308,7 +308,7 @@ class Log:
         The next log entry was written after the last read, or it was lost and is restored from a segment.
         """
         n = self._state.n + 1
-        if self._is_near:  # probing some names is faster than listing the folder of a long run
+        if self._is_near:  # looking up some names is faster than listing the folder of a long run
             beyond = next((m for m in range(n + 1, n + AHEAD) if self.store.exists(entry_path(m))), -1)
         else:
             beyond = min((m for m in self._ahead if m > n), default=-1)
@@ -359,9 +359,9 @@ class _Draft:
     body: Decide
     attached: AttachedObject | None
     stored: StoredObject | None = None  # the attached object, once it is durable
-    after: RunState = field(default_factory=RunState)  # the state after this entry, as the last try computed it
-    written: WrittenEntry | None = None  # the entry of the last completed write
-    folded: WrittenEntry | None = None  # the appended entry, if it was read from the log
+    after: RunState = field(default_factory=RunState)  # the run's state after this log entry, computed by the last try
+    written: WrittenEntry | None = None  # the log entry of the last completed write
+    folded: WrittenEntry | None = None  # the appended log entry, if it was read from the log
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

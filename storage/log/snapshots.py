@@ -23,7 +23,7 @@ from rollflow.storage.log.entries import entry_path, open_sealed, seal_tree
 from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
-EVERY = 64  # the number of entries between two snapshots
+EVERY = 64  # number of log entries between two snapshots of the run's state
 KEPT = 3  # the number of newest snapshots that stay in storage
 SNAPSHOTS, SEGMENTS = "log_snapshots", "log_segments"
 NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")

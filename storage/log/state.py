@@ -17,8 +17,8 @@ from rollflow.storage.log.entries import Role, TrainedGroup
 from rollflow.storage.log.retention import Kind, Retention
 from rollflow.storage.records import Cursor, GroupKey, StoredObject
 
-FOLD = 4  # version of the rules and of `RunState`; snapshots with another version are not read
-NOBODY = -1  # stands for the entry of a claim if the role was never claimed
+FOLD = 4  # version number of the log's rules and of `RunState`; snapshots with another number are not read
+NOBODY = -1  # used as the number of the log entry that claimed a role if no process has claimed the role
 
 
 class EntryRefused(Conflict):
@@ -61,7 +61,7 @@ class EpochPlace(NamedTuple):
 
     entry: int = NOBODY
     number: int = -1
-    end: int = 0  # the position after the epoch's last prompt
+    end: int = 0  # the position in the prompt source after the epoch's last prompt
     asked: int = 0
     skipped: int = 0  # number of skipped questions
 
@@ -75,7 +75,7 @@ class CommittedBatch:
     rows: int
     groups: tuple[TrainedGroup, ...]
     surplus_tokens: int
-    behind: Mapping[int, int]  # prompt -> how often the prompt was discarded as slow before
+    behind: Mapping[int, int]  # for each prompt: how often its group was discarded before as stale or redundant
 
 
 @dataclass(slots=True)
@@ -83,10 +83,10 @@ class RunTotals:
     """Counts over the whole run. The staleness of a group of trajectories is the staleness of the group's oldest
     trajectory."""
 
-    groups: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of dispatches
-    tokens: Counter[str] = field(default_factory=Counter)  # how dispatches ended -> number of their response tokens
-    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> number of groups that were trained on
-    surplus_tokens: int = 0  # number of tokens in the extra responses of batches that were trained on
+    groups: Counter[str] = field(default_factory=Counter)  # number of prompt dispatches by how they ended
+    tokens: Counter[str] = field(default_factory=Counter)  # number of response tokens by how the dispatches ended
+    staleness: Counter[int] = field(default_factory=Counter)  # maps a staleness to the number of trained groups
+    surplus_tokens: int = 0  # number of tokens in the surplus responses of trained groups
     rows: int = 0  # number of trajectories that were trained on
 
     def copy(self) -> RunTotals:
@@ -105,32 +105,34 @@ class RunState:
     """The state of a run after log entry `n`."""
 
     n: int = -1
-    sha256: str = ""  # the hash of entry n
+    sha256: str = ""  # the hash of log entry n
     run_id: str = ""
     configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last config is in force
     fixed: str = ""  # hash of the config keys that never change
-    formed: dict[str, Any] = field(default_factory=dict)  # config key of `rules.FORMED` -> value of the key
+    formed: dict[str, Any] = field(default_factory=dict)  # values of the config keys in `rules.FORMED`
     alpha: float = 0.0
     group_size: int = 1
     retention: Retention = field(default_factory=Retention)
-    claims: dict[str, Claim] = field(default_factory=dict)  # role -> the role's newest claim
+    claims: dict[str, Claim] = field(default_factory=dict)  # maps a role to the newest claim to the role
     version: int = -1  # the newest policy version
-    published: int = -1  # the entry that published the newest version
+    published: int = -1  # the log entry that published the newest policy version
     next_batch: int = 0
-    issued: list[int] = field(default_factory=list)  # per source: the first position that was never dispatched
-    filtered: list[int] = field(default_factory=list)  # per source: the number of filtered groups
-    epochs: dict[int, EpochPlace] = field(default_factory=dict)  # source that skips solved questions -> newest epoch
-    # prompt with an open dispatch -> attempt of that dispatch, in the order of issue
+    issued: list[int] = field(default_factory=list)  # per prompt source: the number of prompts that were issued
+    filtered: list[int] = field(default_factory=list)  # per prompt source: the number of filtered groups
+    # newest epoch of each source that skips solved questions
+    epochs: dict[int, EpochPlace] = field(default_factory=dict)
+    # maps each prompt in flight to its attempt number, in the order in which the prompts were issued
     open: dict[int, int] = field(default_factory=dict)
-    # prompt with an open dispatch -> how often the prompt was discarded as slow
+    # maps a prompt in flight to how often the prompt's group was discarded as stale or redundant
     behind: dict[int, int] = field(default_factory=dict)
-    waiting: dict[int, CommittedBatch] = field(default_factory=dict)  # batch number -> the batch
+    waiting: dict[int, CommittedBatch] = field(default_factory=dict)  # maps a batch number to the batch
     holes: list[int] = field(default_factory=list)  # numbers of voided batches that must be formed again, in order
     voids: int = 0
-    not_finite: int = 0  # number of batches since the newest version that were voided because of a non-finite value
-    # prompt that was not trained on yet -> number of its batches with a non-finite value
+    # number of batches since the newest policy version that were voided because of a NaN or an infinity
+    not_finite: int = 0
+    # maps a prompt that was not trained on yet to the number of the prompt's batches with a NaN or an infinity
     redraws: dict[int, int] = field(default_factory=dict)
-    # version with objects to prune, now or later -> kind of objects -> entry that published the version
+    # log entry that published a policy version, by the version and by each kind of its objects that will be pruned
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)
     totals: RunTotals = field(default_factory=RunTotals)
 

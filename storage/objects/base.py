@@ -23,7 +23,7 @@ from pathlib import Path
 
 Data = bytes | memoryview | Sequence[bytes | memoryview]
 
-ABANDONED_SECONDS = 7 * 24 * 3600.0  # seconds without progress after which a write counts as abandoned
+ABANDONED_SECONDS = 7 * 24 * 3600.0  # seconds without progress after which an unfinished write counts as abandoned
 CHUNK = 1 << 20  # bytes that are hashed and written at a time, so that they stay in the processor's cache
 
 
@@ -71,7 +71,7 @@ def check_path(path: str) -> str:
 class ObjectStore(ABC):
     """A store of named byte strings. The docstring of this module lists what every object store guarantees."""
 
-    patience: float | None = None  # how long a request to a silent store is retried (seconds); None: some minutes
+    patience: float | None = None  # seconds for which a request to an unresponsive store is retried; None: some minutes
 
     @property
     @abstractmethod

@@ -100,7 +100,7 @@ def write_out(file: int, parts: Sequence[memoryview]) -> None:
         size = sum(map(len, group))
         _write_all(file, group)
         if _sync_file_range is not None:
-            # the result is not checked, because `fsync` reports any failure
+            # the call's result is not checked, because a later `fsync` reports any failure
             _sync_file_range(file, start, size, SYNC_FILE_RANGE_WRITE)
         start += size
 

@@ -154,7 +154,7 @@ class LocalStore(ObjectStore):
 
     def list_unfinished(self) -> Iterator[UnfinishedWrite]:
         for path in sorted(self._scratch.glob(f"[!{TURN[0]}]*")):
-            with contextlib.suppress(FileNotFoundError):  # the writer finished during the listing
+            with contextlib.suppress(FileNotFoundError):  # the write finished while the folder was listed
                 found = path.stat()
                 yield UnfinishedWrite(f"{SCRATCH}/{path.name}", found.st_size, found.st_mtime)
 
@@ -229,7 +229,8 @@ class LocalStore(ObjectStore):
                 write_out(file.fileno(), parts)
                 yield temporary, file.fileno()
         finally:
-            with contextlib.suppress(OSError):  # the file may have been renamed, and a leftover file is removed later
+            # the temporary file may have been renamed, and a leftover file is removed later
+            with contextlib.suppress(OSError):
                 temporary.unlink()
 
     def _name_once(self, temporary: Path, file: int, target: Path) -> None:
@@ -270,8 +271,9 @@ def _lock(file: int) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # an error other than a held lock means that the file system has no locks, so abandoned files are recognised by
+        # age only
         if isinstance(error, BlockingIOError):
-            # any other error means that the file system has no locks; then abandoned files are recognised by age only
             raise
 
 

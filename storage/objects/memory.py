@@ -16,7 +16,7 @@ from rollflow.storage.errors import ConfigError, Conflict, Missing
 from rollflow.storage.objects.base import Data, ObjectStat, ObjectStore, check_path, hash_pieces, split_buffers
 from rollflow.storage.objects.disk import raise_store_failed
 
-_OBJECTS: dict[str, tuple[bytes, float]] = {}  # "name/path" -> content and time of the write
+_OBJECTS: dict[str, tuple[bytes, float]] = {}  # maps "name/path" to the content and the time of the write
 _LOCK = threading.Lock()
 
 

@@ -31,10 +31,10 @@ from pathlib import Path
 from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.objects.disk import raise_store_failed
 
-KEPT = 3  # largest number of cached folders, unless processes are using more folders
+KEPT = 3  # largest number of cached folders per store, unless processes are using more folders
 FILLING = ".filling-"  # prefix of the names of incomplete folders
 LOCK = ".lock"
-WAIT_SECONDS = 900.0  # longest wait, in seconds, for another process of this node that fills a folder
+WAIT_SECONDS = 900.0  # longest wait, in seconds, for another process of this machine that fills a cache folder
 POLL_SECONDS = 0.02
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -81,7 +81,7 @@ class NodeCache:
         """
         try:
             return self._hold(self._mine / name, fill, whole)
-        except OSError as error:  # for example, this process has too many open files, while the folder is intact
+        except OSError as error:  # for example, this process has too many open files, although the folder is intact
             raise Unreachable(
                 f"the cache folder {self._cache} cannot be used now ({error.strerror or error})"
             ) from error
@@ -132,7 +132,7 @@ class NodeCache:
         for store in self._cache.iterdir():
             _sweep(store, locked=store == self._mine)
         with contextlib.suppress(FileNotFoundError):
-            _rename_away(folder)  # the folder is incomplete, so it is removed even if a process uses it
+            _rename_away(folder)  # an incomplete folder is removed even if a process uses it
         present = sorted(self._cache.glob("*/[!.]*"), key=_last_use)
         removable = filter(_remove, present)
         return len([*islice(removable, max(len(present) - most, 0))]) > 0
@@ -155,7 +155,7 @@ def _present(folder: Path, whole: Callable[[Path], bool]) -> HeldFolder | None:
     except FileNotFoundError:
         return None
     held = HeldFolder(folder, descriptor)
-    if _same(folder, descriptor) and whole(folder):  # the folder may have been removed before it was locked
+    if _same(folder, descriptor) and whole(folder):  # another process may have removed the folder before it was locked
         os.utime(folder)
         return held
     held.release()

@@ -49,7 +49,7 @@ from rollflow.storage.objects.s3_requests import (
 )
 
 WRITER, SHA256 = "rollflow-writer", "rollflow-sha256"
-READS = 3  # the number of reads of an object before its bytes count as corrupt
+READS = 3  # an object whose bytes do not match their hash in this many reads is corrupt
 FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 SKEWED = "RequestTimeTooSkewed"
 
@@ -60,7 +60,7 @@ class S3Store(ObjectStore):
     S3 are retried for `patience` seconds."""
 
     root: str
-    patience: float | None = field(default=None, compare=False)  # None: the time limit of `s3_requests.PATIENT`
+    patience: float | None = field(default=None, compare=False)  # seconds to retry; None: as in `s3_requests.PATIENT`
 
     @property
     def uri(self) -> str:
@@ -160,7 +160,7 @@ class S3Store(ObjectStore):
                 for page in self._pages("list_parts", ["PartNumberMarker"], **which)
                 for part in page.get("Parts", ())
             ]
-        except FileNotFoundError:  # the upload ended during the listing
+        except FileNotFoundError:  # the upload ended while uploads were listed
             return []
 
     def discard(self, left: UnfinishedWrite) -> None:
@@ -238,7 +238,7 @@ class S3Store(ObjectStore):
             except OSError as error:
                 if code_of(error) not in REFUSED:
                     raise
-                continue  # the object was replaced between two parts
+                continue  # the object was replaced while its parts were read
             if metadata.get(SHA256, read.hexdigest()) == read.hexdigest():
                 return read.hexdigest()
         raise Corrupt(f"{self.uri}/{path} does not contain what was written (the sha256 differs in {READS} reads)")

@@ -34,11 +34,12 @@ from s3fs.errors import translate_boto_error
 
 Answer = TypeVar("Answer")
 
-PART_BYTES = 8 * 2**20  # size of a part in bytes; S3 accepts at most 10,000 parts, each of at least 5 MiB
-AT_ONCE = 8  # number of parts that a process transfers at a time
+# size in bytes of one part of an object; S3 accepts at most 10,000 parts, each of at least 5 MiB
+PART_BYTES = 8 * 2**20
+AT_ONCE = 8  # number of parts of objects that a process transfers at a time
 LATE_SECONDS = 5.0  # seconds after which a request without an answer is reported as late
 
-WRONG = botocore.exceptions.FlexibleChecksumError  # the error for a body that does not match the service's checksum
+WRONG = botocore.exceptions.FlexibleChecksumError  # raised if a body does not match the service's checksum
 LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
 FAILURES = (OSError, botocore.exceptions.BotoCoreError, *LOST)
 REFUSED = {"PreconditionFailed", "412"}
@@ -76,10 +77,10 @@ class RetryLimits:
 
     tries: int = 12
     seconds: float = 180.0
-    try_seconds: float = 60.0  # longest time of one try, including the transfer of the whole body
+    try_seconds: float = 60.0  # longest time of one try of a request, including the transfer of the whole body
     connect_seconds: float = 5.0
-    silence_seconds: float = 20.0  # longest time, in seconds, between two reads of an answer
-    pause_seconds: float = 0.2  # the upper limit of the pause after the first try
+    silence_seconds: float = 20.0  # longest time, in seconds, without receiving any bytes of an answer
+    pause_seconds: float = 0.2  # upper limit of the pause after the first failed try
     longest_pause_seconds: float = 10.0
 
     def with_seconds(self, seconds: float) -> RetryLimits:
@@ -129,7 +130,8 @@ class S3Connection:
             },
         )
         self._gate = asyncio.Semaphore(AT_ONCE)
-        self._asked: dict[object, tuple[float, str]] = {}  # pending request -> start (monotonic seconds) and method
+        # start (monotonic seconds) and method of each pending request
+        self._asked: dict[object, tuple[float, str]] = {}
 
     def wait(self, work: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> Answer:
         """Run `work` in the connection's event loop, and block this thread until it ends."""
@@ -224,7 +226,8 @@ class S3Connection:
         except OSError as error:
             if code_of(error) not in ("InvalidRange", "416"):
                 raise
-            first = await self.ask("get_object", **target)  # a range of an empty object is invalid
+            # S3 rejects a range request for an empty object, so the request is repeated without a range
+            first = await self.ask("get_object", **target)
         await asyncio.to_thread(take, first["Body"])
         size = int(first.get("ContentRange", "/0").rpartition("/")[2])
         rest = (self._range(target, start, size, first["ETag"]) for start in range(PART_BYTES, size, PART_BYTES))

@@ -22,11 +22,13 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(slots=True)
 class CaseAnchors:
-    """The longest seconds of correct programs (`T_anchor`) by row and test case, and counts of early kills.
+    """The longest run time of correct programs (`T_anchor`, in seconds) for each test case, and counts of programs
+    killed early.
 
-    A row is named by a hash of its content; cases count from 0. An early kill is a run of a program that an adaptive
-    deadline ended before the maximum. `rechecked` counts the early kills that ran again with the maximum, and
-    `false_kills` those of them that passed.
+    A row of the dataset is named by a hash of its content, and the row's test cases are numbered from 0. An early kill
+    is a run of a program that an adaptive deadline ended before the maximum run time. The field `rechecked` counts the
+    killed programs that ran again with the maximum deadline, and `false_kills` counts how many of these programs
+    passed.
     """
 
     rows: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -35,11 +37,13 @@ class CaseAnchors:
     false_kills: int = 0
 
     def list_row(self, row: str) -> Mapping[int, float]:
-        """Return the anchors of a row by case; a case without a correct program has no anchor."""
+        """Return the longest run times of correct programs for each test case of a row; a case without a correct
+        program has none."""
         return self.rows.get(row, {})
 
     def raise_row(self, row: str, seconds: Mapping[int, float]) -> None:
-        """Raise the anchors of a row to these seconds, rounded up to 10 ms; an anchor is never lowered."""
+        """Raise the longest run times of a row's test cases to the given seconds, rounded up to 10 ms; no run time is
+        lowered."""
         for case, measured in seconds.items():
             known = self.rows.setdefault(row, {})
             known[case] = max(math.ceil(measured * 100) / 100, known.get(case, 0.0))
@@ -55,17 +59,18 @@ RECORD: TypeAdapter[CaseAnchors] = TypeAdapter(CaseAnchors)
 
 
 def anchors_path(section: str) -> str:
-    """Return the path of the record of the scorer that this section of the recipe configures."""
+    """Return the path where the anchors (run times) of the scorer in the given section of the config are stored."""
     return f"case_anchors/{section}.json"
 
 
 def store_anchors(run: ObjectStore, section: str, record: bytes) -> None:
-    """Store the anchors of a scorer, encoded; the scorer's earlier record is replaced."""
+    """Store the encoded anchors (run times) of a scorer; anchors of this scorer that were stored earlier are
+    replaced."""
     run.put(anchors_path(section), record)
 
 
 def read_anchors(run: ObjectStore, section: str) -> CaseAnchors:
-    """Read the anchors of a scorer; a missing or damaged record counts as empty."""
+    """Read the stored anchors (run times) of a scorer; a missing or damaged record counts as empty."""
     try:
         found = RECORD.validate_json(run.get(anchors_path(section)))
     except (Missing, Corrupt, ValidationError):

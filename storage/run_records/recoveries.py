@@ -27,13 +27,14 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The restart of a dead process, up to the moment when the new process had made progress.
+    """The record of a dead process's restart, up to the moment the time when the new process had made progress.
 
-    By this record the code in `flows/keepalive` decides whether a dead role is restarted once more or the run fails.
-    `RestartHistory` counts the restarts in all records since a user started the run, and `RestartBudget` adds them to
-    the restarts of the present process. All other readers only show the record.
+    From the stored recoveries, the code in `flows/keepalive` decides whether a dead process is restarted once more or
+    the run fails. The class `RestartHistory` counts the restarts in all stored recoveries since a user started the run,
+    and `RestartBudget` adds this count to the restarts by the present supervisor process. All other code only shows the
+    stored recoveries to the user.
 
-    Times are seconds since the epoch, by the clock of the process that did the recovery.
+    The times in a recovery are seconds since the epoch, by the clock of the process that restarted the dead process.
     """
 
     role: str  # "learner", "engine-0", "rollout stage", "supervisor", ...
@@ -41,10 +42,11 @@ class Recovery:
     noticed_at: float
     restored_at: float  # when the new process was up
     resumed_at: float  # when the new process had made progress
-    redone: str = "nothing"  # a description of the lost work that is done again
+    redone: str = "nothing"  # a description of the lost work that the new process does again
     trajectories: int = 0  # the number of lost trajectories that are generated again
-    attempt: int = 1  # number of the last restart in this recovery; the restarts of each role are counted from 1
-    # times of all restarts in this recovery; each new process died before it made progress, except the last one
+    # number of the last restart in this recovery; the restarts of each role (such as the learner) are counted from 1
+    attempt: int = 1
+    # times of all restarts in this recovery; each restarted process but the last died before it made progress
     restarts: tuple[float, ...] = ()
 
     @property
@@ -61,22 +63,22 @@ RECOVERY: TypeAdapter[Recovery] = TypeAdapter(Recovery)
 
 
 def recovery_path(number: int) -> str:
-    """Return the path of recovery `number`."""
+    """Return the path at which recovery `number` is stored."""
     return f"recoveries/{number:08d}.json"
 
 
 class RecoveryLog:
-    """The recoveries of one run, oldest first."""
+    """The stored recoveries of one run, oldest first."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._known: list[Recovery] = []
-        self.damaged: list[str] = []  # paths of objects that cannot be parsed as a recovery
-        self._unsure: int | None = None  # the number that a failed `append` may have written
+        self.damaged: list[str] = []  # paths of stored objects that cannot be parsed as a recovery
+        self._unsure: int | None = None  # the number of the recovery that a failed `append` may have stored
 
     def append(self, recovery: Recovery) -> int:
-        """Store a recovery, and return its number. After an error the call may be repeated, and the recovery is stored
-        only once.
+        """Store a recovery, and return the recovery's number. If `append` fails, the call may be repeated, and the
+        recovery is stored only once.
         """
         data = json.dumps(asdict(recovery)).encode()
         if self._unsure is None:
@@ -118,11 +120,11 @@ class Notes:
         """Queue a recovery to be stored."""
         with self._lock:
             self._waiting.append(recovery)
-            if len(self._waiting) == 1:  # a daemon thread, so that an unreachable store cannot block the process's exit
+            if len(self._waiting) == 1:  # a daemon thread cannot block the process's exit
                 threading.Thread(target=self._store, name="recovery notes", daemon=True).start()
 
     def flush(self, seconds: float = 10.0) -> bool:
-        """Wait up to `seconds` until all recoveries are stored; return whether they are."""
+        """Wait up to `seconds` until all queued recoveries are stored; return whether all of them are stored."""
         limit = time.monotonic() + seconds
         while self._waiting and time.monotonic() < limit:
             time.sleep(POLL_SECONDS)

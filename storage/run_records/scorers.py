@@ -23,8 +23,9 @@ UNSET = "none"
 
 @dataclass(frozen=True, slots=True)
 class ScorerRecord:
-    """A version of the scorer of `[section]`, and its description by `tasks.scorers.version`. `at` is the time (seconds
-    since the epoch) at which the newest reward actor with this version started.
+    """A version of the scorer that the config section `section` configures, with the description that
+    `tasks.scorers.version` made. The field `at` is the time (seconds since the epoch) at which the newest reward actor
+    with this scorer version started.
     """
 
     section: str
@@ -34,13 +35,13 @@ class ScorerRecord:
 
 
 def store_scorer(run: ObjectStore, record: ScorerRecord) -> None:
-    """Store the record of a scorer's version; an older record of this version is replaced."""
+    """Store the description of a scorer's version; an older description of the same version is replaced."""
     tree = {**asdict(record), "at": time.time()}
     run.put(f"{FOLDER}/{record.section}/{record.version}.json", json.dumps(tree).encode())
 
 
 def read_scorers(run: ObjectStore) -> list[ScorerRecord]:
-    """Return all records of a run, the oldest first; skip damaged objects."""
+    """Return the descriptions of all scorer versions of a run, the oldest first; damaged objects are skipped."""
     records = []
     for path in run.list(FOLDER):
         try:
@@ -51,8 +52,8 @@ def read_scorers(run: ObjectStore) -> list[ScorerRecord]:
 
 
 def find_change(records: list[ScorerRecord], now: ScorerRecord) -> str:
-    """Return a sentence that says how a scorer differs from the scorer that the run used last; "" if it is the same,
-    or if the run has not used a scorer of this section yet.
+    """Return a sentence that says how a scorer differs from the scorer that the run used last; return "" if the scorer
+    is unchanged or the run has not used a scorer of this config section yet.
     """
     used = [record for record in records if record.section == now.section]
     if not used or used[-1].version == now.version:
@@ -63,7 +64,8 @@ def find_change(records: list[ScorerRecord], now: ScorerRecord) -> str:
 
 
 def _diff(before: Mapping[str, Any], now: Mapping[str, Any], most: int = 3) -> str:
-    """Name the first differences of two descriptions: values of keys and libraries, and names of changed files."""
+    """Return a text with the first differences between two descriptions of scorers: values of config keys, versions of
+    libraries, and names of changed files."""
     old, new = dict(_flatten(before)), dict(_flatten(now))
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     shown = [_describe(name, old.get(name), new.get(name)) for name in names[:most]]

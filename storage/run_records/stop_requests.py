@@ -21,13 +21,13 @@ How = Literal["stop", "cancel"]
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """A user's request to end a run: at the run's next version (`how` is "stop") or at once (`how` is "cancel").
+    """A user's request to end a run: after the next policy version (`how` is "stop") or at once (`how` is "cancel").
 
-    By this record the supervisor decides whether to end the run: `RunWatch` in `flows/keepalive/run_watch.py` reads the
-    record, and raises `RunEnded`.
+    The supervisor ends the run if it finds a stop request: `RunWatch` in `flows/keepalive/run_watch.py` reads the
+    request, and raises `RunEnded`.
 
-    `at` is the time of the request in seconds since the epoch, by which `take_back` recognises requests from before a
-    start.
+    The field `at` is the time of the request in seconds since the epoch, by which `take_back` recognises requests that
+    are older than the run's start.
     """
 
     how: How
@@ -35,8 +35,8 @@ class StopRequest:
 
 
 class RunEnded(Exception):
-    """A user ended or paused the run; the run has not failed. `pause` is true if the user paused the run's flow run,
-    which then waits to be resumed.
+    """A user ended or paused the run; the run has not failed. The attribute `pause` is true if the user paused the
+    run's Prefect flow run, which then waits to be resumed.
     """
 
     def __init__(self, why: str, *, pause: bool = False) -> None:
@@ -45,7 +45,7 @@ class RunEnded(Exception):
 
 
 def request_stop(run: ObjectStore, how: How) -> StopRequest:
-    """Store a request to end the run; a "stop" after an earlier "cancel" leaves the request a "cancel"."""
+    """Store a request to end the run; a stored "cancel" request is not replaced by a later "stop" request."""
     before = read_request(run)
     asked = StopRequest(before.how if before is not None and before.how == "cancel" else how, time.time())
     run.put(REQUEST, json.dumps(asdict(asked)).encode())

@@ -16,12 +16,13 @@ from rollflow.storage.objects.base import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The update of the engines to `version`, for which the engines paused `pause_seconds`.
+    """The update of the inference engines to policy version `version`, for which the engines paused for
+    `pause_seconds`.
 
-    No code of a run decides by this record. Only `rollflow plan` reads this record, to fit its simulation to a recorded
-    run.
+    The code of a run itself does not read the records of weight updates. Only `rollflow plan` reads the records of
+    weight updates, to fit its simulation to a recorded run.
 
-    The engines resumed at `resumed_at` (seconds since the epoch, by the rollout stage's clock).
+    The engines resumed generation at `resumed_at` (seconds since the epoch, by the rollout stage's clock).
     """
 
     version: int
@@ -30,17 +31,19 @@ class Update:
 
 
 def update_path(version: int) -> str:
-    """Return the path of the update to `version`."""
+    """Return the path of the record of the engines' update to policy version `version`."""
     return f"updates/{version:08d}.json"
 
 
 def store_update(run: ObjectStore, update: Update) -> None:
-    """Store an update; a record of the same version by an earlier rollout stage is replaced."""
+    """Store the record of a weight update; an earlier rollout stage's record for the same policy version is
+    replaced."""
     run.put(update_path(update.version), json.dumps(asdict(update)).encode())
 
 
 def read_update(run: ObjectStore, version: int) -> Update | None:
-    """Read the update to `version`; return None if no update to this version was recorded."""
+    """Read the record of the engines' update to policy version `version`; return None if no such update was
+    recorded."""
     path = update_path(version)
     try:
         return Update(**json.loads(run.get(path)))

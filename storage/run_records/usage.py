@@ -23,8 +23,8 @@ SEEN: TypeAdapter[dict[str, dict[str, float]]] = TypeAdapter(dict[str, dict[str,
 
 
 class CpuCost(NamedTuple):
-    """The CPU seconds that one process has used so far; they are only shown to users, and no code decides by them.
-    `process` is an id that no other process has on any machine at any time.
+    """The CPU seconds that one process has used so far; the number is only shown to users. The field `process` is an id
+    of the process that is unique over all machines and times.
     """
 
     role: str
@@ -34,29 +34,30 @@ class CpuCost(NamedTuple):
 
 @dataclass
 class CpuUsage:
-    """The CPU seconds of each process of each role. No code decides by this record, which is only shown to users."""
+    """The CPU seconds of each process of each role. The CPU seconds of a run are only shown to users; no code reads
+    them to decide anything."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def note(self, costs: Iterable[CpuCost]) -> None:
-        """Add measurements; the largest measurement of each process counts."""
+        """Add measured CPU times; of each process, the largest measurement counts."""
         for role, process, seconds in costs:
             known = self.seen.setdefault(role, {})
             known[process] = max(seconds, known.get(process, 0.0))
 
     def totals(self) -> dict[str, float]:
-        """Return the CPU seconds per role, the largest first."""
+        """Return the CPU seconds of each role, such as the learner, the largest number first."""
         sums = {role: round(sum(processes.values()), 1) for role, processes in self.seen.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def store_usage(run: ObjectStore, writer: str, usage: CpuUsage) -> None:
-    """Store the measurements of the measuring process `writer`."""
+    """Store the CPU times that the process `writer` has measured."""
     run.put(f"usage/{writer}.json", json.dumps(usage.seen).encode())
 
 
 def read_usage(run: ObjectStore) -> CpuUsage:
-    """Merge the measurements of all writers; a damaged object is skipped."""
+    """Return the CPU times that all measuring processes have stored, merged; a damaged object is skipped."""
     usage = CpuUsage()
     for path in run.list("usage"):
         try:
