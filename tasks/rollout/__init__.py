@@ -1,1 +1,1 @@
-"""Generates the trajectories of a run, in plain asyncio without Ray, so that the code also runs on a virtual clock."""
+"""Generates the trajectories of a run; the code uses asyncio without Ray, so it also runs on a simulated clock."""

@@ -80,7 +80,7 @@ class AdmissionDecision:
     fresh: int  # number of groups of responses that `async_ratio` allows to start now
     wanted: int  # number of groups of responses that the run still needs
     free: bool  # True if the engines have room for one more group of responses
-    scores: bool = True  # True if the queue of responses that wait for a score is not full
+    scores: bool = True  # True if the queue of unscored responses is not full
 
     @property
     def opens(self) -> bool:

@@ -1,4 +1,4 @@
-"""Counters of the rollout scheduler, for people and for MLflow; no decision of the scheduler depends on a counter."""
+"""Counters of the rollout scheduler, for users and for MLflow; no decision of the scheduler depends on a counter."""
 
 from __future__ import annotations
 

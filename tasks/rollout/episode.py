@@ -1,4 +1,4 @@
-"""An episode in progress: the object through which an environment requests tokens and rewards.
+"""An episode in progress, through which an environment requests generations of the policy and rewards.
 
 The creator of an episode passes the functions `ask`, `closed` and `scorer` to the episode. `ask` requests a generation.
 `closed` is called when the policy will generate no more tokens of an episode, and returns whether the episode is kept.
@@ -47,12 +47,12 @@ class PlayedEpisode:
     `ask` requests a generation, and returns None if the episode is no longer wanted. `closed` is called exactly once
     for each episode, even if the episode generates nothing.
 
-    At any time, the environment of the episode either runs or waits for the answer to a request. `let_go` cancels the
-    environment only while the environment runs.
+    At any time, the environment of the episode either runs or waits for the answer to a request. `let_go` stops an
+    unwanted episode; it cancels the environment only while the environment runs.
     """
 
     prompt: Prompt
-    longest: int  # largest number of tokens in the response
+    longest: int  # largest number of tokens that the response may have
     ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
     closed: Callable[[PlayedEpisode], Awaitable[bool]]
     scorer: Callable[[ScoreRequest], Awaitable[Score]]
@@ -140,7 +140,7 @@ class PlayedEpisode:
         return score if score.outcome is Outcome.UNJUDGED else self._unjudged
 
     def let_go(self) -> None:
-        """Stop an episode that is no longer wanted.
+        """Stop the environment of an episode that is no longer wanted.
 
         A running environment is cancelled; an environment that waits for a generation gets None.
         """
@@ -208,7 +208,7 @@ class PlayedEpisode:
             return await environment.play(self)
         except asyncio.CancelledError:
             if not self._interrupted or leader.cancelling() > 1:
-                raise  # a cancellation that `let_go` did not cause ends the whole run
+                raise  # only `let_go` cancels a single episode; any other cancellation ends the whole run
         finally:
             self._leader = None
             if self._interrupted:

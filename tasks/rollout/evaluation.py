@@ -65,8 +65,7 @@ class Evaluation:
 
     `sets` maps the name of each evaluation set to its result; evaluation sets do not count towards `accuracy`.
 
-    `pass_at` maps k = 2, 4, 8, ..., up to the number of responses per prompt, to pass@k: the chance that at least one
-    of k responses is right.
+    `pass_at` maps k = 2, 4, 8, ... to pass@k, the chance that at least one of k responses to a prompt is right.
     """
 
     version: int
@@ -185,7 +184,7 @@ def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
 
 
 class _Summary(NamedTuple):
-    """Accuracy, mean reward and pass@k of a set of responses."""
+    """Accuracy, mean reward and pass@k over a set of scored responses."""
 
     accuracy: float
     reward: float
@@ -311,8 +310,8 @@ class EvaluationPorts:
     `wanted` returns whether a policy version is to be evaluated. `evaluated` returns whether a policy version has been
     evaluated already. `engine` returns a context manager that lends an inference engine to the evaluation. `fetch`
     loads the weights of a policy version and the log-probabilities to check them with, or raises `Missing` or
-    `Corrupt`. `keep` stores the result of an evaluation. The evaluation of a policy version is skipped after `tries`
-    engine failures, because each failure may have cost the run an engine.
+    `Corrupt`. `keep` stores the result of an evaluation in the run's storage. The evaluation of a policy version is
+    skipped after `tries` engine failures, because each failure may have cost the run an engine.
     """
 
     wanted: Callable[[int], bool]
@@ -377,7 +376,7 @@ class Evaluations:
                 return EvaluationSkipped(version, f"the weights of this version are gone: {error}")
             except EngineFailed:  # no engine is free, or the borrowed engine died and will be replaced
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # this task was cancelled while the borrowed engine died
+                    raise  # the evaluation was cancelled while the borrowed engine died
             await asyncio.sleep(AGAIN_SECONDS)
         return EvaluationSkipped(
             version,

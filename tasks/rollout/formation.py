@@ -19,7 +19,7 @@ from rollflow.tasks.rollout.buffer import Rank, TrajectoryBuffer
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.running_by_version import RunningByVersion
 
-FIRST = GroupKey(-1, -1)  # a key that sorts before the key of every group
+FIRST = GroupKey(-1, -1)  # sorts before the key of every group of responses
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,8 @@ class GroupRollout:
     responses: int  # number of responses to generate, of which `group_size` are kept
     number: int  # number of this group of responses, counting all groups that the scheduler started
     awaited: bool = field(kw_only=True)  # True if a batch waits for this group of responses and does not preempt it
-    redraws: int = field(default=0, kw_only=True)  # number of the prompt's batches that made weights NaN or infinite
+    # number of batches with this prompt that led to NaN or infinite weights
+    redraws: int = field(default=0, kw_only=True)
     unjudged: str = field(default="", kw_only=True)  # reason why a response could not be judged
     _peers: GroupPeers = field(init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the group of responses was given up
@@ -89,7 +90,7 @@ class GroupRollout:
     # sample -> number of times that a request for the sample failed
     _tries: Counter[int] = field(default_factory=Counter)
     _oldest: int | None = None
-    _ended: int = 0  # number of responses that ended without an abort
+    _ended: int = 0  # number of responses of the group that ended without an abort
     _tokens: int = 0  # tokens of all responses
     _surplus: int = 0  # tokens of the group's responses that are not kept
 
@@ -124,7 +125,7 @@ class GroupRollout:
         """Generate and score responses until `group_size` responses are kept or the group is given up.
 
         Raises:
-            EngineFailed: a request failed `RolloutLimits.attempts` times because no engine was left.
+            EngineFailed: a generation request failed `RolloutLimits.attempts` times because no engine was left.
         """
         async with asyncio.TaskGroup() as samples:
             tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]

@@ -9,8 +9,8 @@ batch waits for the prompt's group. With tail batching (RollPacker, section 4) a
 first waits in a queue, the *tail*, until the tail has enough prompts for a batch. A *short* round issues prompts that
 are not in the tail (the queue of slow prompts), including prompts for redundant groups of responses. Once the tail has
 enough slow prompts for a batch, the next round is *long* and issues exactly these prompts. The batch of a long round
-waits for all its groups of responses, and no redundant groups are started for it. Tail batching omits no prompt; it
-trains slow prompts together with other slow prompts. The last round of a run is always long and issues the slow prompts
+waits for all its groups of responses, and no redundant groups are started for it. Tail batching omits no prompt; slow
+prompts are trained together with other slow prompts. The last round of a run is always long and issues the slow prompts
 in the tail first, so that the run does not omit slow prompts.
 
 A source that skips solved questions issues a new prompt only after the epoch of that prompt has started

@@ -27,7 +27,7 @@ from rollflow.storage.records import Cursor
 
 class Mixture:
     """Chooses the source of each new prompt, so that each prompt source gets its configured share. See the module's
-    docstring for the guarantees."""
+    docstring for the rule by which sources are chosen."""
 
     def __init__(self, shares: Sequence[float], issued: Sequence[int] = (), filtered: Sequence[int] = ()) -> None:
         """Continue from the counts of issued and filtered prompts of each source, by default from the beginning."""
@@ -49,7 +49,7 @@ class Mixture:
         return source, self._issued[source]
 
     def next(self) -> int:
-        """Issue the next prompt and return its index."""
+        """Issue the next prompt to the rollout and return the prompt's index."""
         source, position = self.find_next()
         self._issued[source] += 1
         return position * len(self._issued) + source

@@ -121,7 +121,7 @@ class _GenerationJob:
 
 
 class InferenceProxy:
-    """Presents all inference engines as one engine. See the module's docstring for the guarantees."""
+    """Presents all inference engines as one engine. See the module's docstring for what the proxy guarantees."""
 
     def __init__(
         self,
@@ -144,7 +144,8 @@ class InferenceProxy:
         self._changing = asyncio.Lock()  # allows only one update, join or loan of an engine at a time
         self._closing: set[asyncio.Task[None]] = set()
         self.version = -1  # newest policy version that an engine serves; unchanged if all engines die
-        self.on_change: Callable[[], None] = lambda: None  # called when `version` grows or an engine joins
+        # called when the engines get a new policy version or an engine joins
+        self.on_change: Callable[[], None] = lambda: None
         self.restarted = 0  # number of generation requests that started again from the beginning
         self.taken_over = 0  # number of generation requests that continued on another engine
         self.update_seconds = 0.0
@@ -262,7 +263,7 @@ class InferenceProxy:
                 engine.check()
                 if place not in self.engines:  # another engine may have taken the borrowed engine's place meanwhile
                     await self.join(place, engine)
-            except EngineFailed as error:  # keep the failed engine in its place, so that it is restarted
+            except EngineFailed as error:  # the failed engine keeps its place, so that the run restarts it
                 self._queue.places.setdefault(place, EngineSlots(engine, self._slots, failure=EngineFailed(str(error))))
                 raise
 

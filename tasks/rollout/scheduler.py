@@ -117,8 +117,8 @@ class SchedulerPorts:
 
 
 class RolloutScheduler:
-    """Turns prompts into training batches, and commits each batch to storage. See the module's docstring for the
-    guarantees."""
+    """Turns prompts into training batches, and commits each batch to storage. See the module's docstring for what the
+    scheduler guarantees."""
 
     def __init__(
         self, limits: RolloutLimits, ports: SchedulerPorts, proxy: InferenceProxy, resume: ResumePoint
@@ -328,7 +328,7 @@ class RolloutScheduler:
         self._filtered_rates += [] if group.pass_rate is None else [group.pass_rate]
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
-            raise ConfigError(  # a restart would not help, because the same prompts would be filtered again
+            raise ConfigError(  # the run fails, because after a restart the same prompts would be filtered again
                 f"rollout.filter removed {self._filtered_in_a_row} groups in a row (the last group: {why}); "
                 "widen the filter, or choose prompts that this policy sometimes answers correctly"
             )

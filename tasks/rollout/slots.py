@@ -1,12 +1,12 @@
 """The slot queue: decides which request runs on which inference engine, and when. There is one queue for all engines.
 
-- A request waits in the queue, not at an engine, until a serving engine has a free slot. The first engine with a free
-  slot gets the first request in the queue. An engine never gets more requests than the engine has slots.
+- A request waits in the queue, not at an engine, until an engine has a free slot. The first engine with a free slot
+  gets the first request in the queue. An engine never gets more requests than the engine has slots.
 - The request with the lowest priority number goes first; among requests of equal priority, the request that arrived
   first goes first. A request whose engine died keeps its place in the queue.
 - `least-work` routing chooses the engine with the smallest product of the engine's number of requests and its measured
   seconds per token. `prefix` routing prefers an engine that already runs the same prompt and has a free slot.
-- While no engine lives, requests wait `replacement_seconds` for an engine to join. If no engine joins within
+- While no engine is alive, requests wait up to `replacement_seconds` for a new engine. If no engine joins within
   `replacement_seconds`, the waiting requests fail with `EngineFailed`.
 
 Choosing an engine costs O(log engines) per request, however many requests are in flight.
@@ -77,7 +77,8 @@ class Ticket:
 
 
 class SlotQueue:
-    """The inference engines and the queue of requests for them. See the module's docstring for the guarantees."""
+    """The inference engines and the queue of requests for them. See the module's docstring for the order in which
+    requests are served."""
 
     def __init__(self, routing: Routing, replacement_seconds: float) -> None:
         self._routing = routing
@@ -161,7 +162,7 @@ class SlotQueue:
             ticket.granted.set_result(None)
 
     def observe(self, lane: EngineSlots, tokens: int, seconds: float) -> None:
-        """Record that an engine finished a response of `tokens` tokens in `seconds` seconds."""
+        """Record that an engine took `seconds` seconds for a response of `tokens` tokens."""
         lane.observe(tokens, seconds)
         if lane.tokens:
             self._measured = self._measured or lane

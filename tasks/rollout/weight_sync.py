@@ -1,4 +1,4 @@
-"""Weight sync: updates the engines to the newest policy version.
+"""Weight sync: loads the newest policy version into the inference engines.
 
     newest version published --> fetch weights --> suspend, update, resume, probe --> admit more --> wait
 

@@ -1,1 +1,1 @@
-"""Contains what all processes of a run need: the run's config, context, prompts and user-defined code."""
+"""Contains what all processes of a run need: the run's config, storage access, prompts and user-defined code."""

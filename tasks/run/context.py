@@ -51,9 +51,9 @@ class RunContext:
 
     A pickled context contains only `uri` and `patience`; on another node, `cache` is a folder of that node.
 
-    `patience` is the number of seconds to wait for a store that does not answer. A process that works for the run waits
-    until the store answers, and reports the wait (`store.waits`). A process that only reads the run does not wait for a
-    store that does not answer.
+    `patience` is the number of seconds to wait for a run's store while the store does not answer. A process that works
+    for the run waits until the store answers, and reports the wait (`store.waits`). A process that only reads the run
+    does not wait for a store that does not answer.
     """
 
     uri: str
@@ -67,7 +67,7 @@ class RunContext:
 
     @cached_property
     def _creation(self) -> Entry:
-        """The first entry of the run's log."""
+        """The first entry of the run's log, which records how the run was created."""
         try:
             found = read_creation(self.store)
         except Missing:
@@ -118,7 +118,7 @@ class RunContext:
 
     @cached_property
     def key(self) -> str:
-        """The run's unique name on a cluster or server: runs of the same name in two stores have different keys.
+        """The unique name of the run on a cluster or server, even if runs in two stores have the same name.
 
         The run's key depends on the time of creation, because two storage services may have a bucket of the same name.
         If the store is a folder, symbolic links to the folder do not change the run's key.
@@ -254,7 +254,7 @@ class RunContext:
         return PolicyTokenizer(self.policy_folder, self.created_at, single_start=self.created.single_start)
 
     def prompts(self) -> RunPrompts:
-        """Open the run's prompts with the run's first config, and check that the prompts have not changed.
+        """Open the run's prompts with the run's first config, and check that the prompts are the same as at the start.
 
         A prompt that is too long for the policy is replaced by another prompt. The limit on a prompt's length follows
         from `engine.max_new_tokens` in the run's first config, even if a later config changed that key.

@@ -1,4 +1,4 @@
-"""Measures the accuracy of a model on a run's held-out prompts in this process, during the run's cold start."""
+"""Measures the accuracy of a model on a run's held-out prompts, during the run's supervised cold start."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def _find_too_long(
 
 
 def _count_tokens(source: FileBase, tokenizer: PolicyTokenizer) -> Callable[[PromptRow], int]:
-    """Return a function that counts the tokens of a row's prompt; an error of the chat template names the row.
+    """Return a function that counts the tokens of a row's prompt; an error message of the function names the row.
 
     The function also checks that the chat template does not leave out the first system message of a row.
     """
@@ -299,7 +299,7 @@ def _note_unreachable(
 
 
 def _compute_room(config: RunConfig, tokenizer: PolicyTokenizer) -> int:
-    """Return the largest number of tokens that a prompt may have."""
+    """Return the largest number of tokens that a prompt may have, which leaves room for the response."""
     return tokenizer.context - config.engine.max_new_tokens
 
 

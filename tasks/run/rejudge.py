@@ -70,7 +70,7 @@ class Rejudged:
 
     @property
     def is_judged(self) -> bool:
-        """True if the response could be judged again."""
+        """True if the scorer could judge the response again."""
         return self.score.outcome is not Outcome.UNJUDGED
 
     @property
@@ -170,7 +170,7 @@ class Rejudging:
         """Open the run's prompts.
 
         Raises:
-            ConfigError: the run's environment decides what is scored, or the run's prompts have changed.
+            ConfigError: the environment is not single-turn, so it computes rewards, or the run's prompts have changed.
         """
         if not isinstance(config.environment, SingleTurnEnvironment):
             raise ConfigError(

@@ -45,7 +45,7 @@ class Kind:
     apart: float
     allowed: float
     furthest: float  # largest difference of an element beyond the rounding step of its data type
-    moved: float  # largest change of an element by the train step
+    moved: float  # largest change of an element by the train step that is replayed
 
     @property
     def near(self) -> bool:
@@ -53,7 +53,7 @@ class Kind:
         return self.apart <= self.allowed and self.furthest <= TURNED * self.moved
 
     def combine(self, other: Kind) -> Kind:
-        """Return the distances over the tensors of both `Kind` objects."""
+        """Return the combined distance over the tensors of two `Kind` objects."""
         most = max(self.furthest, other.furthest), max(self.moved, other.moved)
         return Kind(self.apart + other.apart, self.allowed + other.allowed, *most)
 
@@ -71,7 +71,7 @@ class ReplayDistance:
         return all(kind.near for kind in self.kinds.values())
 
     def combine(self, other: ReplayDistance) -> ReplayDistance:
-        """Return the distance over the files of both `ReplayDistance` objects."""
+        """Return the combined distance over the files of two `ReplayDistance` objects."""
         kinds = {**self.kinds, **other.kinds}
         kinds |= {name: self.kinds[name].combine(other.kinds[name]) for name in self.kinds.keys() & other.kinds.keys()}
         return ReplayDistance(max(self.most, other.most), kinds)
@@ -81,7 +81,8 @@ FAR = ReplayDistance(float("inf"), {"": Kind(1.0, 0.0, 0.0, 0.0)})  # the distan
 
 
 def measure_distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance:
-    """Return the distance over all replayed files that differ; raise `Corrupt` if a published file is missing."""
+    """Return the distance over all replayed files that differ from the published files; raise `Corrupt` if one is
+    missing."""
     version, found = replayed.version, ReplayDistance()
     made, published = list_files(learner, state=bool(version.state)), _by_name(version)
     if made.keys() != published.keys():

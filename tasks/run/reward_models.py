@@ -1,4 +1,4 @@
-"""The reward models of a run: their files are copied into the run's storage at its start, and hashed there.
+"""Stores the reward models of a run: their files are copied into the run's storage and hashed when the run starts.
 
 reward_models/reward/config.json      the model of [reward]
 reward_models/rewards.taste/...       the model of [rewards.taste]
@@ -34,12 +34,12 @@ def list_models(config: RunConfig) -> dict[str, ModelReward]:
 
 
 def model_gpus(config: RunConfig) -> float:
-    """Return the number of GPUs that all copies of a run's reward models reserve."""
+    """Return the number of GPUs that the reward models of a run need, over all their copies."""
     return sum(reward.workers * reward.gpus for reward in list_models(config).values())
 
 
 def model_cpus(config: RunConfig) -> float:
-    """Return the number of CPUs that all copies of a run's reward models use."""
+    """Return the number of CPUs that the reward models of a run need, over all their copies."""
     return float(sum(reward.workers * reward.cpus for reward in list_models(config).values()))
 
 
@@ -126,7 +126,7 @@ def load_model(context: RunContext, scorer: str, reward: ModelReward | None = No
 
 
 def _fetch_model(context: RunContext, scorer: str) -> Path:
-    """Return a folder on this node with the files of a scorer's reward model."""
+    """Return a folder on this node with the files of the reward model that a scorer uses."""
     folder = fetch_folder(context, _prefix(scorer), FOLDER, name_section(scorer))
     for stored in context.created.models:
         if stored.path.startswith(f"{_prefix(scorer)}/"):

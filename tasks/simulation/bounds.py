@@ -1,10 +1,10 @@
 """Computes bounds on the time of a training step: lower bounds for every schedule, and the upper bounds of ROLL Flash.
 
-N: number of samples per step; mu and L: mean and longest time of a generation; E: number of epochs; mu_t: time to train
-one sample; K: number of workers. The time of a generation is measured on a full engine: an engine with S slots decodes
-each request at 1 / (1 + c (S - 1)) of the speed for a single request. Since S samples share an engine, one sample takes
-mu = seconds x GPUs of the engine / S GPU-seconds, and K counts GPUs. mu_0 is the smallest mu over all numbers of
-concurrent requests; if c > 1, one request at a time is best.
+N is the number of samples per step, mu and L are the mean and the longest time of a generation, E is the number of
+epochs, mu_t is the time to train one sample, and K is the number of workers (GPUs). The time of a generation is
+measured on a full engine: an engine with S slots decodes each request at 1 / (1 + c (S - 1)) of the speed for a single
+request. Since S samples share an engine, one sample takes mu = seconds x GPUs of the engine / S GPU-seconds, and K
+counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests; if c > 1, one request at a time is best.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L

@@ -4,8 +4,9 @@ If the number n of concurrent requests hardly changes during a run, the record o
 a token depends on n. The record of a run shows how long short and long responses took, and how long the whole rollout
 took. The recorded times are compared with the times of a simulation of the same recipe (the run's config). For a few
 values of the slowdown c, the seconds per token and the prefill seconds are chosen so that the line of time by length is
-the same for simulated and recorded responses. The value of c whose simulated times are closest to the recorded times is
-chosen. Recorded and simulated times both include the wait for a slot, so it does not matter when a response started.
+the same for simulated and recorded responses. The chosen value of c is the value whose simulated times are closest to
+the recorded times. Recorded and simulated times both include the wait for an engine slot, so the start time of a
+response does not matter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Evaluations of a simulated run: the shipped `Evaluations`, on simulated engines that are borrowed as in a real run.
 
-- Evaluations are simulated only if the recipe borrows engines, because a separate engine takes no time from training.
+- Evaluations are simulated only if they borrow engines of the run, because a separate engine takes no time from
+  training.
 - Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
-- The responses to held-out prompts draw their lengths like all other responses. The scoring of evaluated responses
-  takes time on workers of its own.
+- The responses to held-out prompts draw their lengths like all other responses. Evaluated responses are scored by
+  separate workers, which do not delay training.
 - `spent` counts the tokens that engines sampled for evaluations, separately from those for training.
 """
 

@@ -1,9 +1,10 @@
 """Computes the results of a simulation, such as times, shares and token counts, from the simulation's records.
 
 Times, shares and staleness are measured after a warm-up of `Figures.warm_up` policy versions. Counts, tokens and
-lengths are measured over the whole simulation. The lengths of trained responses are compared with a *population*, which
-consists of the responses to the first prompts in order. The population leaves out filtered prompts, and has as many
-responses as were trained on. The population of responses does not depend on the schedule.
+lengths are measured over the whole simulation, including the warm-up. The lengths of trained responses are compared
+with a *population*, which consists of the responses to the first prompts in order. The population leaves out the
+responses to filtered prompts, and has as many responses as were trained on. The population of responses does not depend
+on the schedule.
 """
 
 from __future__ import annotations

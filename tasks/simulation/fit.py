@@ -38,7 +38,7 @@ class RecordedVersion:
 
     version: int
     seconds: float  # seconds since the previous policy version was published
-    waited: float  # the part of `seconds` in which the learner waited for the batch
+    waited: float  # seconds that the learner waited for the batch of this policy version
     pause: float | None  # seconds that the engines paused to load this policy version
     fetched: float | None  # seconds from the publishing of this policy version to the engines' pause
     groups_R: Sequence[int]  # for each trajectory, the number of its group of responses to one prompt
@@ -76,7 +76,7 @@ def fit_hardware(versions: Sequence[RecordedVersion], config: RunConfig) -> Hard
 
 
 def thin_values(values: Floats) -> Floats:
-    """Return at most `QUANTILES` values with the same distribution: evenly spaced quantiles."""
+    """Return at most `QUANTILES` evenly spaced quantiles of the values."""
     values = np.sort(values)
     if len(values) <= QUANTILES:
         return values

@@ -123,8 +123,8 @@ def settled_bias(figures: Figures, drawn_R: Sequence[int]) -> tuple[float, float
     """Compute the length bias after the warm-up, as a share of a policy version's tokens, and its standard error.
 
     The bias is the slope, over policy versions, of the cumulative trained tokens minus drawn tokens; the standard error
-    of the bias comes from the residuals of the line. `drawn_R` has the lengths of all responses, in the order of
-    prompts.
+    of the bias comes from the residuals of the line. `drawn_R` has the lengths of the responses to all prompts, in the
+    order of prompts.
     """
     versions, warm = figures.versions, figures.warm_up
     responses = figures.bias.trained // versions
@@ -337,7 +337,7 @@ class _Search:
     # --- simulations --------------------------------------------------------------------------------------
 
     def _is_spent(self) -> bool:
-        """Return whether all remaining simulations are reserved for the final candidates."""
+        """Return whether the remaining simulations are reserved for the final comparison of candidates."""
         return len(self._known) >= self._budget.simulations - FINALISTS
 
     def _screen(self, candidate: Candidate) -> CandidateOutcome:

@@ -1,7 +1,7 @@
 """The records that a simulation writes, from which its results are computed; no decision depends on these records.
 
-Times are virtual seconds since the beginning of the simulation. Lengths count simulated tokens; one simulated token
-stands for `tokens_per_tick` real tokens.
+Times in the records are virtual seconds since the beginning of the simulation. Lengths in the records count simulated
+tokens; one simulated token stands for `tokens_per_tick` real tokens.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SimulationRecords:
     deaths: int = 0
     restarted: int = 0  # requests that restarted
     restarted_tokens: int = 0  # number of tokens lost because requests restarted
-    taken_over: int = 0  # number of requests that continued on another engine
+    taken_over: int = 0  # number of requests that moved to another engine
     evaluations: int = 0  # number of finished evaluations
     evaluation_tokens: int = 0  # number of tokens sampled for finished and unfinished evaluations
 

@@ -96,7 +96,7 @@ def simulate(
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Turn off Python's garbage collector, which would take half of a simulation's time."""
+    """Turn off Python's garbage collector during a simulation, which is then twice as fast."""
     was = gc.isenabled()
     gc.disable()
     try:
