@@ -1,29 +1,28 @@
-"""An engine that models only the latency of a language model, and returns random tokens after simulated time.
+"""Simulates an inference engine: it models only the latency, and returns random tokens after simulated time.
 
-The timed engine adds these guarantees to the contract in `base`:
+The timed engine gives guarantees beyond the contract of engines in `base`.
 
-- A response's length, tokens and ending depend only on the request's seed (or its id), its prompt and its stop strings.
-- The engine reads time only from the event loop, so it runs unchanged on a virtual clock.
-- An engine has one timer and no timer per token. With n running requests, an event costs O(log n), and an update costs
-  O(1).
+- A response depends only on the prompt, the stop strings and the seed of its request (or the id, without a seed).
+- The timed engine reads time only from the event loop, so it runs unchanged on a virtual clock.
+- A timed engine has a single timer. With n running requests, the start or end of a request costs O(log n).
 
 With n running requests and t tokens in the KV cache, each request runs at `speed / (1 + batch_slowdown * (n - 1) +
 kv_read_cost * t)`. The engine's *work* is the computing time, in seconds at full speed, that a request would have
 received if it had run since the engine's start. A request that needs w seconds of work ends when the engine's work has
-grown by w since the request started. A heap orders the running requests by the work at which they end. Between two
-events the number of requests is constant and the number of cached tokens grows linearly with the work, so time is a
-quadratic function of the work. The simulated times are exact although no code runs between two events.
+grown by w since the request started. A heap orders the running requests by the engine's work at which each request
+ends. Between two starts or ends of requests, the number of cached tokens grows linearly with the engine's work, so time
+is a quadratic function of the work. The simulated times are exact, although no code runs between two such events.
 
-With `kv_tokens`, a request starts once its tokens and a spare block for each running request fit into the KV cache.
-When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its tokens
-and moves to the head of the queue.
+If `kv_tokens` is set, a request starts once its tokens and a spare block for each running request fit into the KV
+cache. When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its
+tokens and moves to the head of the queue.
 
 A weight update delays every running response by `prefill_seconds`, as in an engine that recomputes its attention state.
-The delay of an update is modelled by subtracting `prefill_seconds` from the engine's work. `prefill_seconds_per_token`
-delays the whole engine for each prompt or prefix token, and after an update for each token in the KV cache.
+The delay of a weight update is modelled by subtracting `prefill_seconds` from the engine's work.
+`prefill_seconds_per_token` delays the whole engine for each prompt or prefix token, and after a weight update for each
+token in the KV cache.
 
-One simulated token stands for `tokens_per_tick` real tokens. With `tokens_per_tick`, only the token arrays are shorter;
-lengths, work and time are those of the real tokens.
+One simulated token stands for `tokens_per_tick` real tokens. Lengths, work and time count real tokens.
 """
 
 from __future__ import annotations
@@ -47,37 +46,37 @@ from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.stop_strings import watch_stops
 
 LOGPROB = -1.0  # log-prob of every fake token
-SLACK_SECONDS = 1e-6  # longest time by which an event loop may fire a timer too early
+SLACK_SECONDS = 1e-6  # an event loop may fire a timer early by at most this time, in seconds
 BLOCK = 16  # number of tokens in a block of the KV cache, as in vLLM
-TOKEN_SLACK = 1e-6  # tolerance for rounding errors, as a number of tokens
+TOKEN_SLACK = 1e-6  # tolerance for rounding errors, in tokens
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One request, with the tokens that it will generate and the engine's work at which it ends."""
+    """One request, with the tokens that will be generated and the engine's work at which the request ends."""
 
     request: GenerationRequest
     tokens: Int32s
     ending: StopReason
     per_token: float  # work per token
-    needs: float  # seconds of work for all tokens of the request
+    needs: float  # seconds of work that all tokens of the request need
     done: asyncio.Future[Generation]
     running: bool = False
     over: bool = False
     finish: float = 0.0
     length: float = 0.0  # length of the whole response, in real tokens
-    version: int = -1  # the engine's version when the request started to run
-    updates: int = 0  # number of updates before the request started to run
+    version: int = -1  # the engine's policy version when the request started to run
+    updates: int = 0  # number of weight updates before the request started to run
 
 
 @dataclass(slots=True)
 class EngineUsage:
-    """Counters of an engine's work since the engine was created."""
+    """Counters of a timed engine's work since the engine was created."""
 
     busy_seconds: float = 0.0  # seconds with at least one running request
-    slot_seconds: float = 0.0  # seconds for which requests ran, summed over all requests
+    slot_seconds: float = 0.0  # running time of requests, in seconds, summed over all requests
     tokens: int = 0  # number of sampled tokens, including those of aborted responses
-    restarted: int = 0  # number of sampled tokens lost because an update restarted responses
+    restarted: int = 0  # number of sampled tokens lost because a weight update restarted responses
     preempted: int = 0  # number of requests preempted because the KV cache was full
 
 
@@ -85,7 +84,7 @@ class TimedEngine:
     """Runs up to `max_concurrent_requests` requests at a time, first come, first served. See `base.Engine`."""
 
     def __init__(self, config: TimedEngineConfig, policy_folder: Path | None = None) -> None:
-        """Build an engine; stop strings are searched with the tokenizer in `policy_folder`, if it has one."""
+        """Create a timed engine. Stop strings are searched with the tokenizer in `policy_folder`, if there is one."""
         self._config = config
         self._folder = policy_folder if policy_folder and (policy_folder / "tokenizer.json").exists() else None
         self._lengths = ResponseLengths(config)
@@ -103,10 +102,10 @@ class TimedEngine:
         self._bound = config.kv_tokens
         self._base = 0.0  # number of cached tokens minus active * work * growth
         self._held_up = 0.0  # remaining seconds of prefill that delay all requests
-        self._since = 0.0  # time, on the loop's clock, at which the work was last computed
-        self._updates: list[tuple[float, int]] = []  # for each update: the engine's work before it, the new version
+        self._since = 0.0  # time, on the event loop's clock, to which the work was last updated
+        self._updates: list[tuple[float, int]] = []  # (engine's work before the update, new version) of each update
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0  # time for which the timer is set, on the loop's clock
+        self._due = 0.0  # time, on the event loop's clock, for which the timer is set
         self._usage = EngineUsage()
 
     @property
@@ -121,7 +120,7 @@ class TimedEngine:
 
     @property
     def active(self) -> int:
-        """Number of started requests that have not ended, including suspended ones."""
+        """Number of requests that have started and not ended, including suspended ones."""
         return self._active
 
     async def start(self) -> None:
@@ -156,7 +155,7 @@ class TimedEngine:
         self._pace()
 
     async def fetch(self, version: int, weights: Path) -> None:
-        pass  # there are no weights to fetch
+        pass  # a timed engine has no weights to fetch
 
     async def update(self, version: int, weights: Path) -> None:
         self.check()
@@ -185,7 +184,7 @@ class TimedEngine:
         self.kill("the timed engine is closed")
 
     def kill(self, why: str = "the timed engine was killed") -> None:
-        """Simulate the death of the engine's process; every call, including a waiting one, raises `EngineFailed`."""
+        """Simulate the death of the engine's process. Every call, including a waiting one, raises `EngineFailed`."""
         if self._dead is not None:
             return
         self._advance()
@@ -208,7 +207,7 @@ class TimedEngine:
         return {id: self._read_said(run).after(since) for id, run, since in found if run is not None}
 
     def _draw_run(self, request: GenerationRequest) -> _Run:
-        """Draw the tokens of a response after its prefix, and compute the seconds of work for these tokens."""
+        """Draw the tokens that continue a request's prefix, and compute the seconds of work for these tokens."""
         config, draw = self._config, random.Random(request.id if request.seed is None else request.seed)
         prompt = request.prompt.read_tokens("the timed engine")
         wanted, longest = self._lengths.draw(prompt, draw), request.max_new_tokens * config.tokens_per_tick
@@ -227,18 +226,18 @@ class TimedEngine:
 
     @property
     def _load(self) -> float:
-        """Seconds that each running request now needs for one second of work, at speed 1."""
+        """Number of seconds in which a running request now receives one second of work, at speed 1."""
         sharing = 1.0 + self._config.batch_slowdown * (self._active - 1)
         return sharing + self._config.kv_read_cost * self._resident if self._config.kv_read_cost else sharing
 
     def _work_in(self, seconds: float) -> float:
-        """Compute the work done for each running request in `seconds`, by an engine of speed 1."""
+        """Compute the seconds of work that each running request receives in `seconds`, at speed 1."""
         load, bend = self._load, self._bend
         return 2.0 * seconds / (load + math.sqrt(load * load + 4.0 * bend * seconds)) if bend else seconds / load
 
     @property
     def _resident(self) -> float:
-        """Number of real tokens in the KV cache."""
+        """Number of real tokens (not simulated ones) in the KV cache."""
         return max(0.0, self._base + self._active * self._work * self._growth)
 
     @property
@@ -248,11 +247,11 @@ class TimedEngine:
         return 0.5 * reading * self._active * self._growth if reading else 0.0
 
     def _prefill(self, tokens: float) -> float:
-        """Compute for how many seconds a prefill of this many tokens delays the engine."""
+        """Compute the number of seconds by which the prefill of `tokens` real tokens delays the engine."""
         return tokens * self._config.prefill_seconds_per_token / self._config.speed
 
     def _advance(self) -> None:
-        """Compute the work up to the present time."""
+        """Update the engine's work to the present time."""
         now = asyncio.get_running_loop().time()
         passed, self._since = now - self._since, now
         if self._active and not self._suspended and self._dead is None:
@@ -265,7 +264,7 @@ class TimedEngine:
     def _pace(self) -> None:
         """Set a timer for the time at which the next response ends or the KV cache is full.
 
-        A timer may fire too early; it then sets another timer.
+        A timer that fires too early sets another timer.
         """
         heap = self._heap
         while heap and heap[0][2].finish != heap[0][0]:
@@ -287,7 +286,7 @@ class TimedEngine:
 
     @property
     def _full(self) -> float:
-        """The engine's work at which the KV cache will be full; infinite if the cache cannot become full."""
+        """The engine's work at which the KV cache will be full, or infinity if the cache cannot become full."""
         if self._bound is None or self._active < 2 or not self._growth:
             return math.inf
         return (self._bound - self._base) / (self._active * self._growth)
@@ -316,11 +315,11 @@ class TimedEngine:
         self._pace()
 
     def _fits(self, run: _Run) -> bool:
-        """Return whether the request's tokens fit into the KV cache, with a spare block for every running request."""
+        """Return whether a request's tokens fit into the KV cache, with a spare block for every running request."""
         return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
 
     def _context(self, run: _Run) -> float:
-        """Return the number of prompt and prefix tokens to compute before the request's first token, in real tokens."""
+        """Return the number of prompt and prefix tokens that the engine computes before it generates."""
         return self._config.prompt_tokens + len(run.request.prefix) * self._config.tokens_per_tick
 
     def _begin(self, run: _Run) -> None:
@@ -333,7 +332,7 @@ class TimedEngine:
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
     def _leave(self, run: _Run) -> None:
-        """Free the request's slot and cached tokens, and invalidate its entry in the heap."""
+        """Free a request's slot and cached tokens, and invalidate the request's entry in the heap."""
         self._active -= 1
         self._base -= self._config.prompt_tokens + run.length - run.finish * self._growth
         del self._started[run]
@@ -342,7 +341,7 @@ class TimedEngine:
             self._held_up = 0.0
 
     def _preempt(self) -> None:
-        """Preempt the request that started last; it keeps its tokens and waits for another slot."""
+        """Preempt the request that started last. The request keeps its tokens and waits for another slot."""
         run = next(reversed(self._started))
         said = self._read_said(run)
         self._usage.tokens += len(said) - len(run.request.prefix)
@@ -375,7 +374,7 @@ class TimedEngine:
     # --- generated tokens --------------------------------------------------------------------------------------
 
     def _count_said(self, run: _Run) -> int:
-        """Return how many tokens the request has generated; the last token counts only once the response ends."""
+        """Return the number of tokens that a request has generated, without the last one of a running request."""
         return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
     def _count_said_at(self, run: _Run, work: float) -> int:
@@ -388,7 +387,7 @@ class TimedEngine:
         return self._build_partial(run, self._count_said(run))
 
     def _build_partial(self, run: _Run, said: int) -> TokenSpan:
-        """Return the first `said` tokens, each with the engine's version at the time of its generation."""
+        """Return the first `said` tokens of a response, each with the policy version that generated the token."""
         prefix = run.request.prefix
         logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))
         versions, version = prefix.versions, run.version

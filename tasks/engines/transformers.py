@@ -1,14 +1,15 @@
-"""An engine that runs plain Hugging Face models, for machines without vLLM and for bit-reproducible runs.
+"""Runs plain Hugging Face models as an inference engine, for machines without vLLM and for bit-reproducible runs.
 
-Guarantees, beyond the contract in `base`:
+The transformers engine gives guarantees beyond the contract of engines in `base`.
 
-- A response depends only on its request (including the seed) and the weights. Neither other requests nor the length of
-  the request's prefix change the response (see `fixed_shape`).
-- An update recomputes the attention state of running requests, so every token comes from the weights of one version.
+- A response depends only on the weights and on its request, including the seed (see `fixed_shape`). A response does not
+  depend on other requests, nor on the number of tokens that are given as the request's prefix.
+- A weight update recomputes the attention state (KV cache) of running requests, so every token is computed from the
+  weights of a single policy version.
 
-One thread owns the model. The event loop gives the model's thread one generation step at a time and, between two steps,
-any other work. The model needs no lock, because only one thread uses it. While the engine is suspended, the model's
-thread gets no generation steps.
+One thread owns the model, so the model needs no lock. The event loop sends the model's thread one generation step at a
+time. Other work for the model is sent between two generation steps. While the engine is suspended, the event loop sends
+no generation steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class TransformersEngine:
-    """One model in one thread. See `base.Engine` for the contract of the methods."""
+    """One model in one thread. The contract of each method is described in `base.Engine`."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class TransformersEngine:
         self._dead: str | None = "the transformers engine was never started"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers-engine")
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._rows: dict[str, RunningRow] = {}  # running requests, which stay here after the engine's death
+        self._rows: dict[str, RunningRow] = {}  # running requests, which stay in this map after the engine's death
         self._driver: asyncio.Task[None] | None = None
         self._sampler: FixedShapeSampler
 
@@ -150,7 +151,7 @@ class TransformersEngine:
         elif (error := driver.exception()) is not None:
             self._mark_dead(f"a step of the transformers engine failed: {error!r}")
         elif self._sampler.busy:
-            self._drive()  # a request arrived while the loop was ending
+            self._drive()  # run the loop again, because a request arrived while the loop was ending
 
     def _settle(self, ended: Iterable[Generation]) -> None:
         for generation in ended:

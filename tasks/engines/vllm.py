@@ -1,20 +1,20 @@
-"""Generation with vLLM's `AsyncLLM`.
+"""Runs vLLM (`AsyncLLM`) as an inference engine.
 
-The vLLM engine adds these guarantees to the contract in `base`:
+The vLLM engine gives guarantees beyond the contract of engines in `base`.
 
-- Every token was computed from the weights of its own version alone. An update recomputes the attention state of
-  running requests, because vLLM preempts them when it clears its caches.
-- The engine never samples from a truncated distribution, and computes log-probs after temperature is applied.
-- The responses to a prompt share the attention state of the prompt, but never across versions. An update empties the
-  prefix cache, and the key of each entry includes the version under which its request arrived.
+- Every token is computed from the weights of a single policy version. A weight update recomputes the attention state
+  (KV cache) of running requests, because vLLM preempts running requests when vLLM clears its caches.
+- The vLLM engine never samples from a truncated distribution. Log-probs are computed after temperature is applied.
+- The responses to a prompt share the attention state of the prompt, but never across policy versions. A weight update
+  empties the prefix cache, and each cache key includes the policy version under which the request arrived.
 - No process of the engine outlives the process that created the engine (see `vllm_worker`), or listens outside
   loopback.
 
-The model starts with random weights and needs only `config.json`, neither stored weights nor a tokenizer. The vLLM
-engine is not bit-reproducible, because rounding depends on the batch. A `seeded` engine draws the same tokens for a
-repeated request, up to rounding errors. Seeds cost some throughput, so only runs that may preempt groups have seeded
-engines. On a CPU a seeded engine processes all tokens of a prompt in one step, because a seeded request with a chunked
-prefill crashes vLLM 0.32.
+The model in vLLM starts with random weights, so the policy's folder needs only `config.json`, and no tokenizer. The
+vLLM engine is not bit-reproducible, because rounding depends on the batch. A `seeded` vLLM engine draws the same tokens
+for a repeated request, up to rounding errors. Seeds reduce throughput, so engines are seeded only in runs that may
+preempt unfinished responses. On a CPU a `seeded` vLLM engine processes all tokens of a prompt in one step, because a
+seeded request with a chunked prefill crashes vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -47,15 +47,19 @@ if TYPE_CHECKING:
     from rollflow.tasks.engines.vllm_responses import Response, Responses
 
 START_SECONDS = 600.0
-CALL_SECONDS = 50.0  # deadline of `suspend`, `resume` and `abort`, which take milliseconds
+CALL_SECONDS = 50.0  # deadline, in seconds, of `suspend`, `resume` and `abort`, which take milliseconds
 UPDATE_SECONDS = 120.0
-DEATH_SECONDS = 0.2  # seconds between two checks whether the engine lives, while a call waits for an answer
+DEATH_SECONDS = 0.2  # seconds between two checks that vLLM's process is alive, while a call waits for an answer
 WORKER = "rollflow.tasks.engines.vllm_worker"
-CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"  # imported in the process from which cores are forked
+# this module is imported in the process from which vLLM's core processes are forked
+CORE_IMPORTS = "rollflow.tasks.engines.vllm_imports"
 
 
 class VllmEngine:
-    """One vLLM engine and its processes. See `base.Engine` for the contract of the methods."""
+    """An inference engine that runs vLLM and vLLM's processes.
+
+    The contract of each method is described in `base.Engine`.
+    """
 
     def __init__(
         self,
@@ -68,14 +72,14 @@ class VllmEngine:
         repair_tied_head: bool = True,
         told_as: str = "",
     ) -> None:
-        """Prepare an engine; `start` starts it.
+        """Create a vLLM engine without starting vLLM's processes, which `start` does.
 
         Args:
-            compile: whether to compile the model; by default only on a GPU. Compilation takes about 20 s at the start
-                and does not speed up small models on a CPU.
-            repair_tied_head: whether to recompute vLLM's copy of the output head after each load of weights. A test
-                passes False to show that the probe detects a stale output head.
-            told_as: the `model_name` of vLLM's own metrics, which Ray collects; "" to report none.
+            compile: if True, vLLM compiles the model; by default only on a GPU. Compilation takes about 20 s at the
+                start, and does not speed up small models on a CPU.
+            repair_tied_head: if True, vLLM's copy of the output head is recomputed after each load of weights. A test
+                passes False to show that comparing log-probs detects a stale output head.
+            told_as: this is the `model_name` in vLLM's own metrics, which Ray collects. If "", vLLM reports no metrics.
         """
         self._config = config
         self._folder = policy_folder
@@ -105,7 +109,7 @@ class VllmEngine:
                 self._llm = await asyncio.to_thread(self._build_llm)
             self._responses = _create_responses(self._llm, self._stop_ids)
             await self._call_workers("prepare_policy_worker")
-        spare_collector()  # else a full garbage collection spends 0.4 s on vLLM's imports
+        spare_collector()  # without this call, a full garbage collection spends 0.4 s on vLLM's modules
 
     def _build_llm(self) -> Any:
         with pause_collector():
@@ -178,7 +182,7 @@ class VllmEngine:
         return Generation(request.id, prefix + response.read_span(), ending, response.cached)
 
     def _derive_seed(self, request: GenerationRequest) -> int | None:
-        """Return the seed for vLLM, which depends on the prefix's length, so that no random number is used twice."""
+        """Return the seed for vLLM. The seed depends on the prefix's length, so that no random number is used twice."""
         if not self._seeded or request.seed is None:
             return None
         return (request.seed + len(request.prefix)) % 2**63
@@ -236,28 +240,26 @@ class VllmEngine:
         return {
             id: prefix.after(since) + response.read_span(max(0, since - len(prefix)))
             for id, prefix, response, since in running
-            if not response.complete  # a complete response is returned by `generate`
+            if not response.complete  # `generate` returns a complete response, so `progress` leaves it out
         }
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.output_processor.propagate_error(llm.dead_error)  # so that no caller waits forever
+            # raise the error at all waiting callers, which would otherwise wait forever
+            llm.output_processor.propagate_error(llm.dead_error)
             await asyncio.to_thread(llm.shutdown)
             llm.shutdown = lambda: None  # vLLM's `__del__` would call `shutdown` again and fail
             gc.unfreeze()
 
     async def _call_workers(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:
-        """Call a method on all of vLLM's workers; return each worker's answer."""
+        """Call a method on all of vLLM's workers, and return each worker's answer."""
         self.check()
         results: list[Any] = await self._wait_answer(self._llm.collective_rpc(method, args=arguments), seconds)
         return results
 
     async def _wait_answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
-        """Wait for an answer of vLLM's process, and check meanwhile that the process lives.
-
-        vLLM waits forever for a process that died.
-        """
+        """Wait for vLLM's answer, and check that its process is alive: vLLM waits forever for a process that died."""
         asked = asyncio.ensure_future(call)
         try:
             with self._translate_death():
@@ -281,14 +283,14 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineFailed(f"vLLM's engine process died: {error}") from error
         except VLLMClientError as error:
-            raise ValueError(str(error)) from None  # another process can unpickle it without vLLM
+            raise ValueError(str(error)) from None  # a `ValueError` can be unpickled by a process without vLLM
 
 
 def _enable_ray_logger() -> Any:
-    """Make vLLM find Ray's metrics, and return the logger with which vLLM reports to Ray."""
+    """Let vLLM report metrics through Ray, and return the logger with which vLLM does so."""
     from vllm.v1.metrics import ray_wrappers
 
-    if ray_wrappers.ray_metrics is None:  # vLLM sets None if Ray Serve is missing
+    if ray_wrappers.ray_metrics is None:  # vLLM sets `ray_metrics` to None if Ray Serve is not installed
         ray_wrappers.ray_metrics = import_module("ray.util.metrics")
     return ray_wrappers.RayPrometheusStatLogger
 
@@ -300,10 +302,10 @@ def _create_responses(llm: Any, stop_ids: tuple[int, ...]) -> Responses:
 
 
 def import_early() -> None:
-    """Import the modules of a CPU engine with one thread, and start the process from which vLLM's cores are forked.
+    """Import the modules that vLLM on a CPU needs, and start the process from which vLLM's core processes are forked.
 
-    A forked core has vLLM's modules already and does not import them. The calling process must not have started
-    threads.
+    A forked core process of vLLM has vLLM's modules already, and does not import them. The process that calls
+    `import_early` must not have started threads.
     """
     with _environment(1):
         import_module(CORE_IMPORTS)
@@ -315,11 +317,12 @@ def import_early() -> None:
 
 
 def _fork_cores() -> None:
-    """Let vLLM on a CPU fork its core from a process that has already imported vLLM.
+    """Let vLLM on a CPU fork its core process from a process that has already imported vLLM.
 
-    Imports take most of the time of an engine's start on a CPU. At the first start, the process from which the core is
-    forked imports vLLM in parallel with this process. A restarted engine finds vLLM already imported in the process
-    from which its core is forked. On a GPU, this function does nothing, because vLLM must spawn a new interpreter.
+    Imports take most of the time in which a vLLM engine starts on a CPU. At the first start of a vLLM engine, the
+    process from which the core is forked imports vLLM in parallel with this process. When a vLLM engine is restarted,
+    the process from which its core is forked has already imported vLLM. On a GPU, `_fork_cores` does nothing, because
+    vLLM must spawn a new Python interpreter.
     """
     from torch.cuda import is_available
 
@@ -335,7 +338,7 @@ def _fork_cores() -> None:
 
 @contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """Set the environment variables that vLLM and its processes read while they start; restore them afterwards."""
+    """Set the environment variables that vLLM's processes read at their start, and restore the variables afterwards."""
     from torch.cuda import is_available
 
     before = dict(os.environ)

@@ -1,4 +1,7 @@
-"""Imports vLLM's core in the process from which it is forked on a CPU; a missing import only slows the start."""
+"""Imports vLLM's core in the process from which, on a CPU, vLLM's core processes are forked.
+
+A missing module only slows the start.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Collects responses directly from vLLM's core, without vLLM's `RequestOutput` objects.
+"""Collects responses directly from vLLM's core process, without vLLM's `RequestOutput` objects.
 
-vLLM's front end makes several Python calls per token to build text and usage statistics. This module only collects the
-core's tokens, log-probs and versions in lists. Requests that generate no response, such as a probe for log-probs, still
-go through vLLM's front end.
+vLLM's front end makes several Python calls per token to build text and usage statistics. This module only appends the
+core's tokens, log-probs and policy versions to lists. Requests that generate no response, such as a request for
+log-probs, still go through vLLM's front end.
 """
 
 from __future__ import annotations
@@ -35,28 +35,31 @@ ENDINGS = {
 
 
 class Response:
-    """One running response, with its tokens and their log-probs and versions."""
+    """One running response, with its tokens, their log-probs and their policy versions."""
 
     __slots__ = ("_logprobs", "_spans", "_stepped", "_tokens", "_watch", "cached", "done", "request")
 
     def __init__(self, request: EngineCoreRequest, watch: StopWatch = NO_STOPS) -> None:
-        """Start an empty response to `request`, which is in vLLM's internal form; `watch` searches for stop strings."""
+        """Start an empty response to `request`, a request in vLLM's internal form.
+
+        `watch` searches for stop strings.
+        """
         self.request, self._watch = request, watch
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
         self.cached = 0  # number of prompt tokens that vLLM read from the prefix cache
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._spans: list[tuple[str, int]] = []  # pairs (version, index of the version's first token)
-        self._stepped = 0.0  # time of the last token on the core's clock; 0 without metrics
+        self._spans: list[tuple[str, int]] = []  # pairs of a policy version and the index of its first token
+        self._stepped = 0.0  # time of the last token, on the clock of vLLM's core process; 0 without metrics
 
     def take(self, output: Any, version: str | None) -> None:
-        """Append the tokens of one step of vLLM, which all have the version `version`.
+        """Append the tokens of one generation step of vLLM, which all have the same policy version.
 
         Raises:
-            EngineFailed: the output does not have one log-prob per token.
+            EngineFailed: vLLM's output does not have one log-prob per token.
         """
         if tokens := output.new_token_ids:
-            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()  # column 0 holds the log-prob of the sampled token
             if len(logprobs) != len(tokens):
                 raise EngineFailed(f"vLLM returned {len(tokens)} tokens but {len(logprobs)} log-probs")
             if end := self._watch.find_end(tokens):
@@ -69,7 +72,7 @@ class Response:
             self.cached = output.prefill_stats.num_cached_tokens or 0
 
     def count(self, output: Any, timestamp: float, stats: Any) -> None:
-        """Add this response's tokens to vLLM's statistics of a step (`IterationStats`), as its front end would do."""
+        """Add this response's tokens to vLLM's statistics (`IterationStats`), as vLLM's front end would do."""
         stats.num_generation_tokens += len(output.new_token_ids)
         if output.prefill_stats is not None:
             stats.prompt_token_stats.update_from_output(output.prefill_stats)
@@ -80,7 +83,7 @@ class Response:
         self._stepped = timestamp
 
     def read_span(self, since: int = 0) -> TokenSpan:
-        """Return the response's tokens from index `since` on."""
+        """Return the tokens of the response from index `since` on."""
         tokens, logprobs = self._tokens[since:], self._logprobs[since:]
         end = since + len(tokens)
         starts = [(int(version), max(start, since)) for version, start in self._spans]
@@ -96,11 +99,11 @@ class Response:
 
     @property
     def complete(self) -> bool:
-        """True if the response has ended successfully; the task that awaits it may not have run yet."""
+        """True if the response has ended successfully. The task that awaits the response may not have run yet."""
         return self.done.done() and not self.done.cancelled() and self.done.exception() is None
 
     def end(self, reason: FinishReason) -> None:
-        """End the response and pass the reason to the caller, unless the caller was cancelled."""
+        """End the response, and pass the stop reason to the caller unless the caller was cancelled."""
         if self.done.done():
             return
         if reason in ENDINGS:
@@ -110,17 +113,18 @@ class Response:
 
 
 class Responses(OutputProcessor):  # type: ignore[misc]
-    """An output processor that replaces the one of vLLM's front end."""
+    """Output processor that replaces the output processor of vLLM's front end."""
 
     def __init__(self, llm: AsyncLLM, stop_ids: Sequence[int]) -> None:
-        """Replace the output processor of `llm` before its first request; any token in `stop_ids` ends a response."""
+        """Replace the output processor of `llm` before its first request. Any token in `stop_ids` ends a response."""
         super().__init__(None, log_stats=False)
         self._llm = llm
         self._running: dict[str, Response] = {}
-        self._numbers = count()  # own ids for the core, because callers reuse ids early
+        self._numbers = count()  # ids for vLLM's core process, because callers may reuse ids early
         self._longest, self._vocabulary = llm.model_config.max_model_len, llm.model_config.get_vocab_size()
         self._stop_ids = list(stop_ids)
-        self._params = lru_cache(maxsize=256)(self._prepare_params)  # building them takes a third of a request's time
+        # building the parameters takes a third of a request's time
+        self._params = lru_cache(maxsize=256)(self._prepare_params)
         llm.output_processor = self
 
     def create(
@@ -132,16 +136,16 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         salt: str,
         watch: StopWatch = NO_STOPS,
     ) -> Response:
-        """Create the response to a prompt; the caller must then call `send`.
+        """Create the response to a prompt. The caller must then call `send`.
 
-        Requests with different values of `salt` share no attention state.
+        Requests with different values of `salt` share no attention state (KV cache).
 
         Raises:
             ValueError: vLLM rejects the prompt.
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            self._process(tokens, params)  # raises vLLM's error message about the prompt
+            self._process(tokens, params)  # this call raises vLLM's error message about the prompt
             raise ValueError(
                 f"the prompt contains a token id outside of the policy's vocabulary of {self._vocabulary} tokens"
             )
@@ -163,7 +167,10 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             raise
 
     async def abort(self, responses: Iterable[Response]) -> None:
-        """Abort these responses, which keep their tokens. Responses that have already ended are ignored."""
+        """Abort these running responses, which keep the tokens generated so far.
+
+        `abort` ignores responses that have already ended.
+        """
         ids = [response.request.request_id for response in responses]
         running = {id: self._running.pop(id) for id in ids if id in self._running}
         for response in running.values():
@@ -173,7 +180,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
     def process_outputs(
         self, outputs: list[Any], timestamp: float | None = None, stats: Any = None, weight_version: str | None = None
     ) -> Any:
-        """Append a step's outputs to their responses; vLLM calls this method after each step."""
+        """Append the outputs of a generation step to their responses. vLLM calls this method after each step."""
         others, stopped = [], []
         for output in outputs:
             response = self._running.get(output.request_id)
@@ -193,9 +200,9 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         return done
 
     def propagate_error(self, error: Exception) -> None:
-        """Fail all running responses, because vLLM's core died, was closed or sent unreadable output.
+        """Raise an error at the callers of all running responses, because vLLM's core process died or was closed.
 
-        Both vLLM and `VllmEngine.close` call this method.
+        Both vLLM and `VllmEngine.close` call `propagate_error`.
         """
         for response in self._running.values():
             if not response.done.done():
@@ -204,7 +211,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         super().propagate_error(error)
 
     def _prepare_params(self, max_new_tokens: int, temperature: float) -> SamplingParams:
-        """Build the sampling parameters in the form that vLLM's core expects."""
+        """Build a request's sampling parameters in the form that vLLM's core process expects."""
         params = SamplingParams(
             max_tokens=max_new_tokens,
             temperature=temperature,

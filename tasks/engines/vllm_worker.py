@@ -1,16 +1,16 @@
-"""rollflow's code inside vLLM's own processes.
+"""Runs inside vLLM's own processes, to end them in time, to load weights and to compute log-probs.
 
-- **No orphans**: when the process that created the engine dies, the EngineCore process and its workers end within about
-  `POLL_SECONDS`. The executors in this module start a watchdog thread in EngineCore before a model is loaded. So no
-  process is left behind even if the creating process is killed while the engine starts.
-- **No stale head**: after every load the output head uses the new weights. On a CPU, vLLM keeps a packed copy of the
-  output head, which vLLM does not refresh when it reloads a *tied* embedding.
+- **No orphans**: when the process that created the engine dies, vLLM's EngineCore process and its workers end within
+  about `POLL_SECONDS`. The executors in this module start a watchdog thread in EngineCore before a model is loaded. So
+  no process of vLLM is left behind even if the creating process is killed while the engine starts.
+- **No stale head**: after every load of weights, the model's output head uses the new weights. On a CPU, vLLM keeps a
+  packed copy of the output head, which vLLM does not refresh when it reloads a *tied* embedding.
 - **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow
-  does not use the rank. The rank would cost a C++ compilation at the first batch, and later a third of the sampler's
-  time.
+  does not use the rank. The rank of the sampled token would cost a C++ compilation at the first batch, and later a
+  third of the sampler's time.
 
-With one device, the worker runs inside the EngineCore process. On a machine with few cores, a worker inside EngineCore
-is faster than a separate process, because no batch is copied between processes.
+With one device, vLLM's worker runs inside the EngineCore process. On a machine with few cores, a worker
+inside EngineCore is faster than a worker in a process of its own, because no batch is copied between processes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from rollflow.tasks.runtime.fork_server import be_named
 
 POLL_SECONDS = 0.5
-OWNER = "rollflow_owner"  # key in vLLM's additional_config for the process id of the engine's owner
-PROBE = "rollflow-probe"  # id of a request for log-probabilities while the engine is paused
+OWNER = "rollflow_owner"  # key in vLLM's `additional_config` for the process id of the process that created the engine
+PROBE = "rollflow-probe"  # id of a request that computes log-probabilities while vLLM is paused
 
 
 def end_with_owner(owner: int) -> None:
-    """Start a thread that kills this process and its children once the process `owner` is dead."""
+    """Start a thread that kills this process and its children once the process `owner` has died."""
 
     def watch() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -46,19 +46,19 @@ def end_with_owner(owner: int) -> None:
                 time.sleep(POLL_SECONDS)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        os._exit(1)  # the cleanup of `sys.exit` could wait for the dead owner
+        os._exit(1)  # `os._exit` is used because the cleanup of `sys.exit` could wait for the dead owner
 
     threading.Thread(target=watch, name="owner-watchdog", daemon=True).start()
 
 
 def begin_core(owner: int) -> None:
-    """Name EngineCore's process, which vLLM may fail to do, and let the process end when its owner dies."""
+    """Name vLLM's EngineCore process, which vLLM may fail to do, and end this process when its owner dies."""
     be_named(f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
     end_with_owner(owner)
 
 
 class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
-    """An executor for one device, which runs inside EngineCore."""
+    """vLLM executor for one device, which runs inside the EngineCore process and ends with its owner."""
 
     def _init_executor(self) -> None:
         begin_core(self.vllm_config.additional_config[OWNER])
@@ -66,7 +66,7 @@ class OwnedInlineExecutor(UniProcExecutor):  # type: ignore[misc]
 
 
 class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """An executor for several devices with one worker process each; vLLM ends the workers with EngineCore."""
+    """vLLM executor for several devices, with one worker process each. vLLM ends the workers with EngineCore."""
 
     def _init_executor(self) -> None:
         begin_core(self.vllm_config.additional_config[OWNER])
@@ -74,7 +74,7 @@ class OwnedMultiprocExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 class PolicyWorker:
-    """Methods that vLLM adds to its worker class (`worker_extension_cls`) and calls through `collective_rpc`."""
+    """Methods added to vLLM's worker class (`worker_extension_cls`), which an engine calls by `collective_rpc`."""
 
     vllm_config: Any
     model_runner: Any
@@ -83,20 +83,20 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Disable the computation of the sampled token's rank; called once after the engine's start."""
+        """Disable the computation of the sampled token's rank. The engine calls this method once, after its start."""
         sampler.batched_count_greater_than = _skip_ranks
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:
-        """Load the weights in `folder` and recompute everything derived from the weights."""
+        """Load the weights in `folder` into vLLM's model, and recompute everything derived from the weights."""
         self.model_runner.vllm_config.load_config.load_format = "safetensors"  # it was "dummy" until now
         self.reload_weights(weights_path=folder)
         if repair_tied_head:
             _repack_head(self.model_runner.get_model())
 
     def prompt_logprobs_while_paused(self, tokens: list[int]) -> list[float]:
-        """Compute the log-probs of tokens[1:] without the paused scheduler, so that new weights can be probed.
+        """Compute the log-probs of tokens[1:] without vLLM's paused scheduler, to verify weights that were just loaded.
 
-        The engine must be paused with cleared caches, so that no request uses the first blocks of the KV cache.
+        vLLM must be paused with empty caches, so that no request uses the first blocks of the KV cache.
         """
         size = self.vllm_config.cache_config.block_size
         blocks = list(range(1, 2 + len(tokens) // size))  # block 0 is vLLM's null block
