@@ -34,7 +34,10 @@ Result = TypeVar("Result")
 
 
 class TransformersEngine:
-    """One model in one thread. The contract of each method is described in `base.Engine`."""
+    """An inference engine that runs a Hugging Face model in one thread.
+
+    The contract of each method is described in `base.Engine`.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Environments: `base` has the contract, and each kind of environment has one file."""
+"""Builds environments.
+
+The module `base` has the contract of all environments, and each kind has a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironm
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """Build the environment of the kind that `[environment]` names.
+    """Create the environment of the kind that the config section `[environment]` names.
 
     Raises:
-        ConfigError: no environment has this import path.
+        ConfigError: there is no environment class at the import path in the config.
     """
     match config:
         case SingleTurnEnvironment():

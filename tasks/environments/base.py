@@ -1,17 +1,18 @@
-"""The contract of environments, which run an episode from its prompt to its reward.
+"""Defines the contract of environments. An environment runs an episode, from its prompt to its reward.
 
     prompt --> ( generate --> add )* --> judge, or a score computed by the environment
 
-- An environment requests generations from its episode, each with its own stop strings and token limit. An environment
-  never sees engines, versions or seeds.
-- The run gives an environment its tokenizer, renderer, tools and clock as `Episode.ports`, and its scorer as
-  `Episode.judge` and `Episode.score`.
-- Tokens added by the environment are appended to the response. Added tokens do not come from the policy, so the policy
-  is not trained on them.
-- An episode may end at any time, because it is no longer wanted. Once an episode is no longer wanted, `generate` and
-  `judge` return None, and the environment must return. If the environment awaits something else, its task is cancelled.
-  The environment need not clean up the episode: the generated tokens are counted in any case.
-- After a crash an episode is played again with the same seeds, so an environment keeps no state between episodes.
+- An environment asks its episode to generate tokens, with stop strings and a token limit for each call. An environment
+  never sees engines, policy versions or seeds.
+- An environment gets the run's tokenizer, renderer, tools and clock as `Episode.ports`. An environment calls the run's
+  scorer through `Episode.judge` and `Episode.score`.
+- Tokens added by the environment are appended to the response. The policy is not trained on tokens that the environment
+  added.
+- The run may stop an episode at any time, because the episode is no longer wanted. Once an episode is no longer wanted,
+  `generate` and `judge` return None, and the environment must return. If the environment awaits something else, the
+  environment's task is cancelled. The environment need not clean up the episode, because the generated tokens are
+  counted in any case.
+- After a crash, the run plays an episode again with the same seeds, so an environment keeps no state between episodes.
 
 Environments run in the scheduler's event loop, thousands at a time: an environment must await and never block.
 """
@@ -28,7 +29,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class Episode(Protocol):
-    """One response in progress, through which an environment generates tokens and has them scored."""
+    """One response in progress. Through its episode, an environment generates tokens and has them scored."""
 
     @property
     def prompt(self) -> Prompt:
@@ -36,48 +37,53 @@ class Episode(Protocol):
 
     @property
     def response(self) -> Sequence[int]:
-        """All tokens after the prompt, both those from the policy and those that the environment added."""
+        """All tokens of the response, both from the policy and from the environment."""
 
     @property
     def room(self) -> int:
-        """Number of tokens by which the response may still grow."""
+        """Number of tokens that may still be added to the response."""
 
     @property
     def ports(self) -> EnvironmentPorts:
-        """Tokenizer, renderer, tools and clock for the environment."""
+        """Tokenizer, renderer, tools and clock, which the run gives to the environment."""
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
-        """Let the policy continue the response; return None if the episode is over or the response has no room left.
+        """Let the policy continue the response. Return None if the episode is over or the response has no room left.
 
         Args:
-            stop: strings that end the generation; such a string stays in the response. max_tokens: largest number of
-            tokens to generate; the default is `room`.
+            stop: each of these strings ends the generation and stays in the response.
+            max_tokens: the policy generates at most this number of tokens; the default is `room`.
 
         Raises:
-            EngineFailed: the request failed `rollout.attempts` times because no engine was left.
+            EngineFailed: generation failed `rollout.attempts` times, because no inference engine was alive.
         """
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append at most `room` tokens that the policy did not generate and is not trained on."""
+        """Append at most `room` tokens to the response.
+
+        The policy did not generate these tokens and is not trained on them.
+        """
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
-        """End generation and score these tokens with the prompt's scorer; return None if the episode is not wanted.
+        """End the episode's generation and score these tokens with the prompt's scorer.
 
-        After a call of `judge` the policy generates no more tokens for the episode.
+        Return None if the episode is no longer wanted.
+
+        After a call of `judge`, the policy generates no more tokens for the episode.
         """
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         """Score these tokens with the prompt's scorer, without ending the episode.
 
-        `reference` replaces the prompt's own reference answer, if given.
+        If `reference` is given, the scorer uses `reference` instead of the prompt's own reference answer.
         """
 
 
 class Environment(Protocol):
-    """Runs episodes; a single environment object runs all episodes of a run. See the module's docstring."""
+    """Runs episodes. A single environment object runs all episodes of a run. See the module's docstring."""
 
     async def play(self, episode: Episode) -> Score | float | None:
-        """Run an episode and return its score, or only the score's value, or None for no reward.
+        """Run an episode and return its score as a `Score` or a number. Return None if the episode gets no reward.
 
-        If an episode that is wanted gets no reward, its reward is 0.
+        If an episode that is still wanted gets no reward, its reward is 0.
         """

@@ -1,4 +1,4 @@
-"""The `[environment]` section: one class for each kind of environment."""
+"""Defines the `[environment]` section of the config, with one class for each kind of environment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EPISODES = {"kind": "the trajectories in the log are its episodes"}
 
 
 class EnvironmentBase(Section):
-    """What all kinds of environment have."""
+    """Base class of the configs of all kinds of environment."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
 
     @property
     def tool_parts(self) -> Mapping[str, ImportTool]:
-        """The tools of the environment by name; a kind with tools overrides this property."""
+        """The environment's tools, by name. An environment config with tools overrides this property."""
         return {}
 
 
@@ -50,7 +50,7 @@ class ImportEnvironment(Imported, EnvironmentBase):
 
     @property
     def tool_parts(self) -> Mapping[str, ImportTool]:
-        """The tools of `[environment.tools]`."""
+        """The tools that the config section `[environment.tools]` defines, by name."""
         return self.tools
 
 

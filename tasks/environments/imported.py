@@ -1,4 +1,4 @@
-"""Imports a user-defined environment, a class derived from `Environment`."""
+"""Imports a user-defined environment, which is a class derived from `Environment`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ KEY = "environment"
 
 
 class ImportedEnvironment(Environment):
-    """Wraps the user-defined environment that `environment.path` names.
+    """Wraps the user-defined environment class that the config key `environment.path` names.
 
-    An error in the user's environment fails only one episode.
+    An error in a user-defined environment fails only one episode.
     """
 
     def __init__(self, config: ImportEnvironment) -> None:
         """Create the environment.
 
         Raises:
-            ConfigError: the class does not exist, breaks the contract, or does not take the options in the recipe.
+            ConfigError: the environment class does not exist, breaks the contract, or does not take the configured
+            options.
         """
         self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
         self._name = f"environment {config.path}"
 
     async def play(self, episode: Episode) -> Score | None:
-        """Run an episode; an error of the user's environment becomes a score of 0."""
+        """Run an episode. If the user-defined environment raises an error, the score is 0."""
         try:
             score = await self._own.play(episode)
         except Unjudged as error:
             return failure_score(self._name, error)
-        except RollflowError:  # an error of the run, such as a failed engine
+        except RollflowError:  # errors of the run itself, such as a failed engine, are not the environment's fault
             raise
         except asyncio.CancelledError as error:
             if is_cancelled():

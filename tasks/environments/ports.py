@@ -1,4 +1,4 @@
-"""The ports of an environment: the services that a run gives to an environment besides the episode.
+"""Defines the services that a run gives to an environment: tokenizer, renderer, tools and clock.
 
     tokenizer   text to tokens and back
     renderer    chat messages to tokens, and a response back to a message
@@ -23,7 +23,7 @@ Message = Mapping[str, str]  # `role` and `content`
 
 
 class Tokenizer(Protocol):
-    """Converts text to the policy's tokens and back."""
+    """Converts text to tokens of the policy, and tokens to text."""
 
     def encode_response(self, text: str) -> Sequence[int]:
         """Return the tokens of a text, without adding special tokens at its beginning or end."""
@@ -32,27 +32,27 @@ class Tokenizer(Protocol):
         """Decode tokens to text, including special tokens."""
 
     def decode_response(self, tokens: Sequence[int]) -> str:
-        """Decode a response to the text that a scorer reads, without the final stop token."""
+        """Decode a response to the text that a scorer reads. A stop token at the end is left out."""
 
 
 class Renderer(Protocol):
-    """Converts chat messages to tokens and back, with the chat template or as plain text."""
+    """Converts chat messages to tokens and back, with the policy's chat template or as plain text."""
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
-        """Return the tokens to append to `response` so that the messages follow and the policy can answer.
+        """Return the tokens to append to `response`, so that the messages follow and the policy can answer.
 
-        The prompt and `response` are not tokenized again, so the policy's own tokens stay as they were sampled.
+        The prompt and `response` are not tokenized again, so the tokens that the policy sampled stay unchanged.
 
         Raises:
             ConfigError: the chat template rejects the messages.
         """
 
     def parse(self, tokens: Sequence[int]) -> Message:
-        """Convert generated tokens into a message of the assistant."""
+        """Convert tokens that the policy generated into a message of the assistant."""
 
 
 class _NoText:
-    """Replaces the tokenizer and the renderer in a run without a policy folder; every method raises `ConfigError`."""
+    """Replaces the tokenizer and the renderer in a run without a policy folder. Every method raises `ConfigError`."""
 
     def encode_response(self, text: str) -> Sequence[int]:
         _refuse()

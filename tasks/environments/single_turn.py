@@ -1,4 +1,4 @@
-"""The environment with one response per prompt, which the prompt's scorer scores."""
+"""Defines the environment with one response per prompt. The prompt's scorer scores the response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class SingleTurn(Environment):
-    """Runs episodes of a single turn."""
+    """Environment in which each episode is one prompt and one response."""
 
     async def play(self, episode: Episode) -> Score | None:
         """Generate one response and score it."""

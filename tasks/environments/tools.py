@@ -1,7 +1,7 @@
-"""Tools, which are asynchronous functions that an environment calls for the policy.
+"""Runs tools, which are asynchronous functions that an environment calls when the policy requests them.
 
-A wrong name, wrong arguments, an error of the tool or a missed deadline becomes a result that the policy reads, because
-the policy chooses the call. A failed tool call is not a failure of the environment.
+If the policy's tool call has a wrong name or wrong arguments, fails or misses its deadline, the policy reads the reason
+as the tool's result. A failed tool call is not a failure of the environment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.config import ImportTool
 from rollflow.tasks.runtime.imports import build_part, imported_function
 
-LONGEST_ERROR = 200  # largest number of characters of an error that the policy reads
+LONGEST_ERROR = 200  # largest number of characters of a tool's error that the policy reads
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call as text; `is_error` is True if the call failed."""
+    """The result of a tool call, as text. `is_error` is True if the call failed."""
 
     text: str
     is_error: bool = False
@@ -33,13 +33,14 @@ Tool = Callable[..., Awaitable[ToolResult]]
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of a run, each with its deadline in seconds."""
+    """The tools of a run, each with its time limit in seconds."""
 
     tools: Mapping[str, tuple[Tool, float]] = field(default_factory=dict)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool with keyword arguments; return the reason as the result if the call fails."""
-        if not isinstance(name, str) or name not in self.tools:  # the policy may write any JSON value as the name
+        """Call a tool with keyword arguments. If the call fails, return the reason as the tool's result."""
+        # the policy may write any JSON value as the tool's name
+        if not isinstance(name, str) or name not in self.tools:
             what = f"there is no tool {name!r}"[:LONGEST_ERROR]
             return ToolResult(f"{what}; the tools are {', '.join(self.tools) or 'none'}", True)
         if not isinstance(arguments, Mapping):
@@ -57,10 +58,10 @@ class Toolbox:
 
 
 def build_toolbox(parts: Mapping[str, ImportTool]) -> Toolbox:
-    """Import the tools that `[environment.tools]` names.
+    """Import the tools that the config section `[environment.tools]` names.
 
     Raises:
-        ConfigError: a function does not exist, is not asynchronous, or does not take its options.
+        ConfigError: a tool's function does not exist, is not asynchronous, or does not take the configured options.
     """
     return Toolbox(
         {name: (_import_tool(f"environment.tools.{name}", part), part.seconds) for name, part in parts.items()}

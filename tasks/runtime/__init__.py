@@ -1,4 +1,4 @@
-"""Contains the modules that every other folder of `tasks` may import, such as clock, names, sections and imports.
+"""Contains modules that every other folder of `tasks` may import, such as the clock, config sections and imports.
 
-No module of this folder imports another folder of `tasks`.
+No module of `tasks/runtime` imports another folder of `tasks`.
 """

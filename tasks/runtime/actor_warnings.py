@@ -1,8 +1,7 @@
-"""Collects the warnings of an actor's process for the actor's status, from Python's `logging` and `warnings`.
+"""Collects the warnings of a Ray actor's process, from Python's `logging` and `warnings`, for the actor's status.
 
-Warnings that differ only in numbers are kept once per `AGAIN_SECONDS`. At most `KEPT` warnings are kept in any
-`AGAIN_SECONDS`. A child process of the actor sends each warning that it keeps to the actor's process, which treats it
-like a warning of its own.
+Of warnings that differ only in numbers, one is kept in `AGAIN_SECONDS`. At most `KEPT` warnings of a process are kept
+in `AGAIN_SECONDS`. A child process sends its warnings to the process of the Ray actor that started it.
 
     child process of an actor --one datagram per text--> the actor's process
 
@@ -34,7 +33,10 @@ _making = Lock()
 
 @dataclass(frozen=True, slots=True)
 class ActorWarning:
-    """The `number`-th warning (from 1) of an actor; `rank` is the rank whose process sent the warning, if any."""
+    """A warning of a Ray actor.
+
+    `number` counts the actor's warnings from 1, and `rank` is the learner rank that sent the warning, if any.
+    """
 
     actor: str
     process: str
@@ -44,20 +46,20 @@ class ActorWarning:
 
 
 class Warnings(logging.Handler):
-    """A logging handler that keeps the newest warnings of this process."""
+    """Logging handler that keeps the newest warnings of this process."""
 
     def __init__(self, actor: str, told: Callable[[ActorWarning], None] = lambda warned: None) -> None:
-        """Keep warnings under the name `actor`; call `told` with each warning that is kept."""
+        """Keep warnings under the name `actor`. Call `told` with each warning that is kept."""
         super().__init__(logging.WARNING)
         self._told = told
         self._actor, self._process = actor, f"{socket.gethostname()}:{os.getpid()}"
         self._kept: deque[tuple[float, ActorWarning]] = deque(maxlen=KEPT)
-        self._seen: dict[str, float] = {}  # text without its numbers -> time at which it was kept
+        self._seen: dict[str, float] = {}  # text of a warning without its numbers -> time at which the warning was kept
         self._number = self._left = 0
         self._looked = float("-inf")
 
     def read(self) -> Sequence[ActorWarning]:
-        """Return the newest warnings; a reader recognises new warnings by their numbers."""
+        """Return the newest warnings of this process. A reader recognises new warnings by their numbers."""
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             self.attach()
@@ -67,7 +69,7 @@ class Warnings(logging.Handler):
         return [warned for _, warned in list(self._kept)]
 
     def attach(self) -> None:
-        """Attach to the root logger and to every logger that does not propagate its records."""
+        """Attach this handler to the root logger and to every logger that does not propagate its records."""
         logging.captureWarnings(True)
         logging.getLogger().addHandler(self)  # a second call of `addHandler` has no effect
         for logger in list(logging.Logger.manager.loggerDict.values()):
@@ -75,12 +77,12 @@ class Warnings(logging.Handler):
                 logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text of a record, unless the limits are reached."""
+        """Keep the text of a log record, unless the limits on the number of warnings are reached."""
         self._keep_text(_format_record(record))
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold the handler's lock, as `logging` does while it calls `emit`."""
+        """Hold the handler's lock during a block, as `logging` does while it calls `emit`."""
         self.acquire()
         try:
             yield
@@ -105,23 +107,23 @@ class Warnings(logging.Handler):
 
 @lru_cache
 def warnings_of(actor: str) -> Warnings:
-    """Return the warnings of this process, which belongs to the actor `actor`."""
+    """Return the `Warnings` handler of this process, which runs the Ray actor `actor`."""
     return Warnings(actor)
 
 
 def open_socket() -> socket.socket:
-    """Return the socket that a child process needs for `send_to`."""
+    """Return the socket that a child process passes to `send_to`, to send its warnings to this process."""
     return _get_sockets()[1]
 
 
 def send_to(ear: socket.socket, who: str, rank: int | None = None) -> None:
-    """Send this process's warnings to its parent, under the name `who`; call this after the imports."""
+    """Send this process's warnings to its parent process, under the name `who`. Call `send_to` after all imports."""
 
     def send(warned: ActorWarning) -> None:
-        with contextlib.suppress(OSError):  # ignore that the socket is full or closed
+        with contextlib.suppress(OSError):  # a warning is lost if the socket is full or closed
             ear.send(json.dumps((who, rank, warned.text)).encode(), socket.MSG_DONTWAIT)
 
-    logging.basicConfig(format="%(message)s")  # go on writing warnings to this process's output
+    logging.basicConfig(format="%(message)s")  # warnings are still written to this process's output, too
     Warnings(who, send).attach()
 
 
@@ -139,7 +141,10 @@ def _create_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 def _receive() -> Iterator[tuple[str, int | None, str]]:
-    """Yield sender, rank and text of each warning sent since the last read; ignore invalid datagrams."""
+    """Yield sender, rank and text of each warning that child processes sent since the last read.
+
+    Ignore invalid datagrams.
+    """
     with contextlib.suppress(BlockingIOError):
         while True:
             data = _get_sockets()[0].recv(2**16, socket.MSG_DONTWAIT)
@@ -149,7 +154,7 @@ def _receive() -> Iterator[tuple[str, int | None, str]]:
 
 
 def _format_record(record: logging.LogRecord) -> str:
-    """Return the first non-empty line of a record, with the record's exception if it has one."""
+    """Return the first non-empty line of a log record, with the record's exception if there is one."""
     said = next((line.strip() for line in record.getMessage().splitlines() if line.strip()), record.name)
     error = record.exc_info[1] if record.exc_info else None
     return f"{said}: {error!r}"[:LENGTH] if error else said[:LENGTH]

@@ -1,4 +1,7 @@
-"""Computes a value once, at its first request; after a failure, the next request computes the value again."""
+"""Computes a value once, when it is first requested.
+
+If the computation fails, the next request computes the value again.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,24 @@ Made = TypeVar("Made")
 
 
 class AsyncOnce(Generic[Made]):
-    """Computes a value once for all callers. A cancelled caller does not stop the computation."""
+    """Computes a value once for all callers.
+
+    If a caller is cancelled, the computation continues for the other callers.
+    """
 
     def __init__(self, make: Callable[[], Coroutine[Any, Any, Made]]) -> None:
         self._make = make
         self._task: asyncio.Task[Made] | None = None
 
     async def get(self) -> Made:
-        """Wait for the value and return it; raise the error if computing it failed."""
+        """Wait for the value and return it. Raise the error if the computation failed."""
         if self._task is None or self._has_failed(self._task):
             self._task = asyncio.create_task(self._make())
         return await asyncio.shield(self._task)
 
     @property
     def found(self) -> Made | None:
-        """The value, or None if it is not computed yet."""
+        """The value, or None if the value is not computed yet."""
         there = self._task is not None and self._task.done() and not self._has_failed(self._task)
         return self._task.result() if there and self._task is not None else None
 

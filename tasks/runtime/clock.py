@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
-    """Raised if no task is ready and no timer is set, so that the code would wait forever."""
+    """Raised if no task is ready and no timer is set, because the program would wait forever."""
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -27,7 +27,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
 
     def time(self) -> float:
-        """Return the virtual seconds since the loop was created."""
+        """Return the number of virtual seconds since the event loop was created."""
         return self._now
 
     def jump(self, seconds: float) -> None:
@@ -36,7 +36,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """A selector that, instead of sleeping until the next timer, advances the virtual time."""
+    """Selector that advances the virtual time to the next timer instead of sleeping."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class _JumpingSelector(selectors.SelectSelector):
             raise Deadlock("every task of the simulation waits, and no timer is set")
         if timeout > 0:
             self._loop.jump(timeout)
-        return []  # no socket is registered, and asking the kernel would take a tenth of the run time
+        return []  # no socket is registered, and a call of the kernel would take a tenth of the run time
 
 
 def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
-    """Run `main` to its end on virtual time."""
+    """Run the coroutine `main` to its end on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)

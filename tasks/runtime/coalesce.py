@@ -1,8 +1,8 @@
-"""Combines small concurrent requests into large calls: requests of one iteration of the event loop share a call.
+"""Combines concurrent requests into large calls: requests made in one iteration of the event loop share a call.
 
-A call to an actor costs about a millisecond, however little data the call carries. On a small machine a call may take
-longer than the work that the call requests. `Coalescer` turns concurrent calls of `ask` into one call with a list of
-questions. Each answer is delivered as soon as it arrives, without waiting for the other answers of its call.
+A call to a Ray actor costs about a millisecond, however little data the call carries. On a small machine a call may
+take longer than the work that the call requests. `Coalescer` turns concurrent calls of `ask` into one call with a list
+of questions. Each answer is delivered as soon as it arrives, without waiting for the other answers of its call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 
 class Coalescer(Generic[Question, Answer]):
-    """Batches concurrent questions into calls of `send`, which yields packets of (index of the question, answer)."""
+    """Combines concurrent questions into calls of `send`, which yields lists of (index of the question, answer)."""
 
     def __init__(self, send: Callable[[Sequence[Question]], AsyncIterator[Sequence[tuple[int, Answer]]]]) -> None:
         self._send = send
@@ -24,7 +24,10 @@ class Coalescer(Generic[Question, Answer]):
         self._calls: set[asyncio.Task[None]] = set()
 
     async def ask(self, question: Question) -> Answer:
-        """Ask one question and return its answer; raise the error of the call that contained the question."""
+        """Ask one question and return its answer.
+
+        If the call that contains the question fails, raise the call's error.
+        """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)

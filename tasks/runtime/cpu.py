@@ -1,4 +1,4 @@
-"""Measures the CPU seconds of a process and of its descendants, which an actor reports in its status."""
+"""Measures the CPU seconds that a process and its descendants use. An actor reports the CPU seconds in its status."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import psutil
 
 from rollflow.storage.run_records.usage import CpuCost
 
-LOOK_SECONDS = 10.0  # seconds between two measurements, because a measurement takes some milliseconds
+LOOK_SECONDS = 10.0  # seconds between two measurements of the CPU time, because a measurement takes some milliseconds
 
 
 def own_cost(role: str, process: psutil.Process) -> CpuCost:
-    """Measure the CPU seconds of a process without its children; raise `psutil.Error` if it has ended."""
+    """Measure the CPU seconds of a process without its children. Raise `psutil.Error` if the process has ended."""
     used = process.cpu_times()
     return CpuCost(role, _name(process), round(used.user + used.system, 2))
 
 
 def below_cost(role: str, process: psutil.Process) -> CpuCost:
-    """Measure the CPU seconds of all descendants of a process, both living and ended."""
+    """Measure the CPU seconds of all descendants of a process, including descendants that have ended."""
     ended = process.cpu_times()
     seconds = ended.children_user + ended.children_system
     for child in process.children(recursive=True):
@@ -36,9 +36,7 @@ def _name(process: psutil.Process) -> str:
 
 
 class CpuClock:
-    """Measures the CPU seconds of this process, for the role `role`, and of its descendants, for the role `below` if
-    given.
-    """
+    """Measures the CPU seconds of this process (as `role`) and of its descendants (as `below`)."""
 
     def __init__(self, role: str, below: str = "") -> None:
         self._role, self._below = role, below
@@ -46,7 +44,10 @@ class CpuClock:
         self._costs: list[CpuCost] = []
 
     def read(self) -> list[CpuCost]:
-        """Return the last measurement; first measure again if `LOOK_SECONDS` have passed."""
+        """Return the newest measurement of the CPU seconds.
+
+        Measure again if the newest measurement is older than `LOOK_SECONDS`.
+        """
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked, me = time.monotonic(), psutil.Process()
             self._costs = [own_cost(self._role, me)]

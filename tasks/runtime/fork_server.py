@@ -1,12 +1,12 @@
-"""Starts a fork server for `multiprocessing` as a copy of this process, so that nothing is imported a second time.
+"""Starts a fork server for `multiprocessing` as a copy of this process, so that no module is imported a second time.
 
 The fork server ends with the process that started it, even if that process is killed. If the fork server dies,
-`multiprocessing` starts another one: a new interpreter that imports the modules in `otherwise`. The processes of the
-new fork server start more slowly, but compute the same results.
+`multiprocessing` starts another fork server: a new interpreter that imports the modules in `otherwise`. The processes
+of the new fork server start more slowly, but compute the same results.
 
-Start the fork server right after the imports, before the process starts threads. If a thread holds a lock at the fork,
-the forked copy may wait for this lock forever. The threads that OpenBLAS and jemalloc start during their import handle
-a fork themselves.
+Start the fork server right after the imports, before the process starts threads. If a thread holds a lock while the
+process is forked, the forked copy may wait for this lock forever. The threads that OpenBLAS and jemalloc start during
+their import handle a fork themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 _server: Any = forkserver._forkserver
 PR_SET_NAME = 15  # number of the prctl(2) option that sets the name of a process
-# index of the command line's begin and end addresses in /proc/self/stat, counted from the field after the name
+# index, in /proc/self/stat without the process's name, of the begin and end addresses of the command line
 ARGUMENTS = 45
 
 
@@ -33,8 +33,8 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
     """Start the fork server.
 
     Args:
-        otherwise: the modules to import if `multiprocessing` must start another fork server.
-        shown_as: the server's command line; by default the command line of this process.
+        otherwise: these modules are imported if `multiprocessing` must start another fork server.
+        shown_as: this is the fork server's command line; by default the command line of this process.
 
     Raises:
         RuntimeError: there is a fork server already, or this process has started threads.
@@ -43,7 +43,8 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         raise RuntimeError("start the fork server once, before this process starts a thread")
     forkserver.set_forkserver_preload(list(otherwise))
     gc.collect()
-    gc.freeze()  # without this call, the garbage collector would write to shared memory, and so copy it
+    # without this call, the garbage collector would write to memory that is shared with the fork, and so copy it
+    gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         listener.bind(address)
@@ -75,11 +76,10 @@ def leave_alive_to_owner() -> None:
 
 
 def be_named(*line: str) -> None:
-    """Set the name (at most 15 bytes) of this forked process, and its command line if the new one is shorter than the
-    old one.
+    """Set the name (at most 15 bytes) of this forked process, and its command line if there is room for the new one.
 
-    The package setproctitle cannot be used, because it does nothing if the first environment variable was changed since
-    the process started.
+    The package setproctitle cannot be used: it does nothing if the first environment variable was changed since the
+    process started.
     """
     if sys.platform.startswith("linux"):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -1,8 +1,8 @@
-"""Tunes Python's garbage collector for the actors that handle every response.
+"""Tunes Python's garbage collector for Ray actors that handle every response.
 
 The garbage collector runs after a certain number of allocations, and each new coroutine is an allocation. With Python's
-default settings the collector takes a third of the scheduler's time. The collector spends almost all of its time on
-imported modules and on requests in flight, where it finds no garbage.
+default settings, the garbage collector takes a third of the rollout scheduler's time. The garbage collector spends
+almost all of its time on imported modules and on running requests, where it finds no garbage.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG = 50_000  # net allocations between two collections of the youngest generation; Python's default is 700
-OLDER = 20  # number of collections of a generation for each collection of the next older generation
+OLDER = 20  # number of collections of a generation of objects for each collection of the next older generation
 
 
 def spare_collector() -> None:
-    """Make the garbage collector run less often and ignore all present objects; call this after all imports."""
+    """Make the garbage collector run less often and ignore all present objects.
+
+    Call this function after all imports.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, OLDER, OLDER)
@@ -24,7 +27,7 @@ def spare_collector() -> None:
 
 @contextmanager
 def pause_collector() -> Iterator[None]:
-    """Pause the collector in the block, which imports modules: modules stay in memory and are no garbage."""
+    """Pause the garbage collector while a block imports modules, which are no garbage."""
     gc.disable()
     try:
         yield

@@ -1,12 +1,12 @@
-"""Imports user-defined parts by their import path, such as "my_package.rewards:score".
+"""Imports user-defined parts of a run, such as a scorer, by import path ("my_package.rewards:score").
 
 A run records import paths in its config, and the run's processes read these paths from storage. An import path may name
-only two things: a function annotated to return the expected type, or a class derived from the part's contract. No other
-function of an installed package can be called by writing its name into a config. A function that returns plain numbers
-is accepted as a scorer if its arguments have a scorer's names.
+only a function annotated to return the expected type, or a class derived from the expected base class. A config cannot
+call any other function of an installed package. A function that returns plain numbers is accepted as a scorer if its
+arguments have a scorer's names.
 
-Every process of a run imports the parts that it needs. On every node of the cluster, the package of a part must be
-installed, or its folder must be in PYTHONPATH.
+Every process of a run imports the user-defined parts that the process needs. On every node of the cluster, the package
+of a part must be installed, or the folder of the package must be in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 def imported_function(
     key: str, part: Imported, returns: type, accepts: Callable[[FunctionType, Any], bool] | None = None
 ) -> FunctionType:
-    """Import the function that `part` names; `key` is the part's section of the config.
+    """Import the user-defined function that `part` names. `key` is the part's section of the config.
 
     Args:
-        returns: the type that the function is annotated to return.
-        accepts: returns whether a function with a return annotation is accepted; by default the annotation must be
+        returns: the function must be annotated to return this type.
+        accepts: this function decides whether a return annotation is accepted; by default the annotation must be
             `returns`.
 
     Raises:
@@ -54,7 +54,7 @@ def imported_function(
 
 
 def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
-    """Import the class that `part` names; `key` is the part's section of the config.
+    """Import the user-defined class that `part` names. `key` is the part's section of the config.
 
     Raises:
         ConfigError: there is no such class, or the class does not derive from `contract`.
@@ -70,9 +70,9 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
 
 
 def imported_object(key: str, part: Imported, contract: type[T], *, optional: str = "", **arguments: object) -> T:
-    """Create an object of the class that `part` names, from these arguments and the part's options.
+    """Create an object of the user-defined class that `part` names, from `arguments` and the part's options.
 
-    The class need not define the method that `optional` names.
+    The user-defined class need not define the method that `optional` names.
 
     Raises:
         ConfigError: there is no such class, the class rejects the options, or it lacks another method of `contract`.
@@ -91,7 +91,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
 
 
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
-    """Check that a method exists and takes the promised arguments, because otherwise every response would fail."""
+    """Check that a user-defined class has a method with the right arguments. Without it, every response would fail."""
     name = promised.__name__
     method = getattr(own, name)
     if getattr(method, "__func__", None) is promised:
@@ -108,7 +108,7 @@ def _check_method(key: str, part: Imported, own: object, promised: FunctionType)
 
 
 def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
-    """Call `make`; raise every error of `make`, such as one about wrong options, as a `ConfigError`."""
+    """Call `make`, which creates a user-defined part. Raise any error of `make` as a `ConfigError`."""
     try:
         return make()
     except ConfigError:
@@ -119,7 +119,7 @@ def build_part(key: str, part: Imported, make: Callable[[], T]) -> T:
 
 
 def code_of(key: str, part: Imported) -> str:
-    """Return the SHA-256 of the source file that defines the part; "" if there is no source file."""
+    """Return the SHA-256 of the source file of a user-defined part, or "" if there is no source file."""
     try:
         return sha256(Path(inspect.getsourcefile(_find_attribute(key, part)) or "").read_bytes()).hexdigest()
     except (OSError, TypeError):  # the part was created by a program, or is in an archive
@@ -135,7 +135,8 @@ def _find_attribute(key: str, part: Imported) -> Any:
         raise _build_error(
             key, part, f"the module {module} has no {name}; name something that the module has"
         ) from None
-    except (Exception, SystemExit) as error:  # computing an attribute of the module may fail
+    # any error is possible here, because the module may compute its attributes
+    except (Exception, SystemExit) as error:
         raise _build_error(key, part, f"the module failed with {_describe_error(error)}; correct the module") from error
 
 
@@ -158,9 +159,10 @@ def _import_module(key: str, part: Imported, name: str) -> ModuleType:
 
 
 def _check_place(key: str, part: Imported, module: ModuleType) -> None:
-    """Reject a module found by a relative entry of PYTHONPATH.
+    """Reject a user-defined module that was found by a relative path in PYTHONPATH.
 
-    Other processes of the run would not find the module, because each process has its own working directory.
+    Other processes of the run would not find a module by a relative path, because each process has its own working
+    directory.
     """
     file = Path(getattr(module, "__file__", None) or os.devnull)
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -176,7 +178,7 @@ def _check_place(key: str, part: Imported, module: ModuleType) -> None:
 
 
 def read_return_type(function: Callable[..., Any]) -> Any:
-    """Return the return annotation of a function; None if there is no annotation, or if it cannot be evaluated."""
+    """Return a function's return annotation, or None if there is no annotation or it cannot be evaluated."""
     try:
         return typing.get_type_hints(function).get("return")
     except Exception:  # noqa: BLE001 - only a type checker can read these annotations

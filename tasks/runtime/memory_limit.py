@@ -1,4 +1,4 @@
-"""Limits the memory of a process, so that one odd value cannot take the memory of all processes of a machine."""
+"""Limits the memory of a process, so that one process cannot use up the memory of the machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ PAGE = resource.getpagesize()
 
 
 def limit_memory(more: int) -> None:
-    """Limit the address space of this process to its present size and `more` bytes; beyond it Python raises
-    `MemoryError`.
+    """Limit the address space of this process to its present size plus `more` bytes.
+
+    Beyond the limit, Python raises `MemoryError`.
     """
     size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -1,4 +1,4 @@
-"""Measures the share of time in which a stage was busy."""
+"""Measures the share of time in which a stage of the run was busy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class BusyMeter:
-    """Adds up the busy time since the first call of `begin` or `busy`. Another thread may read the result."""
+    """Adds up the busy time since the first call of `begin` or `busy`. Another thread may call `idle_share`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -16,13 +16,13 @@ class BusyMeter:
         self._since: float | None = None
 
     def begin(self) -> None:
-        """Begin to measure, unless an earlier call has begun."""
+        """Begin to measure, unless the measurement has already begun."""
         if self._began is None:
             self._began = time.monotonic()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count the time of the block as busy."""
+        """Count the time in which a `with` block runs as busy."""
         self.begin()
         self._since = time.monotonic()
         try:
@@ -32,7 +32,7 @@ class BusyMeter:
             self._since = None
 
     def idle_share(self) -> float:
-        """Return the share of the time since `begin` that was not busy; 0 before `begin`."""
+        """Return the share of the time since `begin` that was not busy. Before `begin`, the share is 0."""
         if self._began is None:
             return 0.0
         now, since = time.monotonic(), self._since

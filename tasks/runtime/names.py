@@ -1,8 +1,8 @@
-"""Checks the names that users give to runs and recipes, because names become parts of paths, addresses and queries.
+"""Checks the names that users give to runs and recipes (config files), because names become parts of paths.
 
 A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space. A path that ends with a
-run id cannot lead out of its folder. A run id from a user is checked by `run_id`, or by the types in a Prefect
-deployment's form. This module imports only pydantic.
+run id cannot lead out of its folder. A run id that a user enters is checked by `run_id`, or by the types in the form of
+a Prefect deployment. The module `names` imports no third-party package except pydantic.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pydantic import StringConstraints, WithJsonSchema
 from rollflow.storage.errors import ConfigError
 
 LONGEST = 100
-LONGEST_RECIPE = LONGEST - 20  # a run id is a recipe's name, followed by the time or by the end of a flow run's id
+# a run id is a recipe's name, followed by the time or by the end of a Prefect flow run's id
+LONGEST_RECIPE = LONGEST - 20
 _RUN_ID = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST - 1}}}"
 _RECIPE = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RECIPE - 1}}}"
 _PLACE = rf"(.*/)?{_RUN_ID}/*"
 
 
 def _build_schema(pattern: str) -> Any:
-    # The form checks the pattern with Python's `$`, which alone would allow a newline at the end.
+    # Prefect's form checks the pattern with Python's `$`, which alone would allow a newline at the end.
     return WithJsonSchema({"type": "string", "pattern": f"^{pattern}$(?!\\n)"})
 
 
@@ -34,8 +35,9 @@ RunPlace = Annotated[
 
 
 def is_number(text: str) -> bool:
-    """Return whether the text has the form of a version (`7`) or a trajectory (`12.0.3`). No new run gets an id of this
-    form, because a command could not tell the id from a version.
+    """Return whether a text has the form of a policy version (`7`) or a trajectory (`12.0.3`).
+
+    No new run gets an id of the form of a number, because a command could not tell the run id from a policy version.
     """
     return re.fullmatch(r"[0-9]+(\.[0-9]+){0,2}", text) is not None
 
@@ -44,7 +46,7 @@ def run_id(text: str, key: str) -> str:
     """Check that `text` is a run id, and return it.
 
     Raises:
-        ConfigError: `text` is not a run id; the error names `key` as the origin of the text.
+        ConfigError: `text` is not a run id. The error's message names `key` as the source of the text.
     """
     if re.fullmatch(_RUN_ID, text) is None:
         shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -1,4 +1,4 @@
-"""Finds this node's folder for fetched files, and this node's network interfaces."""
+"""Finds the folder in which this cluster node keeps fetched files, and this node's network interfaces."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rollflow.storage.errors import ConfigError
 
 
 def node_cache() -> Path:
-    """Return the folder in which this node keeps fetched files.
+    """Return the folder in which this cluster node keeps files fetched from storage.
 
     Raises:
-        ConfigError: no folder can be used.
+        ConfigError: there is no folder that this process can write.
     """
     return cache_in(_find_home())
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the network interface that has the address; None if no interface has it."""
+    """Return the name of the network interface that has this address, or None if no interface has the address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
             return str(name)
@@ -31,7 +31,7 @@ def find_interface(address: str) -> str | None:
 
 
 def cache_in(home: Path) -> Path:
-    """Return the folder for this node's fetched files below `home`, which several nodes may share."""
+    """Return this node's own folder for fetched files below `home`, a folder that several nodes may share."""
     return home / "fetched" / (platform.node() or "node")
 
 
@@ -44,7 +44,7 @@ def _find_home() -> Path:
 
 
 def _create_writable(folder: Path) -> bool:
-    """Create the folder if it does not exist; return whether this process may write into it."""
+    """Create a folder if it does not exist. Return whether this process may write into the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -53,9 +53,9 @@ def _create_writable(folder: Path) -> bool:
 
 
 def _create_temporary() -> Path:
-    """Return a temporary folder, after checking that no other user created it or may write to it.
+    """Return a temporary folder, after checking that no other user created the folder or may write into it.
 
-    The check is necessary because the folder's name can be guessed.
+    The owner of the temporary folder is checked because another user could guess the folder's name.
     """
     folder = Path(tempfile.gettempdir(), f"rollflow-{os.getuid()}")
     try:

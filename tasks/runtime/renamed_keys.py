@@ -1,4 +1,4 @@
-"""Maps the earlier names of config keys and values to their present names, and lists removed keys.
+"""Maps old names of config keys and values to their present names, and lists removed keys.
 
     a stored config    -->  `Renames.apply`     read as if it had been recorded with today's names
     a new recipe       -->  `Renames.refusals`  refused, with today's name
@@ -20,10 +20,12 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """A table of renamed keys. `keys` maps a key's earlier name, dotted, to the key's present name in the same section.
+    """A table of renamed config keys and values.
 
-    `values` maps the present name of a key to a map from the key's earlier values to their present names. The keys in
-    `removed` no longer have an effect.
+    `keys` maps the old dotted name of a key to its present name in the same section.
+
+    `values` maps the present name of a config key to a map from the key's old values to its present values. `removed`
+    has the config keys that no longer have an effect.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -31,9 +33,9 @@ class Renames:
     removed: frozenset[str] = frozenset()
 
     def apply(self, tree: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a stored config with present names.
+        """Return a stored config with old names of keys and values replaced by present names.
 
-        If a section has a key under both its earlier and its present name, the earlier name stays.
+        If a config section has both the old and the present name of a key, the old name stays.
         """
         renamed: dict[str, Any] = {}
         for name, value in tree.items():
@@ -46,7 +48,7 @@ class Renames:
         return renamed
 
     def undo(self, tree: Tree, stored: Tree, prefix: str = "") -> dict[str, Any]:
-        """Return a config in which each key has its earlier name if `stored` has the key under that name."""
+        """Return a config in which each key has its old name if the stored config `stored` uses the old name."""
         earlier = {
             today: name for key, today in self.keys.items() for name in [_name_in(key, prefix)] if name in stored
         }
@@ -60,9 +62,9 @@ class Renames:
         return undone
 
     def change(self, key: str, value: object) -> tuple[str, object]:
-        """Return the present names of a dotted key and of its value, which come from a log entry.
+        """Return the present names of a dotted config key and of its value, which were read from a log entry.
 
-        A removed key and its value are returned unchanged.
+        If the config key was removed, the key and its value are returned unchanged.
         """
         if key in self.removed:
             return key, value
@@ -77,7 +79,7 @@ class Renames:
         return ".".join(today), rest
 
     def refusals(self, tree: object, prefix: str = "") -> Iterator[tuple[str, object, str]]:
-        """Yield each key of a new config with an earlier name or value: the key, its value, and the fix."""
+        """Yield each key of a new config that has an old name or value, with the value and advice for the user."""
         for name, value in tree.items() if isinstance(tree, Mapping) else ():
             key = f"{prefix}{name}"
             if key in self.removed:
@@ -93,7 +95,7 @@ class Renames:
 
 
 def _name_in(key: str, prefix: str) -> str:
-    """Return the last part of a dotted key if the key is directly below `prefix`, else ""."""
+    """Return the last part of a dotted config key if the key is directly below `prefix`, else ""."""
     section, dot, name = key.rpartition(".")
     return name if section + dot == prefix else ""
 

@@ -1,4 +1,7 @@
-"""Defines base classes and checks for the sections of the config tree. This module imports only pydantic."""
+"""Defines base classes and checks for the sections of the config tree.
+
+The module `sections` imports no third-party package except pydantic.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +17,39 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from rollflow.tasks.runtime.renamed_keys import Renames
 
 LARGEST = 2**63 - 1
-# largest number of seconds in a config, about thirty years; Ray and threads cannot wait for some hundred years
+# largest number of seconds in a config, about thirty years, because Ray and threads cannot wait for centuries
 LONGEST_SECONDS = 1e9
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Section(BaseModel):
-    """A frozen section of the config tree; unknown keys are rejected."""
+    """Base class of a section of the config. A section is immutable and rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     keys_page: ClassVar[str] = "`rollflow keys`"  # the command that lists all keys of the file
-    fixed: ClassVar[Mapping[str, str]] = {}  # key that a recorded run must not change -> reason (`config_changes`)
-    renames: ClassVar[Renames] = Renames()  # earlier names of keys and values in the section
+    # config key that must not change once the run exists -> reason (see `config_changes`)
+    fixed: ClassVar[Mapping[str, str]] = {}
+    renames: ClassVar[Renames] = Renames()  # old names of keys and values in the section
 
     @model_validator(mode="before")
     @classmethod
     def _with_new_names(cls, tree: Any) -> Any:
-        """Refuse earlier names of keys and values."""
+        """Reject old names of config keys and values."""
         refuse_all(refusal(*renamed) for renamed in cls.renames.refusals(tree))
         return tree
 
     @model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, tree: Any) -> Any:
-        """Add the default kind to each subsection without a kind."""
+        """Add the default kind to each config subsection that names no kind."""
         return with_kinds(cls, tree)
 
 
 def with_kinds(section: type[Section], tree: Any) -> Any:
-    """Return a section's tree, with the default kind added to each subsection without a kind.
+    """Return a config section with the default kind added to each subsection that names no kind.
 
-    The values true and false are rejected where a number is expected.
+    `with_kinds` rejects the values true and false where a number is expected.
     """
     if not isinstance(tree, Mapping):
         return tree
@@ -55,7 +59,7 @@ def with_kinds(section: type[Section], tree: Any) -> Any:
 
 
 def _reject_bool(name: str, given: Any, info: FieldInfo | None) -> None:
-    """Reject true and false where a number is expected, because pydantic would convert them to 1 and 0."""
+    """Reject true and false where the config expects a number, because pydantic would convert them to 1 and 0."""
     if info is None or not _contains_bool(given):
         return
     kinds = _list_types(info.annotation)
@@ -70,19 +74,25 @@ def _contains_bool(given: Any) -> bool:
 
 
 def _list_types(annotation: Any) -> list[Any]:
-    """List all types in an annotation."""
+    """List all types that occur in a type annotation."""
     return [annotation, *(kind for part in get_args(annotation) for kind in _list_types(part))]
 
 
 def _add_default_kind(given: Any, info: FieldInfo | None) -> Any:
-    """Return a field's value, with the default kind if the field is a union and no kind is given."""
+    """Return the value of a config field.
+
+    If the field is a union of kinds and no kind is given, add the default kind.
+    """
     if info is None or not isinstance(info.discriminator, str) or not isinstance(given, Mapping):
         return given
     return {info.discriminator: getattr(info.default, info.discriminator), **given}
 
 
 class Imported(Section):
-    """A user-defined part, given by its import path. See `tasks/runtime/imports.py` for what may be imported."""
+    """Config of a user-defined part, which is named by an import path.
+
+    The module `tasks/runtime/imports.py` describes what an import path may name.
+    """
 
     fixed: ClassVar[Mapping[str, str]] = {"path": "the run's start recorded the hash of this file"}
 
@@ -95,23 +105,23 @@ class Imported(Section):
 
 
 def refusal(key: str, value: object, cure: str) -> PydanticCustomError:
-    """Build the error that tells the user the key, the key's value, and what to do."""
+    """Build the error that tells the user a config key, the key's value, and what to do."""
     return PydanticCustomError("rollflow", "{key} = {value}: {cure}", {"key": key, "value": repr(value), "cure": cure})
 
 
 def refuse(key: str, value: object, cure: str) -> NoReturn:
-    """Raise the error for one wrong value; a validator calls this function."""
+    """Raise the error for one wrong value in a config. Validators call this function."""
     raise refusal(key, value, cure)
 
 
 def refuse_all(refusals: Iterable[PydanticCustomError]) -> None:
-    """Raise one error that reports several wrong values together; a validator calls this function."""
+    """Raise a single error that reports several wrong values in a config. Validators call this function."""
     if found := [InitErrorDetails(type=one, input=None) for one in refusals]:
         raise ValidationError.from_exception_data(title="", line_errors=found)
 
 
 def check_storable(value: object, key: str = "") -> None:
-    """Reject values that JSON cannot hold, because a config is stored as JSON and is a parameter of flows."""
+    """Reject config values that JSON cannot represent, because a config is stored as JSON."""
     if isinstance(value, Mapping):
         for name, one in value.items():
             check_storable(one, f"{key}.{name}".lstrip("."))

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of a run, from each prompt to the policy version that was trained on it.
+"""Records OpenTelemetry spans of a run, from each prompt to the policy version that was trained on the prompt.
 
-Spans are recorded only if `tracking.spans` names a collector. There is one trace for each dispatch of a prompt, and one
-trace for each policy version.
+Spans are recorded only if the config key `tracking.spans` names a collector. There is one trace for each time that a
+prompt is sent to the engines, and one trace for each policy version.
 
     prompt 17.0   |--------------------------------------------|           from its dispatch to its fate
       generate    |-----------|                                            one for each response that is kept
@@ -32,14 +32,14 @@ from rollflow.storage.records import GroupKey
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-EXPORT_SECONDS = 5.0  # longest time of one request to the collector, retries included
+EXPORT_SECONDS = 5.0  # longest time, in seconds, of one request to the collector, including retries
 FLUSH_SECONDS = 10.0
 
 Attribute = str | int | float | bool
 
 
 class Spans:
-    """Records the spans of one process of a run; without a provider, no span is recorded."""
+    """Records the OpenTelemetry spans of one process of a run. Without a provider, no span is recorded."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Spans:
         """Store the arguments.
 
         Args:
-            run: a text that no other run has; the ids of all traces are derived from this text.
-            share: the share of the prompts whose spans are recorded, 0 to 1.
-            clock: returns the seconds since the epoch.
+            run: this text identifies the run. The ids of all traces are derived from this text.
+            share: the spans of this share of the prompts (0 to 1) are recorded.
+            clock: this function returns the seconds since the epoch.
         """
         self._run, self._provider, self._share, self._clock = run, provider, share, clock
         self._recording = threading.Lock()
@@ -64,7 +64,7 @@ class Spans:
         return self._provider is not None
 
     def record_prompt(self, key: GroupKey, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
-        """Record a span of a dispatch, as `record_version` does; the span is the root span if `name` is "prompt"."""
+        """Record a span in the trace of a prompt. The span is the trace's root span if `name` is "prompt"."""
         if self._provider is not None:
             ids = _ids(self._run, f"prompt {key.prompt}.{key.attempt}")
             if ids[0] % 2**64 < self._share * 2**64:
@@ -72,9 +72,10 @@ class Spans:
                 self._record(self._provider, ids, name, name == "prompt", seconds, ago, more)
 
     def record_version(self, version: int, name: str, seconds: float, ago: float = 0.0, **more: Attribute) -> None:
-        """Record a span of a policy version; the span is the root span if `name` is "version".
+        """Record a span in the trace of a policy version. The span is the trace's root span if `name` is "version".
 
-        The span lasted `seconds` and ended `ago` seconds before now. `more` are further attributes of the span.
+        The recorded span lasted `seconds` and ended `ago` seconds before now. `more` holds further attributes of the
+        span.
         """
         if self._provider is not None:
             ids = _ids(self._run, f"version {version}")
@@ -107,19 +108,21 @@ class Spans:
         span.end(ended)
 
     def flush(self) -> None:
-        """Send the recorded spans; give up after `FLUSH_SECONDS`."""
+        """Send the recorded spans to the collector. Give up after `FLUSH_SECONDS`."""
         if self._provider is not None:
-            # A separate thread is necessary, because the SDK's time limit does not bound a collector that is silent.
+            # A separate thread is necessary, because OpenTelemetry's time limit does not apply while a collector is
+            # silent.
             flushing = threading.Thread(target=self._provider.force_flush, name="spans", daemon=True)
             flushing.start()
             flushing.join(FLUSH_SECONDS)
 
 
 def open_spans(collector: str | None, share: float, run: str, run_id: str, role: str) -> Spans:
-    """Open the spans of one process of a run; without a collector, no span is recorded.
+    """Create the `Spans` object of one process of a run. Without a collector, no span is recorded.
 
     `collector` is the address of an OTLP receiver over HTTP (`http://host:4318`). `share` is the share of the prompts
-    that are recorded; every process records the same prompts. `run` is the run's key, and `role` names the process.
+    (0 to 1) whose spans are recorded. Every process records the same prompts. `run` identifies the run, and `role` is
+    the name of the process.
     """
     if collector is None:
         return Spans()
@@ -133,35 +136,35 @@ def open_spans(collector: str | None, share: float, run: str, run_id: str, role:
 
 
 def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
-    """Build a provider that gives reserved ids to root spans."""
+    """Create an OpenTelemetry provider that gives reserved ids to root spans."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class ReservedIds(RandomIdGenerator):
-        """Generates random ids, except for a root span whose ids were reserved."""
+        """Generates random ids for spans, but gives reserved ids to the next root span."""
 
         reserved: tuple[int, int] | None = None
 
         def reserve(self, trace_id: int, span_id: int) -> None:
-            """Give these ids to the next root span."""
+            """Reserve these ids for the next root span."""
             self.reserved = trace_id, span_id
 
         def generate_trace_id(self) -> int:
-            """Return the reserved trace id, if there is one."""
+            """Return the reserved trace id, or a random one if no trace id is reserved."""
             return self.reserved[0] if self.reserved else super().generate_trace_id()
 
         def generate_span_id(self) -> int:
-            """Return the reserved span id, once."""
+            """Return the reserved span id the first time, and random ids afterwards."""
             reserved, self.reserved = self.reserved, None
             return reserved[1] if reserved else super().generate_span_id()
 
-    return TracerProvider(  # a process that ends must not wait for the collector
+    return TracerProvider(  # a process that ends must not wait for the collector of spans
         resource=Resource.create(attributes), id_generator=ReservedIds(), shutdown_on_exit=False
     )
 
 
 def _ids(run: str, trace: str) -> tuple[int, int]:
-    """Derive the ids of a trace and of its root span."""
+    """Derive the id of a trace and the id of the trace's root span from a text."""
     digest = hashlib.blake2b(f"{run}\n{trace}".encode(), digest_size=24).digest()
     return int.from_bytes(digest[:16], "big") or 1, int.from_bytes(digest[16:], "big") or 1
