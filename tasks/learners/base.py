@@ -65,7 +65,8 @@ class LearnerStart:
 
 
 class Learner(Protocol):
-    """The interface of all learners. A learner trains one policy. The module's docstring lists the guarantees."""
+    """The interface of all learners. A learner trains one policy. The module's docstring lists the guarantees of a
+    learner."""
 
     @property
     def model(self) -> Any:

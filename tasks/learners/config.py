@@ -265,8 +265,8 @@ class DeepSpeedTrain(TrainBase):
 
 
 def with_ranks(train: TrainConfig, ranks: int) -> TrainConfig:
-    """Return a configuration for the same training by `ranks` processes on one machine. For one rank the result is the
-    torch learner without sharding."""
+    """Return a configuration for the same training by `ranks` processes on one machine. If `ranks` is 1, the result is
+    the configuration of the torch learner without sharding."""
     given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)

@@ -2,9 +2,10 @@
 
 In shapes, M is the number of tokens of a micro-batch. All metrics are computed over the tokens that contribute to the
 gradient, and each token counts once. A token's age is the number of the policy version being trained, minus the number
-of the policy version that sampled the token. The age `OLDEST` includes all older tokens. If a metric covers tokens of
-one age only, the metric's name ends in `_age_<age>`. Every other metric covers tokens of all ages. The importance ratio
-of a token is pi/mu, the token's probability under the trained policy divided by its probability when it was sampled.
+of the policy version that sampled the token. The age `OLDEST` also stands for all higher ages. If a metric covers
+tokens of one age only, the metric's name ends in `_age_<age>`. A metric without `_age_` in its name covers tokens of
+all ages. The importance ratio of a token is pi/mu, the token's probability under the trained policy divided by its
+probability when it was sampled.
 
 - `ratio_mean`, `ratio_max`, `ratio_p1` and `ratio_p99` are the mean, the maximum and two percentiles of the importance
   ratio. The ratio is 1 for tokens that an exact inference engine sampled from the newest policy version.
@@ -104,7 +105,7 @@ class Diagnostics:
 
 
 def _flatten(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Join arrays side by side and flatten them."""
+    """Join arrays along their last axis, and flatten the result."""
     return np.concatenate(parts, axis=-1).ravel() if parts else np.zeros(0)
 
 

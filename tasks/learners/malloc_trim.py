@@ -15,8 +15,8 @@ MANY = 2**28  # size of weights, in bytes, from which returning freed memory is 
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:
-    """Return freed memory to the operating system if the model's weights are large. After this call, the next train
-    step has some additional page faults."""
+    """Return freed memory to the operating system if the model's weights are large. After freed memory was returned,
+    the next train step has some additional page faults."""
     if sum(tensor.nbytes for tensor in weights if tensor.device.type == "cpu") >= MANY:
         give_back_all()
 

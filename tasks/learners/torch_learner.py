@@ -2,10 +2,10 @@
 
     batch --> values known before the first update (`PreUpdate`) --> (update of the policy, update of the critic)*
 
-One version takes `minibatches` updates, each over a share of the groups. A minibatch's gradient is summed over
-micro-batches of padded rows. The loss weights are computed over the whole minibatch, so splitting a minibatch into
-micro-batches changes only the rounding. Rows with advantage zero have a gradient of exactly zero and are skipped,
-unless the objective needs every row.
+A policy version takes `minibatches` updates, each on a share of the groups of responses. A minibatch's gradient is
+summed over micro-batches of padded rows. The weights of token losses are computed over the whole minibatch, so
+splitting a minibatch into micro-batches changes only rounding. Rows with advantage zero have a gradient of exactly zero
+and are skipped, unless the objective needs every row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The updates that make a new policy version. Each update takes an optimizer step of the policy on a minibatch, then an
 optimizer step of the critic if there is one.
 
-Shapes: R rows, B tokens with loss mask 1 in the batch, M such tokens in a part of a micro-batch, hidden size H.
+In shapes, R is the number of rows, B the number of tokens with loss mask 1 in the batch, M the number of such tokens in
+a part of a micro-batch, and H the hidden size.
 """
 
 from __future__ import annotations

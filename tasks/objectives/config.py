@@ -207,7 +207,8 @@ class PartsObjective(ObjectiveBase):
     @model_validator(mode="wrap")
     @classmethod
     def _with_kinds(cls, tree: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in the preset's parts that the recipe leaves out. These parts do not count as set by the user."""
+        """Fill in the preset's parts that the recipe leaves out. Parts that are filled in do not count as set by the
+        user."""
         preset = PRESETS.get(str(tree.get("kind", "grpo"))) if isinstance(tree, Mapping) else None
         if preset is None:
             return made(tree)
@@ -246,8 +247,8 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objective parts of the recipe into those of the preset, key by key. If a part in the recipe has another
-    `kind` than the preset's part, it replaces the preset's whole part."""
+    """Merge the objective parts of the recipe into those of the preset, key by key. A part in the recipe that has
+    another `kind` than the preset's part replaces the preset's whole part."""
     found = dict(preset)
     for name, value in given.items():
         own = found.get(name)
@@ -300,7 +301,8 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings that would not train what they say. Call this function only for new runs."""
+    """Reject settings of an objective that would train something other than they say. Call this function only for new
+    runs."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
         _check_k1(objective.penalties)

@@ -29,7 +29,8 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the advantage and the return of each token in float64. The returns are the critic's targets.
+    """Return the advantage and the return of each token in float64. The returns of the tokens are the critic's training
+    targets.
 
     The advantage at token t is A_t = d_t + gamma lambda A_t+1, where d_t = r_t + gamma V_t+1 - V_t, r_t is the token's
     reward and V_t the critic's value. The return at token t is A_t + V_t, where A_t is the advantage before whitening

@@ -36,16 +36,16 @@ class MicroBatch:
 
     @property
     def seen(self) -> Tensor | None:
-        """The attention mask, of shape (L, 1, T, T). An element is True if the token of the third axis attends to the
-        token of the last axis.
+        """The attention mask, of shape (L, 1, T, T). An element of the mask is True if the token of the third axis
+        attends to the token of the last axis.
 
         The attention mask is None if no row shares a prompt.
         """
         return None if self.part is None else build_mask(self.part)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the decoder's arguments, except `use_cache`, on `device`. The method may return before the copies to
-        the device are complete."""
+        """Return the decoder's arguments, except `use_cache`, on `device`. The method `inputs` may return before the
+        copies to the device are complete."""
         found = {"input_ids": self.tokens.to(device, non_blocking=True)}
         if self.positions is None or self.part is None:
             return found
@@ -57,8 +57,8 @@ class MicroBatch:
 
 
 def build_mask(part: Tensor) -> Tensor:
-    """Return the attention mask, of shape (L, 1, T, T). An element is True if the token of the third axis attends to
-    the token of the last axis.
+    """Return the attention mask, of shape (L, 1, T, T). An element of the mask is True if the token of the third axis
+    attends to the token of the last axis.
 
     Padding attends to padding, because a softmax over no token would give NaN.
     """
@@ -74,8 +74,8 @@ def micro_batches(
     width: int | None = None,
     own: Callable[[list[PackedSequence]], list[PackedSequence]] = list,
 ) -> Iterator[MicroBatch]:
-    """Split rows of the batch, longest first, into padded micro-batches of at most `micro_tokens` tokens. A line with
-    more tokens is a micro-batch of its own.
+    """Split rows of the batch, longest first, into padded micro-batches of at most `micro_tokens` tokens. A line
+    (packed sequence) with more than `micro_tokens` tokens is a micro-batch of its own.
 
     `width` is the width (hidden size) of the model's layers, or None if the model cannot share prompts. If `width` is
     given, responses of a group share one copy of their prompt where sharing saves work (see `shared_prefix.py`). The

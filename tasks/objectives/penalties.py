@@ -1,5 +1,5 @@
-"""KL penalties per token, which are added to the loss or subtracted from the reward. A penalty does not depend on the
-token's advantage. Shapes: M tokens."""
+"""KL penalties per token, which are added to the loss or subtracted from the reward. A KL penalty does not depend on
+the token's advantage. Shapes: M tokens."""
 
 from __future__ import annotations
 

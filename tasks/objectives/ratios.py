@@ -1,5 +1,5 @@
 """Probability ratios of two policies over the same tokens, computed from log-probs in nats. In shapes, M is the number
-of tokens. These tokens make up whole rows (trajectories)."""
+of tokens, which make up whole rows (trajectories)."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ copy of their prompt, so that the prompt is processed only once.
     rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and its positions follow p's
             p p p b b
 
-Attention over a line is dense (T x T), so a row joins a line only if joining costs less than a separate line.
+Attention over a shared line is dense (T x T), so a row joins a line only if a separate line would cost more
+computation.
 
-Shapes: R rows, L lines, T padded tokens.
+In shapes, R is the number of rows, L the number of lines, and T the padded number of tokens of a line.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def _single_line(data: BatchRows, row: int) -> PackedSequence:
 
 
 def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
-    """Pack the rows of one group into lines, and yield the lines. A row joins the line of the previous row if the joint
-    line costs less computation than two lines."""
+    """Pack the rows of one group into lines (packed sequences), and yield the lines. A row joins the line of the
+    previous row if the joint line costs less computation than two lines."""
     prompt, line = _shared_prompt(data, rows), _single_line(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
@@ -60,9 +61,10 @@ def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iter
 
 
 def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
-    """Return True if adding the `own` tokens of a row to a line of `length` tokens costs less than a separate line.
+    """Return True if adding the `own` tokens of a row to a packed sequence of `length` tokens costs less than a
+    separate sequence.
 
-    Attention in a separate line is causal, so it costs about half as much as dense attention.
+    Attention in a separate sequence is causal, so it costs about half as much as dense attention.
     """
     joined = own * pairs + 2 * length * own + own**2
     return joined < (prompt + own) * pairs + (prompt + own) ** 2 / 2

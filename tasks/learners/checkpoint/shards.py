@@ -1,9 +1,9 @@
 """Safetensors files, written as a header and views of the tensors, so that publishing weights copies no tensor.
 
-A safetensors file holds at most `shard_bytes` bytes of tensors. A larger tensor gets a file of its own. File names are
-those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with the index
-`model.safetensors.index.json`. Equal tensors give byte-identical files. The contents of a file are views of the tensors
-on the CPU, so they are valid only until a tensor changes.
+A safetensors file holds at most `shard_bytes` bytes of tensors. A tensor larger than `shard_bytes` bytes gets a file of
+its own. File names are those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
+the index `model.safetensors.index.json`. Equal tensors give byte-identical files. The contents of a file are views of
+the tensors on the CPU, so they are valid only until a tensor changes.
 
 Safetensors files are read one after the other, and no file stays in memory after it was read.
 """
@@ -76,7 +76,8 @@ def from_files(files: Mapping[str, Data]) -> dict[str, Tensor]:
 def tensors_of(files: Files) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of safetensors files by name; raise `Corrupt` if a file is not a safetensors file.
 
-    If a file's content is one writable buffer, its tensors are views of the buffer. Other files' tensors are copies.
+    If a file's content is one writable buffer, its tensors are views of the buffer. The tensors of a file in several
+    buffers, or in a read-only buffer, are copies.
     """
     for file, data in files:
         if not file.endswith(INDEX):

@@ -1,8 +1,8 @@
 """Ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. A learner does not
-use torch's DistributedDataParallel (DDP), for three reasons. DDP averages gradients over ranks, but a learner needs
-sums, because its losses are weighted over the whole minibatch. DDP hooks into the model's forward pass, but a learner
-runs the model's decoder and head separately. DDP waits for a backward pass of every rank, but in a learner a rank may
-have no rows of the batch to train on.
+use torch's DistributedDataParallel (DDP). DDP averages gradients over ranks, but a learner needs sums, because its
+losses are weighted over the whole minibatch. DDP hooks into the model's forward pass, but a learner runs the model's
+decoder and head separately. DDP waits for a backward pass of every rank, but in a learner a rank may have no rows of
+the batch to train on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_SECONDS = 120.0  # longest time, in seconds, that started ranks wait for e
 
 
 class GlooRanks(Ranks):
-    """One of several ranks (processes) that communicate by gloo. Implements the interface `ranks.Ranks`."""
+    """One of several ranks (processes) that communicate by gloo. `GlooRanks` implements the interface `ranks.Ranks`."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class GlooRanks(Ranks):
         self._call_collective(lambda: self._receive_parts(parts))
 
     def find_late(self) -> list[int]:
-        """Return the ranks that have begun fewer collective calls than this rank. These ranks may be the cause of a
-        failure."""
+        """Return the ranks that have begun fewer collective calls than this rank. A rank that has begun fewer calls may
+        be the cause of a failure."""
         found = [rank for rank in range(self.count) if rank != self.rank and self._count_calls(rank) < self._done]
         return found or (self.beside.find_late() if self.beside else [])
 

@@ -2,8 +2,8 @@
 
     pieces --> the longest piece first, each piece to the rank that has the fewest tokens so far (LPT: Graham 1969)
 
-Every piece goes whole to one rank. The load of the fullest rank exceeds the mean load by at most one piece. The load of
-the fullest rank is at most 4/3 - 1 / (3 ranks) times that of the fullest rank in an optimal deal.
+Every piece (sequence) goes whole to one rank. The load of the fullest rank exceeds the mean load by at most one piece.
+The load of the fullest rank is at most 4/3 - 1 / (3 ranks) times the largest load in an optimal division.
 """
 
 from __future__ import annotations

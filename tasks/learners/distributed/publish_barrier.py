@@ -4,8 +4,10 @@ previous policy version is stored.
     first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
     other rank:                 reads each message, and then goes on or stops
 
-- If the first rank's `settle` raises, the step ends on all ranks (`StepStopped`), and no stored tensor has changed.
-- A slow store does not count as a hang: while the first rank waits for the store, it sends WAIT again and again.
+- If the function `settle` raises an error on the first rank, the train step ends on all ranks with `StepStopped`, and
+  no stored tensor has changed.
+- A slow object store does not count as a hang. While the first rank waits for the object store, it repeatedly sends
+  WAIT to the other ranks.
 """
 
 from __future__ import annotations

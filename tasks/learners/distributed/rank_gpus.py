@@ -1,4 +1,4 @@
-"""Assigns one GPU to each rank of a learner. A rank's process sees no other GPU.
+"""Assigns one GPU to each rank of a learner. The process of a rank sees only the rank's own GPU.
 
 In each thread of a rank, the device "cuda" means the rank's own GPU. The first rank runs in the learner's Ray actor.
 Ray assigns as many GPUs to the learner's actor as there are ranks, and the first rank uses the first of these GPUs.

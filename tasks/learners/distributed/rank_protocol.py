@@ -35,7 +35,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
-    """A command to train policy version `version` on a batch of `size` bytes. The batch follows this message."""
+    """A command to train policy version `version` on a batch of `size` bytes. The batch is sent after this message."""
 
     version: int
     size: int

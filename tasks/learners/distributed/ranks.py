@@ -33,7 +33,7 @@ GROUP_SIGNS = "gloo", "connection", "timed out"
 
 class RankLost(Exception):
     """Raised when a collective call fails because another rank ended or was late. The attribute `rank` is the number of
-    that rank, if known."""
+    the rank that ended or was late, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)

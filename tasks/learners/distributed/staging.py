@@ -3,12 +3,15 @@
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256
 
-- Any number of ranks stores the same files: the same names with the same bytes. File n is stored by rank
-  n modulo the number of ranks. The first rank stores the files that contain its random generators' states.
-- A rank holds at most `HELD` files in memory. While it holds a file larger than `shard_bytes`, it holds only that file.
-- A log entry names a file only after the rank that stored the file has reported the file's size and sha256.
-- A slow store does not count as a hang: a rank that waits for the store reports again and again that it waits. If a
-  rank reports nothing for `train.rank_seconds`, `put` raises `RankLost` with that rank.
+- The names and the contents of the files do not depend on the number of ranks. File n is stored by rank n modulo the
+  number of ranks. The first rank stores the files that contain its random generators' states.
+- A rank holds at most `HELD` files in memory. While a rank holds a file larger than `shard_bytes`, the rank holds no
+  other file.
+- The log entry of a policy version names a file only after the rank that stored the file has reported the file's size
+  and sha256.
+- A slow object store does not count as a hang. A rank that waits for the object store reports repeatedly that it is
+  waiting. If a rank reports nothing for `train.rank_seconds` seconds, `put` raises `RankLost` with the number of that
+  rank.
 """
 
 from __future__ import annotations
@@ -62,8 +65,8 @@ class Staging:
         """Make the rank to which the file is assigned store the file, and wait until the file is stored.
 
         Raises:
-            RollflowError: the object store raised this error on the file's rank. RankLost: the file's rank ended, or
-                reported nothing for `train.rank_seconds`.
+            RollflowError: the object store raised this error on the rank that stores the file.
+            RankLost: the rank that stores the file ended, or reported nothing for `train.rank_seconds` seconds.
         """
         to = self._places[file]
         with self._rooms[to].reserve(alone=self._sizes[file][0] > self._most):

@@ -3,10 +3,11 @@
 
 When a run trains its first policy version, the critic is a copy of the policy, with a new head that outputs zero. With
 the option `model = "head"`, the critic is only a head on the policy's hidden states. The critic is trained on every row
-of the batch, after the policy was updated on the same rows. Its targets are the returns that `objectives/gae.py`
-computes. The critic's weights and AdamW moments are part of the learner's state.
+of the batch, after the policy was updated on the same rows. The critic's training targets are the returns that
+`objectives/gae.py` computes. The critic's weights and AdamW moments are part of the learner's state.
 
-Shapes: M tokens with loss mask 1 in a micro-batch, B tokens with loss mask 1 in a batch, hidden size H.
+In shapes, M is the number of tokens with loss mask 1 in a micro-batch, B the number of such tokens in a batch, and H
+the hidden size.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     logits --> log-softmax, in place --> log-probs of the targets, entropies
            <-- gradient, in place    <-- gradients of both
 
-So memory holds one (M, V) tensor for M tokens, while autograd would hold four. Values and gradients equal those of
-`log_softmax`, `gather` and -sum p log p to the bit, because the same operations run on some rows at a time.
+Memory holds only one tensor of shape (M, V), while autograd would hold four. Values and gradients are bit-identical to
+those of `log_softmax`, `gather` and -sum p log p, because the same operations run, on some rows at a time.
 
-Shapes: M tokens, V vocabulary.
+In shapes, M is the number of tokens, and V the size of the vocabulary.
 """
 
 from __future__ import annotations

@@ -4,13 +4,15 @@
 
 (Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.)
 
-- Only the adapter has gradients, masters and moments. The adapter is in float32; without masters, it is in the
-  policy's type.
-- A starts random and B starts at zero, so that a new adapter does not change the policy. The adapter is off before the
-  first trained version. A cold start therefore trains W, because a cold start trains the policy in place.
-- Published weights are W + (alpha / rank) B A, added in float32, rounded to the policy's type, under the policy's own
-  names. So a reader of a version need not know about adapters.
-- The adapter is part of the learner's state. W is not part of the state: W is read again from the run's first weights.
+- Only the adapter has gradients, master weights and AdamW moments. The adapter's data type is float32, or the policy's
+  data type if master weights are not used.
+- The matrix A starts with random values and the matrix B with zeros, so that a new adapter does not change the policy.
+  The adapter is disabled until the first policy version is trained. A cold start (supervised training) trains the
+  policy's own weights W.
+- The published weights are W + (alpha / rank) B A, added in float32, rounded to the policy's data type, and named like
+  the policy's weights. A reader of published weights need not know about adapters.
+- The adapter is part of the learner's state. The fixed weights W are not part of the state. They are read again from
+  the run's first weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The models of a learner: the policy, and the critic and the reference policy if the objective needs them.
 
-Shapes: B tokens with loss mask 1 in the batch, M tokens with loss mask 1 in a micro-batch.
+In shapes, B is the number of tokens with loss mask 1 in the batch, and M the number of such tokens in a micro-batch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class TrainedModels:
         first: Callable[[], Mapping[str, Tensor]] = dict,
         blank: bool = False,
     ) -> None:
-        """Set up the models. Most arguments are documented in `LearnerStart`. The function `first` returns the weights
-        with which the run began."""
+        """Set up the models. Most arguments of this constructor are documented in `LearnerStart`. The function `first`
+        returns the weights with which the run began."""
         torch.manual_seed(seed)
         self.device = find_device()
         self.model = model.to(self.device).eval()  # eval mode turns dropout off, but gradients are still computed
@@ -122,8 +122,8 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.
 
-        This method changes no stored tensors except those of the reference policy, which it changes after it has called
-        `settle`. This method may also create the critic, whose tensors are not stored yet.
+        The method `begin` changes no stored tensors except those of the reference policy, which it changes after it has
+        called `settle`. The method `begin` may also create the critic, whose tensors are not stored yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:

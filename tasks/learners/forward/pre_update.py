@@ -1,7 +1,8 @@
 """Values that are computed before a policy version's first update: advantages, log-probs of the reference policy, and
 values of the critic.
 
-Shapes: R rows, B tokens with loss mask 1 in the batch, one row after the other.
+In shapes, R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch, one row
+after the other.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class BatchTargets:
 
 @dataclass(frozen=True, slots=True)
 class PreUpdate:
-    """Values that are computed before a policy version's first update. A value that is not needed is None. Log-probs
-    are in nats."""
+    """Values that are computed before a policy version's first update. A value that the objective does not need is
+    None. Log-probs are in nats."""
 
     judged: BatchTargets
     behaviour_B: Tensor  # log-probs under the behaviour policy, which sampled the tokens

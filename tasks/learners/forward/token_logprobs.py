@@ -2,14 +2,16 @@
 
     tokens --> decoder --> hidden states at the wanted positions --> head (see `policies/head`) --> log-probs
 
-Training, the pass before a version's first update, and the probe of a weight update all compute log-probs this way.
+Log-probs are computed this way in training, in the forward pass before a policy version's first update, and in the test
+of weights that were sent to an engine.
 
 Logits are computed for one chunk of tokens at a time, because the logits of a batch of 16,384 tokens would take 10 GB
-at a vocabulary of 151,936. `inplace_logprobs` overwrites the logits with its results. A learner splits tokens into
-`parts`, and runs each part backward before it runs the next part forward. Logits of a part larger than a chunk are
-recomputed in the backward pass.
+at a vocabulary of 151,936. The module `inplace_logprobs` computes log-probs in the memory of the logits. A learner
+splits tokens into parts (see `parts`), and runs each part backward before it runs the next part forward. Logits of a
+part larger than a chunk are recomputed in the backward pass.
 
-Shapes: R rows, T padded tokens, M positions, H hidden, V vocabulary.
+In shapes, R is the number of rows, T the padded number of tokens, M the number of positions, H the hidden size, and V
+the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class TokenLogprobs:
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
 
     def hidden(self, inputs: Mapping[str, Tensor], where: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the hidden states (M, H) of the tokens at `where`."""
+        """Return the hidden states, of shape (M, H), at the positions `where`."""
         return cast(Tensor, self._decoder(**inputs, use_cache=False).last_hidden_state[where])
 
     def of(

@@ -4,16 +4,18 @@ other ranks.
     learner actor --> first rank (in this process) --orders--> rank 1, rank 2, ...
                             +---- sums over all ranks (`ranks`) ----+
 
-- The first rank's weights and state are those that are stored, published and queried. Before a step, they are sent to
-  the other ranks if the ranks may differ (after a start, a cold start or a `load`).
-- If a rank ends, or does not join the other ranks within `train.rank_seconds`, `RankFailed` names that rank in one
-  sentence. Then all ranks end, and a new learner starts from storage.
-- No rank changes a stored tensor before the first rank's `settle` has returned. So ranks can train while a version is
-  stored. At the same time, threads with a process group of their own gather and store the files of a sharded learner
-  (`staging`).
+- The weights and the state that are stored and published are those of the first rank. Before a train step, the first
+  rank's weights and state are sent to the other ranks if the ranks may differ (after a start, a cold start or a
+  `load`).
+- If a rank ends, or does not join the other ranks within `train.rank_seconds` seconds, the learner raises `RankFailed`
+  with a message that names the rank. After a rank has failed, all ranks end, and a new learner starts from stored
+  files.
+- No rank changes a stored tensor before the function `settle` has returned on the first rank. Ranks can train while a
+  policy version is being stored. The files of a sharded learner are gathered and stored by threads with a process group
+  of their own (see `staging`).
 - No rank outlives the process of the first rank.
 
-Every rank but the first is forked from a process that has already imported the modules.
+Every rank except the first is forked from a process that has already imported the modules that a rank needs.
 """
 
 from __future__ import annotations
@@ -76,15 +78,15 @@ POLL_SECONDS = 0.05
 
 
 class MultiRankLearner:
-    """A learner with several ranks (processes). This process is the first rank and sends commands to the other ranks.
-    See the module's docstring."""
+    """A learner with several ranks (processes). The process of a `MultiRankLearner` is the first rank and sends
+    commands to the other ranks. See the module's docstring."""
 
     def __init__(self, config: TrainBase, start: LearnerStart) -> None:
         """Start the other ranks, and create the learner of the first rank.
 
         Raises:
-            ConfigError: there are fewer GPUs than ranks, or the configuration or the model is not allowed for a learner
-                with one rank.
+            ConfigError: there are fewer GPUs than ranks, or a learner with one rank would also reject the configuration
+                or the model.
         """
         if start.ranks == NEAR:
             check_gpus(config.ranks)
@@ -176,8 +178,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _order_sharded(self, order: Order, what: str) -> Iterator[None]:
-        """Run the block on the first rank. If the learner is sharded, send the command `order` to the other ranks
-        first."""
+        """Run the `with` block on the first rank. If the learner is sharded, send the command `order` to the other
+        ranks first."""
         if not self._sharded:
             yield
             return
@@ -187,8 +189,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _guard_ranks(self, what: str) -> Iterator[None]:
-        """Run a block in which all ranks work together. If the block raises an error that a rank's failure may have
-        caused, all ranks are ended."""
+        """Run a `with` block in which all ranks work together. If the `with` block raises an error that a rank's
+        failure may have caused, all ranks are ended."""
         try:
             with raise_lost():
                 yield
@@ -296,7 +298,8 @@ class OtherRanks:
         _send([one.pipes.asked for one in self._started.values()], ask)
 
     def fail(self, when: str, error: Exception) -> RankFailed:
-        """End all ranks, and return an error that names the failed rank. Later calls return the same error."""
+        """End all ranks, and return an error that names the failed rank. Later calls of `fail` return the same
+        error."""
         with self._failing:
             if self._failed is None:
                 self._failed = RankFailed(
@@ -306,8 +309,8 @@ class OtherRanks:
             return self._failed
 
     def _find_fault(self, error: Exception) -> str:
-        """Return a sentence that says which rank failed and how. The method first waits for at most `GRACE_SECONDS`, so
-        that ranks that only lost contact with another rank can end by themselves."""
+        """Return a sentence that says which rank failed and how. The method `_find_fault` first waits for at most
+        `GRACE_SECONDS` seconds, so that ranks that only lost contact with another rank can end by themselves."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(one.read_exit() is None for one in self._started.values()):
             time.sleep(POLL_SECONDS)

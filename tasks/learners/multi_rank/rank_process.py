@@ -1,13 +1,14 @@
-"""The process of every rank except the first. The process executes the commands that the first rank sends.
+"""The process of every rank except the first. The process of a rank executes the commands that the first rank sends.
 
     orders --> load files or train on a batch, both sent by the first rank             --> next order
     requests for files --> send shards of a file or store the file, even during a step --> next request
 
-- The rank's process ends with its owner, even while the process is stopped (SIGSTOP). The process was forked from a
-  fork server that ends with the owner, and the kernel kills the process when the fork server ends.
-- The rank sends no answer to an order, because the first rank computes the result of each step itself. If the rank
-  fails, it writes the reason to the shared store and ends. If the rank loses the other ranks, it ends with the exit
-  code `LOST`.
+- The rank's process ends when the first rank's process (its owner) ends, even if the rank's process is suspended by
+  SIGSTOP. The rank's process is forked from a fork server that ends with the owner. When the fork server ends, the
+  kernel kills the rank's process.
+- A rank sends no answer to a command, because the first rank computes the result of each train step itself. If a rank
+  fails, it writes the reason to the TCP store and ends. If a rank loses contact with the other ranks, it ends with the
+  exit code `LOST`.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def _stage(store: Store, ranks: GlooRanks, ask: SendFile, data: Data) -> None:
 
 @contextlib.contextmanager
 def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
-    """Run the block. If the block raises an error, end the process with the exit code for that error."""
+    """Run the block. If the `with` block raises an error, end the process with the exit code for that error."""
     try:
         yield
     except OwnerGone:

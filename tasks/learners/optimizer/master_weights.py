@@ -1,4 +1,5 @@
-"""Master weights: float32 copies of a policy's weights of a shorter data type. The optimizer updates the copies.
+"""Master weights: float32 copies of a policy's weights of a shorter data type. The optimizer updates the master
+weights.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 updates of a bfloat16 weight are smaller
 than half its rounding step, so rounding would lose them. The optimizer updates float32 master weights (Micikevicius et
@@ -6,9 +7,10 @@ al. 2018, Mixed precision training). The policy's weights are the master weights
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
-- After `publish`, each weight of the policy equals its master, rounded.
-- If other code (such as a cold start) has changed a weight, `follow` sets the master to the weight's value.
-- Without masters, the optimizer changes the policy's own parameters, and nothing is copied.
+- After `publish` was called, each weight of the policy equals its master weight, rounded to the policy's data type.
+- If other code (such as a cold start) has changed a weight of the policy, `follow` sets the master weight to the
+  weight's value.
+- If master weights are not used, the optimizer updates the policy's own parameters, and nothing is copied.
 """
 
 from __future__ import annotations

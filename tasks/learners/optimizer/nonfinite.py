@@ -38,7 +38,8 @@ def check_figures(figures: Mapping[str, float], version: int, key: str = "train.
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return True if no element of a tensor is a NaN or an infinity. The tensor is read once, without a copy."""
+    """Return True if no element of a tensor is a NaN or an infinity. The function `all_finite` reads the tensor once,
+    without a copy."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

@@ -1,10 +1,10 @@
-"""The trained parameters of the policy or the critic, and the AdamW optimizer that trains them. Both are saved and
-loaded as named tensors.
+"""The trained parameters of the policy or the critic, and the AdamW optimizer that trains them. The parameters and
+AdamW's state are saved and loaded as named tensors.
 
     begin --> (forward, backward, take_gradients)* --> clip --> apply --> ... --> tensors
 
-For each parameter that AdamW has changed, its moments ("exp_avg/<parameter>"), its step and its master (if there is a
-master) are saved.
+For each parameter that AdamW has updated, its moments (such as "exp_avg/<parameter>"), its number of steps and its
+master weight (if there is one) are saved.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TrainedTensors:
     def load(self, given: Named) -> None:
         """Replace the optimizer's state by tensors that the method `tensors` returned.
 
-        The caller must have set the model's weights to those at the time `tensors` was called.
+        The caller must have set the model's weights to the values that they had when `tensors` was called.
         """
         self.adamw.state.clear()
         mastered = []

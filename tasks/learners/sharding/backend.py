@@ -3,11 +3,11 @@ request.
 
     put, load --> begin --> clear --> (run, backward)* --> clip --> apply --> ... --> gather_weight, gather_tensor
 
-- All ranks call the methods of a backend in the same order.
-- Gathered tensors have the names, shapes and types that `TrainedTensors` has on one rank. Tensors are gathered one at a
-  time: every rank sends its shard of a tensor to the rank that stores the tensor. Only the storing rank holds the whole
-  tensor.
-- A new backend starts with the parameters' current values and without gradients.
+- All ranks must call the methods of a sharding backend in the same order.
+- Gathered tensors have the same names, shapes and types as in a learner with one rank (`TrainedTensors`). Tensors are
+  gathered one at a time. Every rank sends its shard of a tensor to the rank that stores the tensor. Only the storing
+  rank holds the whole tensor.
+- A new sharding backend starts with the current values of the parameters and without gradients.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ShardingBackend(TrainedTensors):
         self.wide = config.master_dtype == "float32" and any(kind != torch.float32 for kind in self.types.values())
 
     def run(self, of: Callable[[], Tensor]) -> Tensor:
-        """Call the function `of` and return its result. The model's weights are gathered from all ranks while the
-        function uses them."""
+        """Call the function `of` and return its result. While `of` uses the model's weights, the weights are gathered
+        from all ranks."""
         raise NotImplementedError
 
     def run_backward(self, passes: Iterable[Callable[[], Tensor]]) -> list[float]:
@@ -92,7 +92,7 @@ class ShardingBackend(TrainedTensors):
         return _view_piece(whole, *self.locate_shard(name)).view_as(self.own(name, None))
 
     def gather_weight(self, name: str, to: int) -> Tensor:
-        """Gather a parameter on rank `to`. On other ranks the result is an empty tensor."""
+        """Gather a parameter on rank `to`. On all ranks except `to`, the result is an empty tensor."""
         return self._gather(name, None, self.types[name], to)
 
     def gather_everywhere(self) -> dict[str, Tensor]:
@@ -112,8 +112,8 @@ class ShardingBackend(TrainedTensors):
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of the saved tensors on rank `to`. Other ranks get an empty tensor, or the number of optimizer
-        steps."""
+        """Gather one of the saved tensors on rank `to`. All ranks except `to` get an empty tensor, or the number of
+        optimizer steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)

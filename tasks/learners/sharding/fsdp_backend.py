@@ -4,10 +4,10 @@ moments.
     a layer: gather --> forward --> reshard
              gather --> backward --> reshard; the layer's gradient is reduced over ranks and sharded
 
-- Memory holds at most two whole layers at a time, and the head, which may be tied to the embeddings.
-- AdamW changes FSDP's shards in place. With masters, the shards are the float32 masters, and gathered weights are
-  rounded to the policy's type.
-- Gradients are added up in float32 after each pass.
+- Memory holds at most two gathered layers at a time, and the output head, which may be tied to the embeddings.
+- AdamW updates FSDP's shards in place. If master weights are used, the shards are the float32 master weights, and
+  gathered weights are rounded to the policy's data type.
+- Gradients are added up in float32 after each backward pass.
 - A shard consists of rows of a parameter's first dimension. Each rank has the same number of rows, except that the last
   ranks may have fewer rows, or none. A gathered tensor has the rows of all shards in the order of the ranks.
 """
@@ -176,9 +176,10 @@ def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module
     """Return modules outside the decoder's layers that FSDP can gather alone: norms, and embeddings that are not tied
     to the output head.
 
-    Of the other parameters, the largest is the weight of the output head. The module `policies/head.py` reads the
-    output head's weight outside the head's forward pass, so FSDP cannot gather the head alone. A module with child
-    modules is not gathered alone either, because the parameters of its children would be gathered twice.
+    Of the parameters that are not gathered alone, the largest is the weight of the output head. The module
+    `policies/head.py` reads the output head's weight outside the head's forward pass, so FSDP cannot gather the head
+    alone. A module with child modules cannot be gathered alone, because the parameters of its children would be
+    gathered twice.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]

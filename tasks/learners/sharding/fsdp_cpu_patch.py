@@ -41,8 +41,8 @@ class _AllGather(DefaultAllGather):
         self._group = group
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the buffer for a group of gathered parameters. For a single parameter, use the memory of the
-        gathered parameter itself."""
+        """Allocate the buffer for a group of gathered parameters. For a group of a single parameter, use the memory of
+        the gathered parameter itself."""
         self._group.comm_ctx.all_gather_state = None  # free the buffer of the previous layer
         if not self._is_one:
             return super().allocate(size, dtype=dtype, device=device)

@@ -2,12 +2,13 @@
 
     torch learner, whole or blank --shard--> backends --take--> step, load, weights, state: of all ranks
 
-- All ranks run the same number of passes, because ranks exchange shards in each pass. A rank with fewer micro-batches
-  than other ranks runs a row whose loss is multiplied by zero.
-- The learner starts unsharded, so that a cold start trains the whole model. The learner is sharded before the first
-  step or load. The learner's weights and state are then sent file by file, and each rank keeps only its own shards.
-- Stored files have the names and shapes of the files of `TorchLearner`, so files are the same for any number of ranks.
-  A file is gathered when the file is read, on the rank that will store the file.
+- All ranks run the same number of forward and backward passes, because ranks exchange shards in each pass. A rank with
+  fewer micro-batches than other ranks runs a row whose loss is multiplied by zero.
+- A sharded learner starts with a whole model, so that a cold start (supervised training) can train the model. The model
+  is sharded before the first train step or load. The learner's weights and state are then sent file by file, and each
+  rank keeps only its own shards.
+- Stored files have the same tensor names and shapes as the files of `TorchLearner`, so they do not depend on the number
+  of ranks. A file is gathered when the file is read, on the rank that will store the file.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class ShardedLearner(TorchLearner):
     can_shard = True
 
     def begin_group(self) -> None:
-        """Create the process group that the sharding backends use. A process can have only one such group, so an
-        earlier group is destroyed."""
+        """Create the process group that the sharding backends use. A process can have only one process group for
+        sharding, so an earlier group is destroyed."""
         raise NotImplementedError
 
     def shard(self) -> None:
@@ -204,7 +205,7 @@ class ShardedLearner(TorchLearner):
         return self._files([STATE, CRITIC, REFERENCE]) if self.sharded else super().state()
 
     def gather(self, file: str, to: int) -> Data:
-        """Gather a weight or state file on rank `to`. Every other rank sends its shards to that rank."""
+        """Gather a weight or state file on rank `to`. All other ranks send their shards of the file to rank `to`."""
         return self._file(self._list_stored(), to, file)
 
     def sizes(self) -> Mapping[str, tuple[int, bool]]:
@@ -261,8 +262,8 @@ class ShardedLearner(TorchLearner):
         return found_B
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the same number of micro-batches on each rank, each with a flag. The flag is False if the micro-batch
-        only pads the number, and its loss does not count."""
+        """Yield the same number of micro-batches on each rank, each with a flag. The flag is False for a micro-batch
+        that only fills up the number of micro-batches, and whose loss does not count."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -283,7 +284,7 @@ class ShardedLearner(TorchLearner):
 class ShardedUpdates(Updates):
     """The updates of a sharded learner. Each pass is one forward and one backward pass of the whole model.
 
-    If the logits of a micro-batch do not fit one chunk, the backward pass recomputes them.
+    If the logits of a micro-batch do not fit one chunk, the backward pass recomputes the logits.
     """
 
     roles: ShardedLearner
@@ -304,7 +305,7 @@ class ShardedUpdates(Updates):
         return figures
 
     def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
-        """Return the loss of a micro-batch. If the micro-batch does not count, the loss and the gradient are zero."""
+        """Return the loss of a micro-batch. If the argument `counts` is False, the loss and its gradient are zero."""
         hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
         if counts:
             return self.compute_loss(slice(None), hidden_MH, micro, weight_R)
