@@ -1,8 +1,8 @@
 """A pool of worker processes for verifiers that score one response per call.
 
-A worker that misses the deadline of a response is killed and replaced, and the response scores 0 with the outcome
-"timeout". A worker that dies is replaced, and the response that it was scoring is tried once more. A verifier that
-hangs cannot block the pool.
+A worker process that misses the deadline of a response is killed and replaced, and the response scores 0 with the
+outcome "timeout". A worker process that dies is replaced, and the response that it was scoring is tried once more. A
+verifier that hangs therefore cannot block the pool of worker processes.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
@@ -23,41 +23,42 @@ from rollflow.tasks.scorers.config import RewardConfig
 from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
-CHUNK = 32  # largest number of responses sent to a worker at once
-AHEAD_SECONDS = 0.1  # longest estimated time of the work that is sent to a worker at once
-SLOW_SECONDS = 1.0  # after this time, responses behind a slow response go to another worker
+CHUNK = 32  # largest number of responses sent to a worker process at once
+AHEAD_SECONDS = 0.1  # largest estimated scoring time, in seconds, of the responses sent to a worker process at once
+SLOW_SECONDS = 1.0  # seconds after which responses behind a slow response go to another worker process
 
 
 class RewardPool(WorkerPool):
     """A pool of worker processes that score one response after another. See the module's docstring.
 
-    A lane is a task that runs one worker process at a time. The pool has twice as many lanes as `workers`, of which
-    `workers` lanes may take responses at a time. While the worker of a lane is slow, another lane takes responses in
-    its place. The pool starts more processes than `workers` only if a worker is slow.
+    A lane is an asyncio task that runs one worker process at a time. The pool has `2 * workers` lanes (worker slots),
+    of which `workers` may take responses from the queue at a time. While the worker process of one lane is slow,
+    another lane takes responses in place of the slow lane. The pool starts more than `workers` processes only if a
+    worker process is slow.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
         super().__init__(config, tokenizer_folder, section)
         self._turns = asyncio.Semaphore(config.workers)
         self._quick = min(SLOW_SECONDS, config.deadline_seconds)
-        self._pace = SLOW_SECONDS  # moving average of the seconds per score
+        self._pace = SLOW_SECONDS  # moving average of the seconds for scoring one response
 
     def _start_lanes(self) -> list[asyncio.Task[None]]:
         count = self._config.workers
         return [asyncio.create_task(self._run_lane(first=number < count)) for number in range(2 * count)]
 
     async def _take(self) -> deque[ScoringJob]:
-        """Take responses from the queue, as many as a worker can probably score within `AHEAD_SECONDS`."""
+        """Remove responses from the queue, as many as a worker process can probably score within `AHEAD_SECONDS`."""
         jobs = deque([(await self._queue.get())[1]])
         while not self._queue.empty() and len(jobs) < CHUNK and len(jobs) * self._pace < AHEAD_SECONDS:
             jobs.append(self._queue.get_nowait()[1])
         return jobs
 
     async def _run_lane(self, *, first: bool) -> None:
-        """Run one worker after another, each until the worker dies or misses a deadline.
+        """Run one worker process after another. Each one runs until it dies or misses the deadline of a response.
 
-        With `first`, the lane starts a worker before the first response arrives, so that the response does not wait for
-        imports.
+        With `first`, the lane starts a worker process before the first response arrives, so that the response does not
+        wait for imports.
         """
         worker: WorkerProcess | None = None
         has_turn = False
@@ -83,10 +84,11 @@ class RewardPool(WorkerPool):
                 await worker.end()
 
     async def _serve(self, worker: WorkerProcess, jobs: deque[ScoringJob]) -> int | None:
-        """Send the jobs in one write, read their scores one by one, and requeue the jobs that got no score.
+        """Send the jobs to a worker process in one write, read their scores one by one, and requeue the jobs that got
+        no score.
 
-        If a job is slow, the jobs behind it are requeued immediately, and another lane takes over. The method returns
-        the number of jobs that were requeued because of a slow job, or None without a slow job.
+        If a job is slow, the jobs behind the slow job are requeued immediately, and another lane scores them. The
+        method returns the number of jobs that were requeued because of a slow job, or None if no job was slow.
         """
         started, handed_over = time.monotonic(), None
         try:
@@ -110,7 +112,9 @@ class RewardPool(WorkerPool):
         return handed_over
 
     def _pass_on(self, jobs: deque[ScoringJob]) -> int:
-        """Requeue all jobs but the first, let another lane take responses, and return the number of requeued jobs."""
+        """Requeue all jobs but the first, let another lane take responses from the queue, and return the number of
+        requeued jobs.
+        """
         others = [jobs.pop() for _ in range(len(jobs) - 1)]
         self._put(*others)
         self._turns.release()

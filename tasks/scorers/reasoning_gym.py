@@ -1,4 +1,6 @@
-"""The verifier of reasoning-gym prompts, which calls the scorer of the prompt's own family."""
+"""The verifier of prompts from the library reasoning-gym, which calls the library's scorer for the prompt's task
+family.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
-    """Score a response in [0, 1] with reasoning-gym's scorer for the prompt's family."""
+    """Return a score from 0 to 1 of a response, from reasoning-gym's scorer for the prompt's task family."""
     value = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
     if value == 1.0:
         return Score(value, "right", Outcome.CORRECT)
@@ -21,7 +23,7 @@ def family_score(response: str, reference: Mapping[str, Any]) -> Score:
 
 
 def has_scorer(family: str) -> bool:
-    """Return whether reasoning-gym has a family with this name."""
+    """Return whether the library reasoning-gym has a task family with this name."""
     try:
         _find_scorer(family)
     except ValueError:

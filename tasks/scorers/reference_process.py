@@ -1,4 +1,4 @@
-"""Checks references in processes of their own, because some checks may never end or take all memory.
+"""Checks reference answers in separate processes, because some checks may never end or take all memory.
 
     find --reference, as a line of JSON--> process --what is wrong, as a line of JSON--> find
 
@@ -30,12 +30,12 @@ from rollflow.tasks.scorers.references import find_reference_fault, is_quick
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
 MOST_ENDED = 3
-MEMORY_BYTES = 4 * 2**30  # memory that the checks of a process may take
+MEMORY_BYTES = 4 * 2**30  # memory limit of a checking process, in bytes
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {"maths": {"answer": "x"}, "code": {"cases": [{"assert": "pass"}]}}
 
 
 class ReferenceChecker:
-    """Finds references that no response can match; see the module's docstring. Use it in a `with` statement."""
+    """Finds reference answers that no response can match. A `ReferenceChecker` must be used in a `with` statement."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by `[reward]`
@@ -49,7 +49,7 @@ class ReferenceChecker:
             self._end(reward)
 
     def find(self, config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
-        """Return why no response can be right by this reference, or None if a response can."""
+        """Return why no response can be correct by this reference, or None if a response can be correct."""
         if not isinstance(config, MathsReward | CodeReward) or is_quick(config, reference):
             return find_reference_fault(config, reference)
         if self._ended >= MOST_ENDED:
@@ -70,7 +70,9 @@ class ReferenceChecker:
         return f"{what}; correct the row, or remove it"
 
     def _start(self, reward: str, config: RewardConfig) -> None:
-        """Start a process, and check an example, which imports the modules that the checks need."""
+        """Start a checking process, and let it check an example, so that it imports the modules that the checks
+        need.
+        """
         command = [sys.executable, "-m", __name__, reward]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
@@ -85,7 +87,9 @@ class ReferenceChecker:
             )
 
     def _ask(self, reward: str, reference: Mapping[str, Any], seconds: float) -> list[str | None] | None:
-        """Return the process's answer in a list, or None if the process has ended or gives no answer in time."""
+        """Return a list with the checking process's answer, or None if the process has ended or does not answer in
+        time.
+        """
         process = self._processes[reward]
         assert process.stdin is not None
         assert process.stdout is not None
@@ -100,10 +104,11 @@ class ReferenceChecker:
         return [json.loads(line)] if line else None
 
     def _end(self, reward: str) -> int | None:
-        """End a process and return its exit code, or None if it was running."""
+        """End a checking process and return its exit code, or None if the process was still running."""
         process = self._processes.pop(reward)
         assert process.stdout is not None
-        is_running = not select.select([process.stdout], [], [], 0)[0]  # a process that has ended can be read
+        # the pipe of a process that has ended is readable
+        is_running = not select.select([process.stdout], [], [], 0)[0]
         if is_running:
             process.kill()
         process.communicate()
@@ -111,10 +116,10 @@ class ReferenceChecker:
 
 
 def main() -> None:
-    """Check references from the standard input until it ends."""
+    """Check reference answers that arrive on the standard input, until the input ends."""
     config = REWARD.validate_json(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output that a library prints goes to stderr, so that it is not read as an answer
     find_reference_fault(config, EXAMPLES[config.kind])
     limit_memory(MEMORY_BYTES)
     for line in sys.stdin:

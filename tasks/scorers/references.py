@@ -1,4 +1,6 @@
-"""Finds data rows that a verifier cannot score any response by, so that a run refuses them before it begins."""
+"""Finds data rows with references that a verifier cannot score any response by, so that a run rejects the rows before
+it begins.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from rollflow.tasks.scorers.config import (
 )
 from rollflow.tasks.scorers.judge.config import JudgeReward
 
-NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # an answer that needs no check
+NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # a reference answer that needs no check
 
 
 def is_quick(config: RewardConfig, reference: Mapping[str, Any]) -> bool:
-    """Return whether a reference surely takes little time to check: a number as the answer to be compared."""
+    """Return whether checking a reference is surely fast, because its answer is a number."""
     return isinstance(config, MathsReward) and NUMBER.fullmatch(str(reference.get("answer", "")).strip()) is not None
 
 
 def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> str | None:
-    """Return why no response can be right by this reference, or None if a response can."""
+    """Return why no response can be correct by this reference, or None if a response can be correct."""
     try:
         match config:
             case MathsReward():

@@ -1,4 +1,4 @@
-"""A scorer that passes each response to the scorer that the response's prompt names.
+"""A scorer that forwards each response to the scorer that the response's prompt names.
 
     requests --by name--> [reward]         its own queue, workers and deadline
                     `---> [rewards.math]   its own queue, workers and deadline
@@ -24,7 +24,7 @@ class RoutedScorer(Scorer):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
-        """The sums of the counters of all scorers."""
+        """The usage counters of all scorers, summed."""
         found = [scorer.usage for scorer in self._scorers.values()]
         return ScorerUsage(
             sum(usage.scored for usage in found),
@@ -37,7 +37,7 @@ class RoutedScorer(Scorer):
         await asyncio.gather(*(scorer.start() for scorer in self._scorers.values()))
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score these responses, each with the scorer that it names.
+        """Begin to score these responses, each with the scorer that its request names.
 
         Raises:
             ConfigError: the run has no scorer with one of the names.

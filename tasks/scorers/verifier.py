@@ -31,7 +31,7 @@ _THREAD = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """A function that scores texts, in one of the forms that the module's docstring lists."""
+    """A function that scores responses, in one of the four forms that the module's docstring lists."""
 
     function: Callable[..., Any]
     takes_several: bool = False
@@ -39,17 +39,17 @@ class Verifier:
 
     @property
     def scores_several(self) -> bool:
-        """True if a worker should give the function several responses at a time."""
+        """True if a worker process should score several responses at a time with this verifier."""
         return self.takes_several or self.is_async
 
     def __call__(self, response: str, reference: Reference) -> Any:
-        """Score one response in this thread and return the function's result."""
+        """Score one response in this thread and return the verifier's result."""
         if self.scores_several:
             return runner_of_thread().run(self.call([response], [reference]))[0]
         return self.function(response, reference)
 
     async def call(self, responses: Sequence[str], references: Sequence[Reference]) -> list[Any]:
-        """Score responses and return the function's results; an error on any response is raised."""
+        """Score responses and return the verifier's results. An error on any response is raised."""
         if not self.takes_several:
             calls = (self.function(*pair) for pair in zip(responses, references, strict=True))
             return list(await asyncio.gather(*calls)) if self.is_async else list(calls)
@@ -61,7 +61,9 @@ class Verifier:
 
 
 def runner_of_thread() -> asyncio.Runner:
-    """Return this thread's runner; its event loop lives on, because a verifier may keep processes from call to call."""
+    """Return this thread's `asyncio.Runner`. Its event loop stays open between calls, because a verifier may keep
+    processes from call to call.
+    """
     if not hasattr(_THREAD, "runner"):
         _THREAD.runner = asyncio.Runner()
     runner: asyncio.Runner = _THREAD.runner
@@ -69,14 +71,16 @@ def runner_of_thread() -> asyncio.Runner:
 
 
 def close_thread_runner() -> None:
-    """Close this thread's runner, if there is one; processes of its event loop end with it."""
+    """Close this thread's `asyncio.Runner`, if there is one, which ends the processes of the runner's event loop."""
     if hasattr(_THREAD, "runner"):
         _THREAD.runner.close()
         del _THREAD.runner
 
 
 def answer_of(response: str, where: str) -> str:
-    """Return the part of a response to score: the whole response, or the content of its last <answer> tag, or ""."""
+    """Return the part of a response to score: the whole response, or the content of its last <answer> tag ("" without a
+    tag).
+    """
     if where == "all":
         return response.strip()
     found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
@@ -84,7 +88,9 @@ def answer_of(response: str, where: str) -> str:
 
 
 def matches_form(form: Format, response: str) -> bool:
-    """Return whether the whole response, stripped of blanks at its ends, matches the pattern of `form`."""
+    """Return whether the whole response, stripped of white space at its ends, matches the pattern of the required
+    format.
+    """
     return re.fullmatch(form.pattern, response.strip(), flags=re.DOTALL) is not None
 
 
@@ -95,7 +101,7 @@ def score_response(
     reference: Reference,
     form: Format | None = None,
 ) -> Score:
-    """Run a verifier on the answer in `response`; an error of the verifier becomes a score of 0 with a reason."""
+    """Score the answer in `response` with a verifier. An error in the verifier becomes a score of 0 with a reason."""
     started = time.perf_counter()
     try:
         score = validate_score("verifier", verify(answer_of(response, where), reference))
@@ -117,7 +123,9 @@ def judge_correct(
 
 
 def apply_threshold(score: Score, correct_from: float | None) -> Score:
-    """Let the value of a judged response decide whether the response is correct; None: the verifier has decided."""
+    """Decide from a score's value whether the response is correct. If `correct_from` is None, the verifier's decision
+    stays.
+    """
     if correct_from is None or score.outcome not in JUDGED:
         return score
     if score.value >= correct_from:
@@ -126,10 +134,11 @@ def apply_threshold(score: Score, correct_from: float | None) -> Score:
 
 
 def apply_form(score: Score, form: Format | None, response: str) -> Score:
-    """Subtract `form.penalty` from the score of a response that does not match `form`.
+    """Subtract `form.penalty` from the score of a response that does not match the required format `form`.
 
-    The parts of the score show the value and the penalty. Up to a constant, the penalty is the format reward of
-    DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct answer in another form gets the outcome "partial".
+    The parts of the score show the value before the penalty, and the penalty. Up to a constant, the penalty is the
+    format reward of DeepSeek-R1 (DeepSeek-AI 2025, section 2.2.2). A correct answer in a response that violates the
+    format gets the outcome "partial".
     """
     if form is None:
         return score
@@ -143,9 +152,10 @@ def apply_form(score: Score, form: Format | None, response: str) -> Score:
 
 
 def apply_length(score: Score, penalty: LengthPenalty | None, response: str, tokens: int) -> Score:
-    """Subtract the penalty of a long response of so many tokens; the parts of the score show the value and the penalty.
+    """Subtract the length penalty from the score of a response with this number of tokens. The parts of the score show
+    the value before the penalty, and the penalty.
 
-    The outcome stays, because a long response may be correct.
+    The length penalty does not change the outcome of the score, because a long response may be correct.
     """
     if penalty is None:
         return score
@@ -159,6 +169,8 @@ def apply_length(score: Score, penalty: LengthPenalty | None, response: str, tok
 
 
 def finish_score(score: Score, config: RewardBase, response: str, tokens: int) -> Score:
-    """Apply a scorer's format, length penalty and threshold to the score of a response of so many tokens."""
+    """Apply a scorer's format penalty, length penalty and threshold to the score of a response with this number of
+    tokens.
+    """
     formed = apply_form(score, config.format, response)
     return apply_threshold(apply_length(formed, config.length_penalty, response, tokens), config.correct_from)

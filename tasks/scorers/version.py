@@ -2,10 +2,11 @@
 
     version = sha256(keys of the section, source files of the scorer, versions of its libraries)[:12]
 
-Scorers with the same version give a response the same score, unless the scorer is not deterministic. The opposite does
-not hold: a changed comment in a source file changes the version, too. Keys that say only how many responses are scored
-at a time, or how often, are not part of the version. Neither are modules that a user-defined function imports, nor the
-models behind an endpoint. The log's first entry has the hashes of a reward model's files.
+Scorers with the same version give a response the same score, if the scorers are deterministic. Scorers with different
+versions may give the same scores, because a changed comment in a source file also changes the version. Config keys that
+say only how many responses are scored at a time, or how often, do not affect the version of a scorer. Modules that a
+user-defined function imports, and the model behind a judge's endpoint, do not affect the version of a scorer either.
+The first entry of the run's log has the hashes of a reward model's files.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from rollflow.tasks.runtime.imports import code_of
 from rollflow.tasks.runtime.sections import Imported
 from rollflow.tasks.scorers.config import CompositeReward, RewardConfig
 
-LENGTH = 12  # hexadecimal digits of a version
-# keys that decide no score
+LENGTH = 12  # number of hexadecimal digits of a scorer's version
+# config keys that do not affect scores
 OPERATIONS = {
     *("at_once", "judge_tries", "max_unjudged", "start_seconds", "workers"),
     *("batch_tokens", "cpus", "gpus", "max_batch"),
     *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
-EVERY = ("base.py", "verifier.py")  # source files that every scorer uses
-# kind -> its own source files in this folder
+EVERY = ("base.py", "verifier.py")  # names of the source files that every scorer uses
+# kind of scorer -> source files that only this kind uses
 SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("text/choice.py", "text/marked.py"),
     "code": ("code/scorer.py", "code/cases.py", "code/deadlines.py", "code/guest.py"),
@@ -45,7 +46,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("reasoning_gym.py",),
     "regex": ("text/regex.py",),
 }
-# kind -> the packages that score for it
+# kind of scorer -> packages that compute its scores
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "maths": ("math-verify", "latex2sympy2_extended", "sympy"),
     "model": ("torch", "transformers", "tokenizers"),
@@ -65,13 +66,13 @@ def compute_version(config: RewardConfig, section: str = "reward") -> str:
 
 
 def hash_description(description: Description) -> str:
-    """Return the version of a scorer with this description."""
+    """Return the version of the scorer that this description describes, which is a hash."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:LENGTH]
 
 
 def describe_scorer(config: RewardConfig, section: str = "reward") -> Description:
-    """Return what decides a scorer's scores: the keys of its section, the hashes of source files, and the versions of
-    libraries.
+    """Return what decides a scorer's scores: the keys of its config section, the hashes of source files, and the
+    versions of libraries.
 
     Raises:
         ConfigError: a user-defined function cannot be imported.
@@ -88,7 +89,9 @@ def describe_scorer(config: RewardConfig, section: str = "reward") -> Descriptio
 
 
 def _list_scorers(config: RewardConfig) -> Iterator[tuple[str, RewardConfig]]:
-    """Yield a scorer and the parts of a composite scorer, each with its place in the scorer's section."""
+    """Yield a scorer and, for a composite scorer, the scorers of its parts, each with its position in the config
+    section.
+    """
     yield "", config
     if isinstance(config, CompositeReward):
         for name, part in config.parts.items():

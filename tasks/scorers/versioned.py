@@ -1,6 +1,7 @@
-"""Adds the version of a scorer to its scores, for scorers that are no pool of worker processes.
+"""Adds the version of a scorer to the scorer's scores, for scorers without worker processes.
 
-A worker process reports the version of its scorer itself, because a later worker may have loaded newer code.
+A worker process reports the version of its scorer itself, because a worker process that starts later may load newer
+code.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 
 
 class VersionedScorer(Scorer):
-    """A scorer whose scores have a version. See the module's docstring."""
+    """Wraps a scorer, and sets the version of the scorer in each score. See the module's docstring."""
 
     def __init__(self, scorer: Scorer, version: str) -> None:
         self._scorer, self._version = scorer, version
@@ -28,7 +29,7 @@ class VersionedScorer(Scorer):
         await self._scorer.start()
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score these responses; a cancelled future cancels the scorer's own future."""
+        """Begin to score these responses. Cancelling a returned future cancels the future of the wrapped scorer."""
         return [self._add_version(future) for future in self._scorer.submit(requests)]
 
     def _add_version(self, future: asyncio.Future[Score]) -> asyncio.Future[Score]:

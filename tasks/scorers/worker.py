@@ -1,19 +1,20 @@
 """The program of a scorer's worker process, which reads requests and writes scores as JSON lines.
 
-The worker first writes a line that says that the worker is ready, with the scorer's version, or why it cannot start.
-The kind of the verifier decides which lines the worker reads and writes.
+The worker process first writes a line: either that it is ready, with the scorer's version, or why it cannot start. The
+kind of the verifier decides which lines the worker process reads and writes.
 
-- For a verifier that scores one response per call, each input line is one request. The worker then writes one score per
-  line, in the order of the requests.
-- For a verifier that scores several responses at a time, each input line is a list of numbered requests. The worker
-  then writes one line per score, with the number of its request, in any order.
-- A request may have the anchors of its row (see `deadlines`). Its score may then have a report. A report of a run that
-  was repeated has no score.
+- If the verifier scores one response per call, each input line is one request. For such a verifier, the worker process
+  writes one score per line, in the order of the requests.
+- If the verifier scores several responses at a time, each input line is a list of numbered requests. For such a
+  verifier, the worker process writes one line per score, with the number of the request, in any order.
+- A request may have the deadline anchors of its data row (see the module `deadlines`). The score of a request with
+  deadline anchors may have a `DeadlineReport`. A `DeadlineReport` about a test case that ran again is sent without a
+  score.
 
 The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
-section as JSON. The worker sends its warnings to the open socket with the file descriptor `EAR`. The worker ends when
-its input ends, so it cannot outlive the process that started the worker. An error in a verifier becomes a score of 0
-and does not end the worker.
+section as JSON. The worker process sends its warnings to the open socket with the file descriptor `EAR`. The worker
+process ends when its input ends, so it cannot outlive its parent process. An error in a verifier becomes a score of 0
+and does not end the worker process.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ from rollflow.tasks.scorers.verifier import Verifier, answer_of, finish_score, s
 from rollflow.tasks.scorers.version import compute_version
 
 REWARD: TypeAdapter[RewardConfig] = TypeAdapter(RewardConfig)
-MEMORY_BYTES = 4 * 2**30  # memory that a verifier of texts may take
+MEMORY_BYTES = 4 * 2**30  # memory limit of a worker process whose verifier only reads texts, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _TextRequest:
-    """A numbered request, with its response as text."""
+    """A numbered scoring request, with the response as text."""
 
     number: int
     tokens: Sequence[int]
     response: str
     reference: Mapping[str, Any]
-    clock: CaseClock | None = None  # None: the deadlines of test cases are fixed
+    clock: CaseClock | None = None  # None if the deadlines of test cases are fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _Worker:
     verifier: Verifier
     tokenizer: PolicyTokenizer
     answers: TextIO
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # responses that are being scored
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that score a response
     rechecks: Rechecks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +102,9 @@ class _Worker:
         self.rechecks.begin()
 
     async def _score(self, asked: Sequence[_TextRequest]) -> None:
-        """Score responses in one call of the verifier; if the call fails, call again for each response alone."""
+        """Score responses in one call of the verifier. If the call fails, call the verifier again for each response
+        alone.
+        """
         started, config = time.perf_counter(), self.config
         CLOCK.set(asked[0].clock if len(asked) == 1 else None)
         limit = asyncio.timeout(config.deadline_seconds)
@@ -109,7 +112,7 @@ class _Worker:
             async with limit:
                 answers = [answer_of(one.response, config.answer) for one in asked]
                 found = await self.verifier.call(answers, [one.reference for one in asked])
-        except (Exception, asyncio.CancelledError) as error:  # user code, whose error is the reason
+        except (Exception, asyncio.CancelledError) as error:  # user code failed; its error becomes the reason
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
             if len(asked) > 1:
@@ -131,7 +134,7 @@ class _Worker:
         return replace(finish_score(score, self.config, one.response, len(one.tokens)), seconds=seconds)
 
     def _read_request(self, number: int, asked: Mapping[str, Any], row: Sequence[Any] | None = None) -> _TextRequest:
-        """Decode a numbered request, which may have the name of its row and the row's anchors."""
+        """Decode a numbered request, which may have the name of its data row and the row's deadline anchors."""
         clock = CaseClock(row[0], {int(case): float(seconds) for case, seconds in row[1]}) if row else None
         tokens = list(Int32s(bytes.fromhex(asked["tokens"])))
         text = self.tokenizer.decode_response(tokens, self.config.special_tokens)
@@ -145,21 +148,23 @@ class _Worker:
 
 
 def is_bounded(config: RewardConfig) -> bool:
-    """Return whether a worker of this scorer gets a limit of memory: if it only reads texts by rollflow's own code."""
+    """Return whether worker processes of this scorer get a memory limit, which is so if only rollflow's own code reads
+    the responses.
+    """
     if isinstance(config, CompositeReward):
         return all(is_bounded(part.scorer) for part in config.parts.values())
     return isinstance(config, ExactReward | MathsReward | ChoiceReward | RegexReward | InstructionsReward)
 
 
 def main() -> None:
-    """Score requests from the standard input until the input ends."""
+    """Score the requests that arrive on the standard input, until the input ends."""
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # text that a verifier prints must not be read as a score
     try:
         verifier, tokenizer = build_verifier(config), PolicyTokenizer(folder)
         version = compute_version(config)
-    except Exception as error:  # the parent process reports it to the user
+    except Exception as error:  # the parent process reports the error to the user
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
         raise
     send_to(socket.socket(fileno=int(sys.argv[3])), "a reward worker")
@@ -171,8 +176,8 @@ def main() -> None:
         with asyncio.Runner() as runner:
             try:
                 runner.run(worker.run_several())
-            except SystemExit:  # raised by any task of the verifier
-                os._exit(1)  # to close the event loop would mean to wait for the thread that reads the input
+            except SystemExit:  # SystemExit was raised by a task of the verifier
+                os._exit(1)  # closing the event loop would wait for the thread that reads the input
     else:
         worker.run_one_by_one()
 

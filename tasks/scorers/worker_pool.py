@@ -1,8 +1,8 @@
-"""The base of pools of worker processes: the queue of responses, and the start and end of workers.
+"""The base class of pools of worker processes, with the queue of responses and the start and end of workers.
 
-A lane is a task that runs one worker process at a time. The death of a worker before it was ready does not count as a
-failed try of a response. The pool fails after `START_TRIES` times `workers` workers in a row have died before they were
-ready.
+A lane is an asyncio task that runs one worker process at a time. If a worker process dies before it is ready, no
+response counts this as a failed try. The pool fails after `START_TRIES * workers` worker processes in a row have died
+before they were ready.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from rollflow.tasks.scorers.config import ImportReward, RewardConfig
 from rollflow.tasks.scorers.worker_process import NotReady, WorkerProcess
 
 START_TRIES = 5
-AGAIN_SECONDS = 0.5  # seconds before the next try to start a worker
+AGAIN_SECONDS = 0.5  # seconds before the next try to start a worker process
 DIED_TWICE = "the reward worker died twice on this response"
 
 
 @dataclass(eq=False, slots=True)
 class ScoringJob:
-    """A request that is in the queue or with a worker."""
+    """A scoring request that waits in the queue or runs in a worker process."""
 
     arrival: int
     body: bytes  # the request as JSON
     future: asyncio.Future[Score]
-    deaths: int = 0  # number of worker deaths attributed to this response
+    deaths: int = 0  # number of worker processes that died on this response
     alone: bool = False  # True if the response must be scored alone
-    row: str = ""  # name of the row whose anchors decide the deadlines of test cases; "": the deadlines are fixed
+    # name of the data row whose anchors decide the deadlines of test cases; "" if the deadlines are fixed
+    row: str = ""
     timer: asyncio.TimerHandle | None = None
 
 
 class WorkerPool(Scorer):
-    """A pool of workers with one queue for all lanes. A subclass defines how a lane uses its worker."""
+    """A pool of worker processes with one queue of responses for all lanes. A subclass of `WorkerPool` defines how a
+    lane (worker slot) uses its worker process.
+    """
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
         self._config, self._section = config, section
@@ -52,7 +55,7 @@ class WorkerPool(Scorer):
         self._unready, self._tries = 0, START_TRIES * config.workers  # failed starts in a row
         self._hopeless = asyncio.Event()
         self._error = ConfigError("no worker was tried")
-        self._version = ""  # the scorer's version in the newest worker
+        self._version = ""  # the scorer's version in the newest worker process
         self.usage = ScorerUsage()
 
     async def start(self) -> None:
@@ -69,16 +72,20 @@ class WorkerPool(Scorer):
             try:
                 job = ScoringJob(next(self._arrivals), request.encode(), future, row=self._name_row(request))
                 self._put(job)
-            except (TypeError, ValueError) as error:  # a user's environment passed an invalid request
+            except (TypeError, ValueError) as error:  # raised if a user-defined environment passed an invalid request
                 future.set_result(failure_score("request", error))
         return futures
 
     def _name_row(self, request: ScoreRequest) -> str:
-        """Return the name of the row whose anchors decide the deadlines of test cases; "": the deadlines are fixed."""
+        """Return the name of the data row whose anchors decide the deadlines of test cases, or "" if the deadlines are
+        fixed.
+        """
         return ""
 
     async def serve(self, finished: asyncio.Event) -> None:
-        """Wait until `finished` is set, then end the workers; raise `ConfigError` if no worker becomes ready."""
+        """Wait until `finished` is set, then end the worker processes; raise `ConfigError` if no worker process becomes
+        ready.
+        """
         ends = [asyncio.create_task(event.wait()) for event in (finished, self._hopeless)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -100,14 +107,16 @@ class WorkerPool(Scorer):
             self._queue.put_nowait((job.arrival, job))
 
     async def _ensure_worker(self, worker: WorkerProcess | None) -> WorkerProcess | None:
-        """Return this worker if it is alive, or else a new one; return None if no process can be started."""
+        """Return the given worker process if it is alive, or a new one otherwise; return None if no process can be
+        started.
+        """
         try:
             return worker if worker and worker.alive else await WorkerProcess.start(self._command)
         except OSError:
             return None
 
     async def _wait_ready(self, worker: WorkerProcess) -> bool:
-        """Wait until the worker has finished its imports; return False if the worker ended first."""
+        """Wait until the worker process has finished its imports; return False if it does not become ready."""
         try:
             await worker.wait_ready(self._config.start_seconds)
         except NotReady as error:
@@ -121,14 +130,16 @@ class WorkerPool(Scorer):
         return True
 
     async def _pause_start(self, jobs: Sequence[ScoringJob]) -> None:
-        """Requeue the jobs of a worker that did not become ready, and pause; fail the pool after too many tries."""
+        """Requeue the jobs of a worker process that did not become ready, and pause before the next try; fail the pool
+        after too many tries.
+        """
         self._put(*jobs)
         if self._unready >= self._tries:
             self._give_up()
         await asyncio.sleep(AGAIN_SECONDS)
 
     def _give_up(self) -> None:
-        """Fail the pool and all its waiting requests."""
+        """Fail the pool and all requests that wait in its queue."""
         self._hopeless.set()
         while not self._queue.empty():
             _, job = self._queue.get_nowait()
@@ -140,7 +151,7 @@ class WorkerPool(Scorer):
         self._settle(job, timeout_score(self._config.deadline_seconds, self._config.unread_value))
 
     def _settle_dead(self, job: ScoringJob) -> None:
-        """Score a response that ended two workers."""
+        """Score a response on which two worker processes died."""
         self._settle(job, Score(self._config.unread_value, DIED_TWICE, Outcome.KILLED))
 
     def _settle(self, job: ScoringJob, score: Score) -> None:

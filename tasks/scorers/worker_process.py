@@ -19,20 +19,20 @@ READY = "ready"
 
 
 class WorkerDied(RollflowError):
-    """Raised if the process of a reward worker has ended."""
+    """Raised if a scorer's worker process has ended."""
 
 
 class NotReady(RollflowError):
-    """Raised if a worker's process did not become ready."""
+    """Raised if a scorer's worker process does not become ready to score responses."""
 
 
 class WorkerProcess:
-    """A scorer's worker process and its pipes."""
+    """A scorer's worker process and the pipes to it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._is_ready = False
-        self.version = ""  # the version of the worker's scorer, once the worker is ready
+        self.version = ""  # the version of the scorer, known once the worker process is ready
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> WorkerProcess:
@@ -50,7 +50,9 @@ class WorkerProcess:
         return self._process.returncode is None
 
     async def wait_ready(self, seconds: float) -> None:
-        """Wait until the worker has finished its imports; raise `NotReady` if this fails or takes over `seconds`."""
+        """Wait until the worker process has finished its imports; raise `NotReady` if the process fails or takes over
+        `seconds`.
+        """
         if self._is_ready:
             return
         try:
@@ -63,23 +65,25 @@ class WorkerProcess:
         except WorkerDied:
             raise NotReady(f"the worker ended with exit code {self._process.returncode}") from None
         word, _, version = line.decode(errors="replace").strip().partition(" ")
-        if word != READY:  # the line says why the worker is not ready
+        if word != READY:  # the line says why the worker process is not ready
             await self.end()
             raise NotReady(f"{word} {version}".strip())
         self._is_ready, self.version = True, version
 
     def send(self, lines: Sequence[bytes]) -> None:
-        """Send requests, one per line, to the worker."""
+        """Send requests, one per line, to the worker process."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"".join(lines))
 
     async def read_score(self, seconds: float) -> Score:
-        """Read the next score; raise `TimeoutError` after `seconds`, or `WorkerDied` if the process has ended."""
+        """Read the next score from the worker process; raise `TimeoutError` after `seconds`, or `WorkerDied` if the
+        process has ended.
+        """
         return await self._decode(await self._read_line(seconds), self._build_score)
 
     async def read_numbered_score(self) -> tuple[int, Score | None, DeadlineReport | None]:
-        """Read the next score, the number of its request, and a report, of which the score or the report may be
-        missing; raise `WorkerDied` if the process has ended.
+        """Read the next score, the number of its request, and a `DeadlineReport`, where the score or the report may be
+        None; raise `WorkerDied` if the worker process has ended.
         """
         return await self._decode(await self._read_line(None), self._read_answer)
 
@@ -91,7 +95,7 @@ class WorkerProcess:
         return int(found[0]), score, DeadlineReport.of_columns(found[2]) if len(found) > 2 else None
 
     async def _decode(self, line: bytes, build: Callable[[Any], T]) -> T:
-        """Build a value from a line of JSON; end the process and raise `WorkerDied` if the line is invalid."""
+        """Build a value from a line of JSON; end the worker process and raise `WorkerDied` if the line is invalid."""
         try:
             return build(json.loads(line))
         except (ValueError, TypeError, KeyError, IndexError):
@@ -99,7 +103,9 @@ class WorkerProcess:
             raise WorkerDied("the worker wrote no valid score") from None
 
     async def discard_scores(self, count: int, deadline: float) -> None:
-        """Discard the scores of `count` requests that were given to another worker; end the worker after `deadline`."""
+        """Discard the scores of `count` requests that another worker process scores now; end this worker process if a
+        score takes more than `deadline` seconds.
+        """
         try:
             for _ in range(count if self.alive else 0):
                 await self._read_line(deadline)
@@ -111,7 +117,7 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
-        except ValueError:  # the line is longer than any valid score
+        except ValueError:  # raised if the line is longer than any valid score
             await self.end()
             raise WorkerDied("the worker wrote no valid score") from None
         if not line:
@@ -120,11 +126,11 @@ class WorkerProcess:
         return line
 
     def kill(self) -> None:
-        """Kill the process, so that reading its output raises `WorkerDied`."""
+        """Kill the worker process, so that reading its output raises `WorkerDied`."""
         if self.alive:
             self._process.kill()
 
     async def end(self) -> None:
-        """Kill the process and wait until it has ended."""
+        """Kill the worker process and wait until it has ended."""
         self.kill()
         await self._process.wait()

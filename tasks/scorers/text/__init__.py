@@ -1,1 +1,3 @@
-"""Verifiers of text: mathematical answers, multiple choice, patterns, and instructions that can be checked."""
+"""Verifiers of text: mathematical answers, multiple choice, regular expressions, and constraints that a program can
+check.
+"""

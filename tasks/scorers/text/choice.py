@@ -1,14 +1,15 @@
-r"""The verifier `choice`: multiple choice by letter.
+r"""The verifier `choice`, which scores responses to multiple-choice questions.
 
-A response chooses by what comes first in this list; a response that names several letters there is unparsable.
+The verifier looks for a choice in the following places, and uses the first place that has one. A response that names
+several letters in that place is unparsable.
 
-1. `\boxed{B}`, an <answer> tag, or "#### B"
-2. "Answer: B", "the answer is (B)"
-3. the whole response, or its last line: "B", "(B)", "B. Paris", or the text of an option
-4. a letter in parentheses: "(B)"
+1. The verifier first looks at a marked answer, such as `\boxed{B}`, an <answer> tag, or "#### B".
+2. Second, the verifier looks for a phrase such as "Answer: B" or "the answer is (B)".
+3. Third, the whole response or its last line may be a choice, such as "B", "(B)", "B. Paris", or the text of an option.
+4. Last, the verifier looks for a letter in parentheses, such as "(B)".
 
-The row's column `answer` is a letter, or the text of an option. The column `options` is optional: a list of texts for
-A, B, C and so on, or an object from letters to texts.
+The column `answer` of a data row is the letter or the text of the right option. The optional column `options` of a data
+row is a list of the texts of A, B, C and so on, or an object that maps letters to texts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.text.marked import find_marked
 
-LETTERS = ascii_uppercase[:10]  # letters of a question without options
+LETTERS = ascii_uppercase[:10]  # letters that may be chosen if the data row has no column "options"
 WRAP = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|operatorname)\s*\{([^{}]*)\}")
 LIST = r"[\s*\"'$]*\(?([A-Za-z])\)?(?P<more>(?:\s*(?:,|/|&|\bor\b|\band\b)\s*(?:option\s*)?\(?[A-Z]\)?(?![\w']))*)"
 PHRASE = re.compile(
@@ -48,10 +49,10 @@ def choose(response: str, reference: Mapping[str, Any]) -> Score:
 
 
 def read_options(reference: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of a row, by letter; without the column "options", each letter has an empty text.
+    """Return the texts of a data row's options, by letter. Without the column "options", each letter has an empty text.
 
     Raises:
-        ValueError: the column is neither a list of texts nor an object.
+        ValueError: the column "options" is neither a list of texts nor an object.
     """
     options = reference.get("options")
     if options is None:
@@ -68,7 +69,9 @@ def read_options(reference: Mapping[str, Any]) -> dict[str, str]:
 
 
 def find_gold(reference: Mapping[str, Any]) -> str:
-    """Return the letter of the right option; raise `ValueError` if the column "answer" is no letter and no option."""
+    """Return the letter of the right option; raise `ValueError` if the column "answer" is neither a letter nor the text
+    of an option.
+    """
     options, answer = read_options(reference), str(reference["answer"])
     found = _read_choice(answer, options)
     if len(found) != 1:
@@ -80,7 +83,7 @@ def find_gold(reference: Mapping[str, Any]) -> str:
 
 
 def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
-    """Return the letters that a response chooses: several if it does not decide."""
+    """Return the letters of the options that a response chooses, which are several if the response does not decide."""
     if (marked := find_marked(response)) is not None:
         return _read_choice(marked, options) or _in_parentheses(marked, options)
     phrases = set[str]()
@@ -98,7 +101,9 @@ def find_letters(response: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _read_choice(text: str, options: Mapping[str, str]) -> set[str]:
-    """Read a text that is a choice as a whole: a letter, a letter with its option, several letters, or an option."""
+    """Return the letters that a text chooses if the whole text is a choice, such as a letter, several letters, or the
+    text of an option.
+    """
     text = _clean(text)
     said = _plain(text)
     if said and (equal := {letter for letter, option in options.items() if _plain(option) == said}):

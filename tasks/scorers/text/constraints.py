@@ -1,7 +1,9 @@
-"""The checks of IFEval's constraints (Zhou et al. 2023, arXiv 2311.07911), by the names of the published data set.
+"""Checks of the constraints in the IFEval benchmark (Zhou et al. 2023, arXiv 2311.07911), by their names in the
+published data set.
 
-Each check gets a response that is not empty and the row's keyword arguments, and returns whether the response follows
-the constraint. `language:response_language` is left out, because it needs a model of languages.
+Each check gets a non-empty response and the keyword arguments of the data row, and returns whether the response follows
+the constraint. The constraint `language:response_language` has no check, because a check would need a language
+detection model.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def count_words(text: str) -> int:
-    """Count the words of a text; a word with an apostrophe or a hyphen is one word."""
+    """Count the words of a text. A word with an apostrophe or a hyphen counts as one word."""
     return len(WORD.findall(text))
 
 
 def count_sentences(text: str) -> int:
-    """Count the sentences of a text; the point of "Dr." or of a list's number ends no sentence."""
+    """Count the sentences of a text. The period of "Dr." or of a list number does not end a sentence."""
     count, begin = 0, 0
     for found in SENTENCE_END.finditer(text):
         sentence = text[begin : found.end()]
@@ -54,7 +56,9 @@ def _has_keyword_often(text: str, keyword: str, frequency: int, relation: str) -
 
 
 def _check_list(words: object) -> None:
-    """Raise `TypeError` for one text, whose letters would be taken for the words, and for no word."""
+    """Raise `TypeError` unless `words` is a non-empty list or tuple, because a text would be read as a list of its
+    letters.
+    """
     if not isinstance(words, list | tuple) or not words:
         raise TypeError(f"{words!r} is no list of words")
 
@@ -77,7 +81,9 @@ def _has_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Count the paragraphs between lines of three stars; only the first and the last may be empty."""
+    """Return whether a text has this number of paragraphs, which `***` separates. Only the first and the last paragraph
+    may be empty.
+    """
     paragraphs = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(paragraphs[1:-1]) and len([part for part in paragraphs if part]) == num_paragraphs
 
@@ -154,7 +160,8 @@ def _has_capital_words(text: str, capital_frequency: int, capital_relation: str)
     return _compare(sum(word.isupper() for word in WORD.findall(text)), capital_relation, capital_frequency)
 
 
-CHECKS: Mapping[str, tuple[Check, tuple[str, ...]]] = {  # the check, and the names of its keyword arguments
+# constraint -> its check, and the names of the check's keyword arguments
+CHECKS: Mapping[str, tuple[Check, tuple[str, ...]]] = {
     "keywords:existence": (_has_keywords, ("keywords",)),
     "keywords:frequency": (_has_keyword_often, ("keyword", "frequency", "relation")),
     "keywords:forbidden_words": (_lacks_words, ("forbidden_words",)),
@@ -186,10 +193,10 @@ CHECKS: Mapping[str, tuple[Check, tuple[str, ...]]] = {  # the check, and the na
 
 
 def check_constraint(name: str, text: str, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a response follows a constraint; an empty response follows none.
+    """Return whether a response follows a constraint. An empty response follows no constraint.
 
     Raises:
-        ValueError: there is no check of this name, or an argument is missing or wrong.
+        ValueError: no check has this name, or an argument of the constraint is missing or wrong.
     """
     if name == "language:response_language":
         raise ValueError(f"the constraint {name!r} cannot be checked, because rollflow detects no languages")

@@ -1,7 +1,8 @@
-"""The verifier `instructions`: constraints of a response that a program can check, as in IFEval.
+"""The verifier `instructions`, which checks whether a response follows constraints, as in the IFEval benchmark.
 
-A row has the columns of the published data set: `instruction_id_list`, a list of names, and `kwargs`, a list of as many
-objects. The value is the share of constraints that the response follows; with `reward.strict` it is 1 or 0.
+A data row has the columns of IFEval's published data set: `instruction_id_list`, a list of constraint names, and
+`kwargs`, a list with an object of arguments for each constraint. The value of a score is the share of constraints that
+the response follows. With `reward.strict`, the value is 1 if the response follows all constraints, otherwise 0.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Constraints = list[tuple[str, Mapping[str, Any]]]
 
 
 def follow_instructions(response: str, reference: Mapping[str, Any], *, strict: bool = False) -> Score:
-    """Score a response by the constraints of its row; each constraint is a part."""
+    """Score a response by the constraints of its data row. Each constraint is a part of the score."""
     parts = dict[str, float]()
     for name, arguments in read_constraints(reference):
         same = sum(part.partition("#")[0] == name for part in parts)
@@ -33,7 +34,7 @@ def follow_instructions(response: str, reference: Mapping[str, Any], *, strict: 
 
 
 def read_constraints(reference: Mapping[str, Any]) -> Constraints:
-    """Return the constraints of a row with their arguments; raise `ValueError` if the row has none."""
+    """Return the constraints of a data row with their arguments; raise `ValueError` if the row has no constraint."""
     names, arguments = reference.get("instruction_id_list"), reference.get("kwargs")
     if column := next((c for c in ("instruction_id_list", "kwargs") if isinstance(reference.get(c), str)), None):
         raise ValueError(f'the column "{column}" is text, not a list; if it is JSON, name it in prompts.json_columns')
@@ -47,6 +48,6 @@ def read_constraints(reference: Mapping[str, Any]) -> Constraints:
 
 
 def check_constraints(reference: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if a constraint of a row cannot be checked."""
+    """Raise `ValueError` if a constraint of a data row cannot be checked."""
     for name, arguments in read_constraints(reference):
         check_constraint(name, "Some text.", arguments)

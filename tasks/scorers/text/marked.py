@@ -1,4 +1,4 @@
-r"""Finds the answer that a response marks: the last `\boxed{...}`, the last <answer> tag, or the text after "####"."""
+r"""Finds the answer that a response marks with the last `\boxed{...}`, with the last <answer> tag, or with "####"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JOINT = re.compile(r"[\s$.]*(?:,|;|and|or|\\text\{\s*(?:and|or)\s*\})[\s$,]*|[\s
 def find_marked(response: str) -> str | None:
     """Return the marked answer of a response, or None if the response marks no answer.
 
-    Several boxes beside each other are one answer: their contents, separated by commas.
+    Several adjacent LaTeX boxes are one answer, which joins their contents with commas.
     """
     if boxes := list_boxes(response):
         return ", ".join(dict.fromkeys(_last_boxes(response, boxes)))
@@ -24,7 +24,7 @@ def find_marked(response: str) -> str | None:
 
 
 def list_boxes(text: str) -> list[tuple[int, int, str]]:
-    """Return start, end and content of each outermost box whose braces are closed, in order."""
+    """Return start, end and content of each outermost LaTeX box (boxed{...}) whose braces are closed, in order."""
     boxes, position = list[tuple[int, int, str]](), 0
     while found := BOX.search(text, position):
         end = _closing_brace(text, found.end())
@@ -37,14 +37,16 @@ def list_boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def strip_boxes(text: str) -> str:
-    """Replace each box inside a text by its content."""
+    """Replace each LaTeX box (boxed{...}) in a text by the box's content."""
     for start, end, content in reversed(list_boxes(text) if BOX.search(text) else []):
         text = text[:start] + content + text[end:]
     return text.strip()
 
 
 def _last_boxes(text: str, boxes: list[tuple[int, int, str]]) -> list[str]:
-    """Return the content of the last box, and of the boxes before it that only a joint such as "and" separates."""
+    """Return the content of the last LaTeX box, and of earlier boxes that only a separator such as "and" divides from
+    the last one.
+    """
     first = len(boxes) - 1
     while first and JOINT.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
         first -= 1

@@ -3,10 +3,11 @@ r"""The verifier `maths`, which compares the final answer of a response with the
     response --> the marked answer (\boxed{}, <answer>, ####), else the last expression --> LaTeX --> sympy
     reference["answer"], LaTeX or plain ------------------------------------------------> LaTeX --> sympy
 
-- Equal values are equal answers: `1/2`, `\frac{1}{2}`, `0.5` and `50\%`; `x(x+1)` and `x^2+x`. Units are not compared.
+- Answers with equal values are equal, for example `1/2`, `\frac{1}{2}`, `0.5` and `50\%`, or `x(x+1)` and `x^2+x`.
+  Units of answers are not compared.
 - An answer that math-verify cannot compare in `reward.deadline_seconds`, such as `10^{10^{10}}`, ends as a timeout,
-  because the worker process is killed. math-verify's own timers are off: they need the main thread.
-- A response without an answer, or with one that is too long to compare, is unparsable.
+  because the worker process is killed. The timers of math-verify are off, because they need the main thread.
+- A response has the outcome "unparsable" if it has no answer or if its answer is too long to compare.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from rollflow.tasks.scorers.text.maths_text import (
     read_words,
 )
 
-LONGEST = 1000  # most characters of an answer
-MOST_DIGITS = 500  # most digits of a number in an answer
+LONGEST = 1000  # largest number of characters of an answer
+MOST_DIGITS = 500  # largest number of digits of a number in an answer
 DEEPEST = 24  # deepest nesting of braces in an answer
-LONGEST_BARE = 200  # most characters of a response that is an answer as a whole
-TAIL = 1000  # number of characters at the end of a response without a marked answer that are searched
-LONGEST_SHOWN = 60  # most characters of an answer in a reason
-PRECISION = 15  # significant digits to which expressions are compared
+LONGEST_BARE = 200  # largest number of characters of a response that is an answer as a whole
+TAIL = 1000  # number of characters at the end of a response in which an unmarked answer is searched
+LONGEST_SHOWN = 60  # largest number of characters of an answer in a score's reason
+PRECISION = 15  # number of significant digits to which numbers are computed for comparison
 DIGITS = re.compile(r"\d+")
-PROSE = re.compile(  # a word at the start with more behind it, a verb, two long words, or a colon after a word
+# signs of prose: a word at the start with more text behind it, a verb, two long words, or a colon after a word
+PROSE = re.compile(
     r"^\W*(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}\s+\S|\b(?:is|are|was|so|the|we|then|thus|hence)\b|"
     r"\b(?!square|cubic|sq)[A-Za-z]{3,}\s+(?:\S+\s+)*[A-Za-z]{3,}|[A-Za-z]\s*:",
     re.IGNORECASE,
@@ -51,14 +53,15 @@ COMMAND = re.compile(r"\\(?:begin|end)\s*\{\w+\}|\\[A-Za-z]+")
 LATEX = (LatexExtractionConfig(boxed_match_priority=-1),)
 ANY = (LatexExtractionConfig(), ExprExtractionConfig())
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppresses math-verify's warning that its timers are off
 
 
 def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, decimals: int = 6) -> Score:
     """Compare the final answer of a response with `reference["answer"]`.
 
-    `marked` says that only a marked answer counts. Decimal numbers are rounded to `decimals` digits after the point,
-    but a number that would be rounded to 0 is compared to `decimals` significant digits.
+    With `marked`, only an answer that the response marks, for example with a LaTeX box, counts. Decimal numbers are
+    rounded to `decimals` digits after the decimal point. A number that would be rounded to 0 is compared to `decimals`
+    significant digits.
     """
     gold = str(reference["answer"])
     answer = find_marked(response)
@@ -76,7 +79,7 @@ def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, 
 
 
 def equals(gold: str, answer: str, decimals: int = 6) -> bool:
-    """Return whether an answer, without a mark, equals the reference answer."""
+    """Return whether an answer equals the reference answer; the answer has no mark around it, such as a LaTeX box."""
     gold, answer = clean_answer(strip_boxes(gold)), clean_answer(answer)
     if (words := read_words(gold)) is not None:
         return words == read_words(answer)
@@ -92,7 +95,7 @@ def equals(gold: str, answer: str, decimals: int = 6) -> bool:
 
 
 def find_fault(answer: str) -> str | None:
-    """Return why an answer is not compared, or None: bounds that no sensible answer exceeds."""
+    """Return why an answer is too long or too complex to compare, or None. No sensible answer exceeds the limits."""
     if len(answer) > LONGEST:
         return f"has {len(answer):,} characters, and {LONGEST:,} is the limit"
     if (digits := max(map(len, DIGITS.findall(answer)), default=0)) > MOST_DIGITS:
@@ -105,7 +108,7 @@ def find_fault(answer: str) -> str | None:
 
 
 def is_bare(response: str, gold: str) -> bool:
-    """Return whether a whole response is an answer, such as `x + 1`, and not a sentence that contains one."""
+    """Return whether a whole response is an answer, such as `x + 1`, and not a sentence that contains an answer."""
     if len(response) > LONGEST_BARE or "\n" in response.strip():
         return False
     return not PROSE.search(COMMAND.sub("", WRAPPED.sub("", response))) or (
@@ -115,12 +118,14 @@ def is_bare(response: str, gold: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def read_latex(text: str) -> tuple[Any, ...]:
-    """Parse an answer: the sympy expression if there is one, and the text."""
+    """Parse an answer into a list of the sympy expression, if there is one, and the text."""
     return tuple(parse(f"${text}$", LATEX, parsing_timeout=None))
 
 
 def _compare_prose(response: str, gold: str, decimals: int) -> Score:
-    """Compare the expression that math-verify finds last in a text without a marked answer."""
+    """Compare the reference answer with the last expression that math-verify finds in a response without a marked
+    answer.
+    """
     found = parse(normalise_prose(response[-TAIL:]), ANY, parsing_timeout=None)
     if not found:
         return _unparsable("no answer found")
@@ -143,9 +148,11 @@ def _verify(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bo
 
 
 def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bool:
-    """Return whether each number of `gold` that rounds to 0 is in `answer`, to `decimals` significant digits.
+    """Return whether each number in the reference answer `gold` that rounds to 0 is in `answer`, to `decimals`
+    significant digits.
 
-    math-verify rounds to digits after the point, so it takes all tiny numbers for equal.
+    This check is needed because math-verify rounds to digits after the decimal point, so that all tiny numbers are
+    equal.
     """
     limit = 10.0**-decimals
     tiny = [number for part in gold for number in _list_numbers(part) if 0 < abs(number) < limit]
@@ -156,7 +163,7 @@ def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: 
 
 
 def _list_numbers(part: Any) -> Iterator[Any]:
-    """Return the values of a number, or of the numbers in a set, a tuple, a matrix or an equation."""
+    """Yield the value of a number, or the values of the numbers in a set, a tuple, a matrix or an equation."""
     if isinstance(part, Basic) and part.is_number:
         value = part.doit().evalf(PRECISION)
         if value.is_comparable:

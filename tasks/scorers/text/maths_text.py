@@ -1,4 +1,6 @@
-r"""Rewrites mathematical answers as LaTeX that math-verify reads: Unicode signs, `2**3`, `3 1/2`, `1e-4`, units."""
+r"""Rewrites mathematical answers as LaTeX that math-verify can parse, for example Unicode signs, `2**3`, `3 1/2` and
+`1e-4`.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,9 @@ GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,!; ]|\{,\}|~| )\s*\d{3})+(?![
 ABOUT = re.compile(r"^(?:approximately|about|roughly|exactly|\\approx|\\sim|~)\s*", re.IGNORECASE)
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 WORDS = re.compile(r"[A-Za-z][A-Za-z' .,-]*")
-# A number, and words after it: "42 apples", "10 m/s"
+# A number with words after it, such as "42 apples" or "10 m/s".
 MEASURED = re.compile(r"([^A-Za-z\\]*\d[^A-Za-z\\]*?)\s*([A-Za-z][A-Za-z. ]*(?:/\s*[A-Za-z]+)?(?:\^?\{?[23]\}?)?)")
-NO_UNIT = re.compile(  # words that change the value of the number before them
+NO_UNIT = re.compile(  # words after a number that are no unit, because they change the value of the number
     r"\b(?:and|or|to|by|over|plus|minus|times|divided|squared|cubed|half|halves|thirds?|quarters?|hundred|thousand|"
     r"[mb]illion|trillion|dozen|score|percent|pi|sqrt|mod|choose|base|root|factorial|more|less|than|not|if|where|"
     r"sin|cos|tan|log|ln|exp|infinity|inf)\b",
@@ -58,7 +60,7 @@ BASE = re.compile(r"_\s*\{?\s*(\d+)\s*\}?$")
 
 
 def normalise_prose(text: str) -> str:
-    """Rewrite digits, dashes, blanks and mixed numbers of a text, in which formulas stay as they are."""
+    """Rewrite the digits, dashes, spaces and mixed numbers of a text in ASCII. Formulas stay as they are."""
     return MIXED.sub(r"(\1+\2/\3)", _write_digits(text).translate(str.maketrans(PLAIN)))
 
 
@@ -69,7 +71,7 @@ def normalise(text: str) -> str:
     text = VULGAR.sub(_write_fraction, text).translate(TABLE)
     text = ROOT.sub(lambda found: rf"\sqrt{{{found[1].strip('(){}')}}}", text)
     text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    for _ in range(8):  # "2**3**4" is read from the right
+    for _ in range(8):  # repeated because powers such as "2**3**4" are rewritten from right to left
         text, count = POWER.subn(lambda found: f"^{{{found[1].strip('()')}}}", text)
         if not count:
             break
@@ -78,7 +80,7 @@ def normalise(text: str) -> str:
 
 
 def clean_answer(text: str) -> str:
-    """Return an answer as LaTeX, without dollar signs, marks of bold text, and a full stop at its end."""
+    """Return an answer as LaTeX, without dollar signs, Markdown marks, or a full stop at its end."""
     text = text.replace(r"\$", "").replace("$", "").replace(r"\left", "").replace(r"\right", "").strip()
     for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`")):
         if text.startswith(opening) and text.endswith(closing):
@@ -88,7 +90,7 @@ def clean_answer(text: str) -> str:
 
 
 def drop_unit(text: str) -> str:
-    """Return the number of "42 apples" or "10 m/s"; return other texts unchanged."""
+    """Return only the number of a text such as "42 apples" or "10 m/s"; return other texts unchanged."""
     found = MEASURED.fullmatch(WRAPPED.sub(r" \1 ", text).strip())
     if not found or NO_UNIT.search(found[2]):
         return text
@@ -97,7 +99,9 @@ def drop_unit(text: str) -> str:
 
 
 def read_words(text: str) -> str | None:
-    """Return a text of words in one spelling, such as "no solution", or None if the text is not made of words."""
+    """Return an answer in words, such as "no solution", in normalised spelling, or None if the answer is not made of
+    words.
+    """
     plain = WRAPPED.sub(r"\1", text).strip()
     if not WORDS.fullmatch(plain) or MATHS_WORD.fullmatch(plain):
         return None
@@ -108,7 +112,7 @@ def read_words(text: str) -> str | None:
 
 
 def read_base(text: str) -> str | None:
-    """Return the base of a number such as `12_5`, or None."""
+    """Return the base of a number that is written with its base, such as `12_5`, or None."""
     found = BASE.search(text.rstrip(" }"))
     return found[1] if found else None
 

@@ -1,6 +1,8 @@
-"""The verifier `regex`: the answer has to match a regular expression, from the config or from the data row.
+"""The verifier `regex`, which checks whether the answer matches a regular expression from the config or from the data
+row.
 
-A pattern that backtracks for ever ends as a timeout, because the worker process is killed at its deadline.
+A response whose pattern backtracks for ever gets the outcome "timeout", because the worker process is killed at the
+deadline.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.config import RegexReward
 
-LONGEST_SHOWN = 60  # most characters of a group in a reason
+LONGEST_SHOWN = 60  # largest number of characters of a group's text in a score's reason
 
 
 def match_pattern(response: str, reference: Mapping[str, Any], *, config: RegexReward) -> Score:
-    """Score a response by the pattern of the config, or by the row's column "pattern"; with a group, by its text."""
+    """Score a response by whether it matches the pattern of the config or of the data row's column "pattern". If the
+    config names a group, compare the group's text with the reference answer.
+    """
     compiled = compile_pattern(config, reference)
     if config.match == "full":
         found = compiled.fullmatch(response)
@@ -36,10 +40,10 @@ def match_pattern(response: str, reference: Mapping[str, Any], *, config: RegexR
 
 
 def compile_pattern(config: RegexReward, reference: Mapping[str, Any]) -> re.Pattern[str]:
-    """Return the compiled pattern for a row.
+    """Return the compiled pattern with which to score responses to a data row.
 
     Raises:
-        ValueError: the row has no valid pattern with the group of the config.
+        ValueError: the data row has no valid pattern, or the pattern lacks the group that the config names.
     """
     pattern = config.pattern if config.pattern is not None else reference.get("pattern")
     if not isinstance(pattern, str):
