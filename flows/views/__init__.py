@@ -1,1 +1,1 @@
-"""Shows a run to its users: as a live view, a summary, tables, timelines, and pages in Prefect."""
+"""Shows a training run to its users: as a live view, a summary, tables, timelines, and pages in Prefect."""

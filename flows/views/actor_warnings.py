@@ -1,7 +1,8 @@
-"""Logs the warnings of a run's actors in the supervisor's flow run: each warning once, and without secrets.
+"""Logs the warnings of a run's Ray actors in the log of the supervising Prefect flow run. Each warning is logged once,
+and without secrets.
 
-A restarted actor is a new process, whose warnings are numbered from 1. A restarted supervisor logs the newest warnings
-again, in its own flow run.
+A restarted Ray actor is a new process, whose warnings are numbered from 1 again. If the supervising flow run is
+restarted, the new flow run logs the newest warnings again.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ NAMED = re.compile(r"([\w-]+)(['\"]?\s*[=:]\s*)(?:(?:Bearer|Basic)\s+)?([^\s,;]+
 
 
 class ActorWarnings:
-    """Logs each actor warning that was not logged before."""
+    """Logs each warning of a Ray actor that was not logged before."""
 
     def __init__(self, warn: Callable[..., None]) -> None:
-        """Log through `warn`, a method of a logger such as `Logger.warning`."""
+        """Log warnings by calling `warn`, a method of a logger such as `Logger.warning`."""
         self._warn = warn
-        self._logged: dict[str, int] = {}  # process that warned -> number of its newest logged warning
+        self._logged: dict[str, int] = {}  # Maps each process that warned to the number of its newest logged warning.
 
     def tell(self, warned: Sequence[ActorWarning]) -> None:
-        """Log the warnings that were not logged before."""
+        """Log the actors' warnings that were not logged before."""
         for warning in warned:
             if warning.number > self._logged.get(warning.process, 0):
                 self._logged[warning.process] = warning.number
@@ -35,6 +36,6 @@ class ActorWarnings:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which the values of secrets, and user names, passwords and queries of addresses, are removed."""
+    """Return a copy of the text without secrets. User names, passwords and queries are removed from addresses, too."""
     text = URL.sub(lambda found: redact(found[0]), text)
     return NAMED.sub(lambda found: f"{found[1]}{found[2]}***" if names_secret(found[1]) else found[0], text)

@@ -1,4 +1,6 @@
-"""Shows the audit of a run to users: a progress line during the audit, then the audit's report as tables."""
+"""Shows the audit of a run to users. A progress line is shown during the audit, and tables with the results after
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.objects import ObjectStore
 from rollflow.tasks.rollout.evaluation import DomainResult
 
-ROWS = 12  # largest number of rows in the table of staleness; in a long run a row covers several versions
+ROWS = 12  # Largest number of rows in the table of staleness. In a long run, a row covers several policy versions.
 
 
 def show_audit(
     store: ObjectStore, *, deep: bool, console: Console | None = None, expected: Expected = NOTHING
 ) -> AuditReport:
-    """Audit a run's storage, and show a progress line if the output is a terminal. See `audit` for the errors."""
+    """Audit a run's storage, and show a progress line meanwhile if the output is a terminal. See `audit` for the
+    errors.
+    """
     console = console or Console(highlight=False)
     if not console.is_terminal:
         return audit(store, deep=deep, expected=expected)
@@ -38,7 +42,9 @@ def _progress(far: AuditProgress) -> str:
 
 
 def print_report(report: AuditReport, shares: Mapping[str, float], console: Console | None = None) -> None:
-    """Print the report of an audit: counts, tables of staleness, of group outcomes and of domains, and violations."""
+    """Print the report of an audit: counts, the violations, and tables of staleness, of outcomes of response groups,
+    and of prompt domains.
+    """
     console = console or Console(highlight=False)
     console.print(
         f"run {report.run}: {report.versions} versions, {report.trajectories} trained trajectories, "
@@ -67,8 +73,8 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 
 
 def read_line(report: AuditReport) -> str:
-    """Return a sentence that says how much this audit read, and how much it skipped because an earlier audit had read
-    it.
+    """Return a sentence that says how much of the run's storage this audit read. Parts that an earlier audit had read
+    are skipped.
     """
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
     return (
@@ -79,10 +85,10 @@ def read_line(report: AuditReport) -> str:
 
 
 def tokens_line(report: AuditReport) -> str:
-    """Return a line with the numbers of trained and discarded tokens, and the mean lengths of trained and discarded
-    groups.
+    """Return a line of text with the numbers of trained and discarded tokens, and the mean lengths of trained and
+    discarded groups of responses.
 
-    The lengths are shown because discarding long groups biases training towards short answers.
+    The mean lengths are shown because discarding long groups of responses biases training towards short answers.
     """
     line = f"tokens: {report.trained_tokens:,} trained on"
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
@@ -95,10 +101,10 @@ def tokens_line(report: AuditReport) -> str:
 
 
 def scorer_lines(report: AuditReport) -> list[str]:
-    """Return a line for each domain that says which versions of its scorer the run was trained on.
+    """Return a line of text for each prompt domain that says which versions of the domain's scorer gave the rewards.
 
-    Several versions are no violation: the run was resumed after a scorer or its library had changed, or the rows of a
-    file name several scorers.
+    Several versions of a scorer are not a violation. For example, the run may have been resumed after the scorer's code
+    had changed, or different rows of a prompt file may name different scorers.
     """
     return [
         f"scorer of {domain}: "
@@ -111,7 +117,7 @@ def scorer_lines(report: AuditReport) -> list[str]:
 
 
 def staleness_table(report: AuditReport) -> Table:
-    """Build a table of trajectories by staleness (columns) and by range of versions (rows)."""
+    """Build a table that counts trajectories by staleness (columns) and by range of policy versions (rows)."""
     ages = sorted(report.staleness)
     table = Table(title="trajectories by staleness", title_justify="left")
     table.add_column("versions")
@@ -131,7 +137,7 @@ def staleness_table(report: AuditReport) -> Table:
 
 
 def fates_table(report: AuditReport) -> Table:
-    """Build a table that counts dispatched groups by outcome, such as "trained" or "discarded"."""
+    """Build a table that counts groups of responses by outcome, such as "trained" or "discarded"."""
     table = Table(title="prompt fates", title_justify="left")
     table.add_column("fate")
     table.add_column("groups", justify="right")
@@ -143,8 +149,8 @@ def fates_table(report: AuditReport) -> Table:
 def domains_table(
     trained: Mapping[str, int], shares: Mapping[str, float], held_out: Mapping[str, DomainResult] | None = None
 ) -> Table:
-    """Build a table of trained groups by domain, with each domain's actual and configured share, and its accuracy and
-    reward in the evaluation `held_out`.
+    """Build a table that counts the trained groups of responses by prompt domain, with the actual and the configured
+    share of each domain. If `held_out` is given, the table has each domain's accuracy and reward in this evaluation.
     """
     table = Table(title="trained groups by domain", title_justify="left")
     table.add_column("domain")

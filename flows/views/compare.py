@@ -1,6 +1,6 @@
-"""Compares several runs: reads each run from its storage, and finds the differences.
+"""Compares several runs: reads each run from its storage, and finds how the runs differ.
 
-Runs that differ only in their seed, name or storage are shown as one band in a chart.
+A chart shows runs that differ only in their seed, name or storage as one band.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ Numbers = npt.NDArray[np.float64]
 NO_RECIPE = ("seed", "name", "store.uri", "tracking.uri", "tracking.experiment", "tracking.study")
 DOMAIN_CURVES = {"reward": "reward", "training accuracy": "accuracy", "response length": "response_length"}
 HELD_OUT = "held-out accuracy of "
-# beginnings of the names of curves
+# Beginnings of the names of curves that belong to one prompt domain or reward part.
 BY_DOMAIN = (HELD_OUT, "reward of ", "training accuracy of ", "response length of ", "part ")
-PLACES = "cluster."  # prefix of config keys that say where a run is trained, which does not affect its results
+# Prefix of configuration keys that say where a run is trained, which does not affect the run's results.
+PLACES = "cluster."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VersionCurve:
-    """The values of one metric by policy version. `tokens` is the number of response tokens that were trained on up to
-    each version.
+    """The values of one metric, one for each policy version. `tokens` is the number of response tokens that the run had
+    trained on at each policy version.
 
-    `seconds` is the time from version 0 to each version, without pauses.
+    `seconds` is the time from policy version 0 to each version, without pauses.
     """
 
     versions: Numbers
@@ -50,8 +51,8 @@ class VersionCurve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparedRun:
-    """One run of a comparison, with the texts and curves that are shown. `result`, `cost` and `idle` (idle share of
-    each stage) are texts for users; `config` maps dotted keys to texts.
+    """One of the compared runs, with the texts and curves that the comparison shows. `result`, `cost` and `idle` (the
+    idle share of each stage) are texts for users. `config` maps configuration keys to texts.
     """
 
     name: str
@@ -60,18 +61,22 @@ class ComparedRun:
     cost: Mapping[str, str]
     idle: Mapping[str, str]
     curves: Mapping[str, VersionCurve]
-    # version -> name of a weight file -> the file's sha256
+    # Maps each policy version to the sha256 of each of its weight files, by file name.
     policies: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
-        """The run's config without seed, names and addresses; it is equal for all seeds of one recipe."""
+        """The run's configuration without seed, names and addresses. It is equal for runs that differ only in their
+        seed.
+        """
         own = {key: value for key, value in self.config.items() if key not in NO_RECIPE and not key.startswith(PLACES)}
         return tuple(sorted(own.items()))
 
 
 def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
-    """Read the runs for a comparison; a run's name is its id, or its address if two runs have the same id."""
+    """Read the runs for a comparison. Each run is named by its run id, or by its address if two runs have the same run
+    id.
+    """
     ids = [context.run_id for context in contexts]
     return [
         _read_run(context, context.run_id if ids.count(context.run_id) == 1 else context.uri) for context in contexts
@@ -79,14 +84,14 @@ def read_compared(contexts: Sequence[RunContext]) -> list[ComparedRun]:
 
 
 def diff_configs(runs: Sequence[ComparedRun]) -> dict[str, tuple[str, ...]]:
-    """Return the config keys whose values differ between runs; each key has its value in every run."""
+    """Return the configuration keys whose values differ between the runs, with the value in every run."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = {key: tuple(run.config.get(key, UNSET) for run in runs) for key in keys}
     return {key: row for key, row in rows.items() if len(set(row)) > 1}
 
 
 def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
-    """Group the runs that have the same recipe, in the order of each recipe's first run."""
+    """Group runs that differ only in their seed, name or storage, in the order of each group's first run."""
     groups: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
     for run in runs:
         groups.setdefault(run.recipe, []).append(run)
@@ -94,8 +99,8 @@ def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return a sentence for each run after the first: the earlier run with which it shares the most versions of
-    weights, and how many.
+    """Return a sentence for each run after the first. The sentence says with which earlier run the run shares the most
+    policy versions with equal weights, and how many.
     """
     lines = []
     for place, run in enumerate(runs[1:], 1):
@@ -106,7 +111,9 @@ def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
 
 
 def _count_shared(run: ComparedRun, other: ComparedRun) -> int:
-    """Count the first versions whose weight files have equal hashes in both runs."""
+    """Count how many policy versions, from version 0 on, have the same weights in both runs, judged by the hashes of
+    the weight files.
+    """
     both = range(min(len(run.policies), len(other.policies)))
     return next((v for v in both if run.policies[v] != other.policies[v]), len(both))
 
@@ -141,7 +148,7 @@ def _read_run(context: RunContext, name: str) -> ComparedRun:
 
 
 def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict[str, VersionCurve]:
-    """Return a run's curves by name; a run without version 0 has no curves."""
+    """Return a run's curves by name. A run without policy version 0 has no curves."""
     if not versions:
         return {}
     trained = versions[1:]
@@ -173,7 +180,9 @@ def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict
 
 
 def _list_accuracies(evaluations: Sequence[Evaluation]) -> dict[str, dict[int, float]]:
-    """Return the held-out accuracy of the evaluated versions, of all domains together and by domain."""
+    """Return the held-out accuracy of each evaluated policy version, over all prompt domains together and in each
+    domain.
+    """
     found = {"accuracy": {one.version: one.accuracy for one in evaluations}}
     for one in evaluations:
         for domain, result in one.domains.items():
@@ -182,8 +191,8 @@ def _list_accuracies(evaluations: Sequence[Evaluation]) -> dict[str, dict[int, f
 
 
 def _list_domain_metrics(versions: Sequence[PolicyVersion], domains: Collection[str]) -> dict[str, str]:
-    """Return the names of the metrics of domains and of reward parts that a version has, by the names of their
-    curves.
+    """Return the metrics of prompt domains and of reward parts that the policy versions have, as a mapping from the
+    names of curves to the names of metrics.
     """
     names = {
         f"{what} of {domain}": f"{metric}_{safe_name(domain)}"
@@ -202,7 +211,7 @@ def _metric(versions: Sequence[PolicyVersion], name: str) -> Numbers:
 
 
 def _share(part: Numbers, whole: Numbers) -> Numbers:
-    """Return `part / whole`, clipped to [0, 1], and 0 where `whole` is 0."""
+    """Return `part / whole`, clipped to [0, 1]. Where `whole` is 0, the result is 0."""
     shares: Numbers = np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
     return np.clip(shares, 0.0, 1.0)
 
@@ -232,7 +241,9 @@ def _audit_text(summary: Mapping[str, Any]) -> str:
 def _cost_rows(
     context: RunContext, versions: Sequence[PolicyVersion], curves: Mapping[str, VersionCurve]
 ) -> dict[str, str]:
-    """Return the rows of a run's costs; seconds count from version 0 to the newest version, without pauses."""
+    """Return the table rows with a run's costs. Seconds are counted from policy version 0 to the newest version,
+    without pauses.
+    """
     if (reward := curves.get("reward")) is None:
         return {}
     seconds, tokens = reward.seconds[-1], reward.tokens[-1]

@@ -1,7 +1,7 @@
-"""Writes a comparison of runs as one HTML file, which loads nothing, runs no script and works with a screen reader.
+"""Writes a comparison of runs as one HTML file. The page loads nothing, runs no script and works with a screen reader.
 
-Each chart is an SVG picture with a text that describes it. A curve has at most `SHOWN` points, each the mean of
-neighbouring versions, so that the page of a long run stays small.
+Each chart is an SVG picture with a text that describes it. A curve has at most `SHOWN` points, so that the page of a
+long run stays small. Each point is the mean of neighbouring policy versions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[tuple[str, Axis], ...]] = {
     "Training reward": (("reward", "versions"), ("reward", "tokens"), ("reward", "seconds")),
     "Staleness, idle, waste": (("staleness", "versions"), ("idle", "versions"), ("waste", "versions")),
 }
-# name of a curve -> its caption, and the label of its vertical axis
+# Maps the name of a curve to its caption and to the label of its vertical axis.
 SAID = {
     "accuracy": ("held-out accuracy", "accuracy"),
     "reward": ("training reward", "reward"),
@@ -51,7 +51,9 @@ TEMPLATE = Path(__file__).with_name("compare.html")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeedBand:
-    """The band of one recipe in a chart: the mean, the smallest and the largest value over the recipe's seeds."""
+    """The band of one recipe in a chart: the mean, the smallest and the largest value over runs with different
+    seeds.
+    """
 
     label: str
     colour: str
@@ -85,7 +87,9 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _label_group(group: Sequence[ComparedRun]) -> str:
-    """Return the label of the runs of one recipe. The label counts seeds, or runs if two runs have the same seed."""
+    """Return the label of a group of runs that differ only in their seed. The label counts different seeds. If two runs
+    have the same seed, the label counts runs.
+    """
     own = {run.config.get("seed") for run in group}
     what = "seed" if len(own) == len(group) else "run"
     others = f" and {len(group) - 1} other {what}{'s' * (len(group) > 2)}" if len(group) > 1 else ""
@@ -93,7 +97,9 @@ def _label_group(group: Sequence[ComparedRun]) -> str:
 
 
 def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
-    """Draw a chart; return its picture, caption and description, or None if no run has the curve `what`."""
+    """Draw the chart of the curve `what`, and return its picture, caption and description. Return None if no run has
+    this curve.
+    """
     bands = []
     for n, group in enumerate(group_seeds(runs)):
         if curves := [run.curves[what] for run in group if what in run.curves]:
@@ -107,7 +113,7 @@ def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str
 
 
 def _describe_curve(what: str) -> tuple[str, str]:
-    """Return the caption of a curve, and the label of its vertical axis."""
+    """Return the caption of a curve's chart, and the label of its vertical axis."""
     return SAID.get(what) or (what, "tokens" if what.startswith("response length") else "mean")
 
 
@@ -117,7 +123,7 @@ def _describe_ends(band: SeedBand) -> str:
 
 
 def _build_band(label: str, colour: str, dash: str, curves: Sequence[VersionCurve], axis: Axis) -> SeedBand:
-    """Build a recipe's band, over the part of the axis that all its seeds have reached."""
+    """Build the band of a recipe in a chart. The band ends where the shortest run of the recipe ends."""
     thinned = [_thin(getattr(curve, axis), curve.values) for curve in curves]
     if len(thinned) == 1:
         x, y = thinned[0]
@@ -129,7 +135,7 @@ def _build_band(label: str, colour: str, dash: str, curves: Sequence[VersionCurv
 
 
 def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """Reduce a curve to at most `SHOWN` points, each the mean of its neighbours."""
+    """Reduce a curve to at most `SHOWN` points. Each point is the mean of neighbouring points."""
     if len(x) <= SHOWN:
         return x, y
     parts = np.array_split(np.arange(len(x)), SHOWN)
@@ -137,7 +143,7 @@ def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _draw(bands: Sequence[SeedBand], what: str, axis: Axis) -> bytes:
-    """Draw the bands of a chart; return the SVG picture, in which text stays text."""
+    """Draw the bands of a chart and return the SVG picture. Text in the picture stays text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

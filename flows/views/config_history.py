@@ -1,6 +1,6 @@
-"""Shows the history of a run's config to users: what changed, who changed it, and from which version on.
+"""Shows the history of a run's configuration to users: what changed, who changed it, and from which policy version on.
 
-Config keys whose names indicate a secret are left out.
+Configuration keys whose names indicate a secret are left out of the history.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TOML = {"None": UNSET, "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True)
 class ShownChange:
-    """One changed key of a run's config; the new value applies from `version` on. `before` and `after` are the old and
-    new value as a recipe writes them.
+    """One changed key of a run's configuration. The new value applies from the policy version `version` on. `before`
+    and `after` are the old and the new value in the notation of a recipe (TOML).
     """
 
     version: int
@@ -37,13 +37,13 @@ class ShownChange:
 
 
 def shown_changes(recorded: RecordedConfig) -> list[ShownChange]:
-    """Return the changed keys of one config change, without secrets."""
+    """Return the keys that one change of a run's configuration has changed, without secrets."""
     return select_shown(recorded.changes, recorded.version)
 
 
 def select_shown(changes: Iterable[Change], version: int) -> list[ShownChange]:
-    """Return the changes of keys that contain no secret, under the keys' present names; they apply from `version`
-    on.
+    """Return the changes of configuration keys that contain no secret, under the keys' present names. The changes apply
+    from the policy version `version` on.
     """
     today = (Change(*_today(one)) for one in changes)
     open_keys = (one for one in today if not any(map(names_secret, one.key.split("."))))
@@ -56,18 +56,20 @@ def _today(change: Change) -> tuple[str, Any, Any]:
 
 
 def change_sentence(recorded: RecordedConfig) -> str:
-    """Return a sentence that describes one config change."""
+    """Return a sentence that describes one change of a run's configuration."""
     changes = ", ".join(map(str, shown_changes(recorded)))
     return f"config changed from version {recorded.version} on: {changes}"
 
 
 def list_changes(context: RunContext) -> list[RecordedConfig]:
-    """Return the config changes of a run in order, including changes under which no version was trained."""
+    """Return the changes of a run's configuration in order. Changes that were replaced before a policy version was
+    trained are included.
+    """
     return context.configs[1:]
 
 
 def flat_history(context: RunContext) -> dict[str, str]:
-    """Return a text for each config key: its value when the run was created, followed by its later values."""
+    """Return text for each configuration key: the value when the run was created, followed by its later values."""
     shown = {key: TOML.get(text, text) for key, text in flatten(_tree(context, 0)).items()}
     for recorded in list_changes(context):
         for one in shown_changes(recorded):
@@ -76,7 +78,7 @@ def flat_history(context: RunContext) -> dict[str, str]:
 
 
 def change_table(context: RunContext) -> dict[str, list[Any]]:
-    """Return all config changes of a run as a table: column name -> values."""
+    """Return all changes of a run's configuration as a table, which maps column names to values."""
     rows = [(one, recorded) for recorded in list_changes(context) for one in shown_changes(recorded)]
     return {
         "from version": [one.version for one, _ in rows],
@@ -89,7 +91,9 @@ def change_table(context: RunContext) -> dict[str, list[Any]]:
 
 
 def recipe_of(context: RunContext, which: int) -> str:
-    """Return the run's config number `which` (0 is the first) as the text of a recipe."""
+    """Return one of a run's recorded configurations as the text of a recipe. `which` is its number; 0 is the first
+    configuration.
+    """
     return tomlkit.dumps(without_secrets(_tree(context, which, exclude_none=True)))
 
 
@@ -98,7 +102,7 @@ def _tree(context: RunContext, which: int, **options: bool) -> Mapping[str, Any]
 
 
 def _text(change: Change, value: Any) -> str:
-    """Return a config value as text, without secrets."""
+    """Return a configuration value as text, without secrets."""
     shown = flatten({change.key: value})
     text = shown[change.key] if set(shown) == {change.key} else str(without_secrets({"": value})[""])
     return TOML.get(text, text)

@@ -1,9 +1,10 @@
-"""Shows a run on the console: a live view on a terminal, plain lines elsewhere, and the closing summary.
+"""Shows a run on the console. A terminal gets a live view, any other output gets plain lines, and both get the closing
+summary.
 
-Guarantees: a view draws only the status that `show(status)` receives. A view's thread ends with the view's `with`
-block. A view raises no error for an unusual value (an unknown stage, no reward yet, an empty buffer). The last status
-stays visible when the view ends. `PlainView` writes at most one line every `every_seconds`, and only if the status has
-changed. A new phase, a new accuracy or a message is written immediately.
+A view draws only the status that is passed to `show(status)`. The thread of a view ends with the view's `with` block. A
+view raises no error for an unusual value, such as an unknown stage, a missing reward or an empty buffer. The last
+status of the run stays visible when the view ends. `PlainView` writes at most one line every `every_seconds`, and only
+if the run's status has changed. A new phase of the run, a new held-out accuracy or a message is written immediately.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rollflow.flows.views.status import RunStatus, StageStatus
 BLOCKS = "▁▂▃▄▅▆▇█"
 STALENESS_STYLES = ("green", "cyan", "yellow", "magenta", "red")
 PHASE_STYLES = {"done": "bold green", "failed": "bold red", "training": "bold cyan"}
-WORTH_SAYING = 0.02  # smallest share that is shown in the summary, such as a role's share of the CPU seconds
-# roles whose processes only watch the run, and do no training
+WORTH_SAYING = 0.02  # Smallest share that the summary shows, such as a role's share of the CPU seconds.
+# Roles whose processes only watch the run and do no training.
 WATCHING = {"command", "supervisor", "stage flows", "runner", "prefect server"}
 STATE_MARKS = {
     "running": ("●", "green"),
@@ -39,8 +40,8 @@ BAD_STATES = {"failed", "crashed", "lost", "stalled", "cancelled"}
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """Return `values` as one line of blocks, scaled to their range; if there are more values than `width`, neighbours
-    are averaged.
+    """Draw `values` as one line of block characters, scaled to the range of the values. If there are more values than
+    `width`, neighbouring values are averaged.
     """
     if not values or width < 1:
         return ""
@@ -53,7 +54,7 @@ def draw_sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in seconds: 48 s, 3:07, 1:02:09."""
+    """Format a duration in seconds as text, such as 48 s, 3:07 or 1:02:09."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -83,7 +84,7 @@ def _gauge(filled: int, capacity: int, width: int) -> Text:
 
 
 class LiveView:
-    """Shows a run's status as a panel on the terminal, redrawn in place."""
+    """Shows a run's status as a panel on the terminal, which is redrawn in place."""
 
     def __init__(self, stream: TextIO | None = None, *, console: Console | None = None) -> None:
         self._console = console or Console(file=stream)
@@ -153,7 +154,7 @@ def _figure_table(status: RunStatus, width: int) -> Table:
 
 
 def _format_skipped(shares: Mapping[str, float]) -> str:
-    """Format the share of solved questions that the newest epoch of each domain skips."""
+    """Format the share of solved questions that each prompt domain skips in its newest epoch."""
     return "   ".join(f"{share:.0%} of the questions of {domain} are solved" for domain, share in shares.items())
 
 
@@ -176,7 +177,7 @@ def _accuracy(points: Sequence[tuple[int, float]]) -> Text:
 
 
 def _pass_at(shares: Mapping[int, float]) -> Text:
-    """Format the pass@k of the newest evaluated version."""
+    """Format the pass@k of the newest evaluated policy version as text."""
     text = Text()
     for k, share in shares.items():
         text.append("  " if text else "").append(f"@{k} ", style="dim").append(f"{share:.1%}", style="bold")
@@ -184,7 +185,7 @@ def _pass_at(shares: Mapping[int, float]) -> Text:
 
 
 def _domains(status: RunStatus) -> Text:
-    """Format each domain's share of the trained groups, with its configured share."""
+    """Format each prompt domain's share of the trained groups of responses, with its configured share."""
     total, text = max(sum(status.domains.values()), 1), Text()
     for domain, groups in status.domains.items():
         text.append("  " if text else "").append(f"{domain} ").append(f"{groups / total:.0%}", style="bold")
@@ -206,7 +207,7 @@ def _stage_table(stages: Mapping[str, StageStatus]) -> Table:
 
 
 class PlainView:
-    """Shows a run's status as plain lines, one for each change."""
+    """Shows a run's status as plain lines of text, one line for each change."""
 
     def __init__(
         self, stream: TextIO, *, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
@@ -226,7 +227,7 @@ class PlainView:
         self._stream.flush()
 
     def show(self, status: RunStatus) -> None:
-        """Write a line if the status has changed since the last call."""
+        """Write a line of text if the run's status has changed since the last call."""
         last = self._last
         fresh = list(status.messages) if last is None else _find_new(last.messages, status.messages)
         news = last is None or (last.phase, last.accuracy) != (status.phase, status.accuracy)
@@ -243,8 +244,8 @@ class PlainView:
 
 
 def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """Return the messages at the end of `now` that are not in `before`. `before` and `now` may contain only the last
-    messages of longer lists.
+    """Return the new messages at the end of `now`, which are those that are not in `before`. `before` and `now` may
+    contain only the last messages of longer lists of messages.
     """
     for overlap in range(min(len(before), len(now)), -1, -1):
         if list(before[len(before) - overlap :]) == list(now[:overlap]):
@@ -253,7 +254,7 @@ def _find_new(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def plain_line(status: RunStatus) -> list[str]:
-    """Return the parts of one plain line for a status: the time, then the known figures."""
+    """Return the parts of a plain line about a run's status: the time, then the figures that are known."""
     parts = [f"[{format_duration(status.seconds)}]", status.phase]
     if status.versions:
         parts.append(f"version {status.version}/{status.versions}")
@@ -275,13 +276,15 @@ def plain_line(status: RunStatus) -> list[str]:
 
 
 def open_view(stream: TextIO) -> LiveView | PlainView:
-    """Return a live view if `stream` is a terminal that can redraw, otherwise a view that writes plain lines."""
+    """Return a live view if `stream` is a terminal that can redraw lines. Otherwise return a view that writes plain
+    lines.
+    """
     console = Console(file=stream)
     return LiveView(console=console) if console.is_terminal and not console.is_dumb_terminal else PlainView(stream)
 
 
 def print_summary(summary: Mapping[str, Any], stream: TextIO | None = None, *, console: Console | None = None) -> None:
-    """Print the closing summary (the content of `summary.json`); leave out missing keys."""
+    """Print the closing summary of a run (the content of `summary.json`). Missing keys are left out."""
     console = console or Console(file=stream, highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -304,7 +307,7 @@ def cpu_line(seconds: Mapping[str, float]) -> str:
 
 
 def _change_rows(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
-    """Return a row of the summary with an old and a new value, or no row if one of them is unknown."""
+    """Return a row of the summary with an old and a new value. Return no row if one of the values is unknown."""
     if before is None or after is None:
         return []
     now = Text(f"{after:.1%}", style="bold green" if after > before else "bold red")
@@ -312,7 +315,9 @@ def _change_rows(label: str, before: float | None, after: float | None) -> list[
 
 
 def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Return the row of the summary that counts versions in which nothing was learned, or no row if there are none."""
+    """Return the row of the summary that counts policy versions in which nothing was learned. Return no row if there
+    are none.
+    """
     if not (lost := (summary.get("no_signal") or {}).get("versions")):
         return []
     said = f"nothing was learned in {lost} of {summary.get('versions', lost)} versions: no row had an advantage"
@@ -320,7 +325,9 @@ def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _wait_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Return rows that say what waited for slow groups or for newer versions, and which key would change that."""
+    """Return the rows of the summary that say how long the run waited for slow response groups or newer policy
+    versions, and which configuration key would change that.
+    """
     rows: list[tuple[str, Text]] = []
     if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
         held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"

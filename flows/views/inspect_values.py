@@ -1,4 +1,4 @@
-"""Collects the values that `rollflow inspect` shows, as JSON (`--json`) or in tables."""
+"""Collects the information that `rollflow inspect` shows, as JSON (`--json`) or in tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollflow.tasks.run.context import RunContext
 
 
 def run_value(context: RunContext) -> dict[str, Any]:
-    """Return the state of a run according to its log, as JSON values."""
+    """Return the state of a run as JSON values, read from the run's log."""
     state = context.log.state
     return {
         "run": context.run_id,
@@ -47,8 +47,8 @@ def run_value(context: RunContext) -> dict[str, Any]:
 
 
 def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]:
-    """Return a policy version as JSON values, with its batch, and with the information which of its objects are still
-    stored.
+    """Return a policy version as JSON values, with its training batch. The values say which stored objects of the
+    version still exist.
     """
     batch = context.batches.read_commit(version.batch_entry).number if version.batch_entry is not None else None
     stored = {one.path: context.store.exists(one.path) for one in version.objects}
@@ -58,11 +58,11 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
 
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
-    """Return the outcome of a group and, if the group was committed, its trajectories with their texts; with `sample`,
-    only that trajectory.
+    """Return the outcome of a group of responses as JSON values. If the group was committed, its trajectories with
+    their texts are included; with `sample`, only that trajectory.
 
     Raises:
-        ConfigError: the run has no such group, or the group has no trajectory `sample`.
+        ConfigError: the run has no such group of responses, or the group has no trajectory `sample`.
     """
     key, attempts = GroupKey(prompt, attempt), list_fates(context.log, prompt)
     check_key(key, attempts, context.log.state.cursor)
@@ -88,7 +88,7 @@ def _values(one: Trajectory) -> dict[str, Any]:
 
 
 def _optional_values(one: Trajectory) -> dict[str, Any]:
-    """Return the optional values that a trajectory has, as JSON values."""
+    """Return the values that only some trajectories have, as JSON values."""
     convert: dict[str, Callable[[Any], Any]] = {
         "reward_parts": dict,
         "outcome": str,
@@ -105,7 +105,9 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
 def trajectories_of(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
 ) -> Sequence[Trajectory]:
-    """Return the trajectories of a group, or only trajectory `sample`; raise `ConfigError` if it does not exist."""
+    """Return all trajectories of a group of responses, or only trajectory number `sample`. Raise `ConfigError` if this
+    trajectory does not exist.
+    """
     group = next(one for one in groups_of(context, batch.file) if one.key == key)
     chosen = [one for one in group.trajectories if sample in (None, one.sample)]
     if not chosen:
@@ -139,5 +141,5 @@ def check_key(key: GroupKey, attempts: dict[GroupKey, Fate], cursor: Cursor) -> 
 
 
 def next_prompts(cursor: Cursor) -> str:
-    """Return the number of the next prompt of each source, as text."""
+    """Return the number of the next prompt of each prompt source, as text."""
     return " or ".join(map(str, cursor.upcoming)) or "0"

@@ -1,8 +1,8 @@
-"""Keeps the last status of each run that this machine has seen in the run home, in case the run's store does not
-answer.
+"""Stores in the run home the last status of each run that this machine has seen. This status is shown if the run's own
+storage does not answer.
 
-The run home has one small file for each run, whose name is a hash of the run's address. Each command that shows a run's
-status updates the run's file.
+The run home (rollflow's folder of local files) has one small status file for each run, whose name is a hash of the
+run's address. Each command that shows a run's status updates the local status file of this run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FOLDER = "seen"
 
 @dataclass(frozen=True, slots=True)
 class LastStatus:
-    """A run's status and its age, the seconds since it was written."""
+    """The last seen status of a run, and its age in seconds."""
 
     status: RunStatus
     age: float
 
 
 def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) -> None:
-    """Store the status of the run at `uri`, which is `age` seconds old; do nothing if the run home cannot be
-    written.
+    """Store the status of the run at `uri`, which is `age` seconds old, in the run home. If the run home cannot be
+    written, do nothing.
     """
     file = _file(home, uri)
     new = file.with_suffix(f".{os.getpid()}.new")
@@ -42,7 +42,7 @@ def save_last_status(home: Path, uri: str, status: RunStatus, age: float = 0.0) 
 
 
 def read_last_status(home: Path, uri: str | None, store: str | None = None) -> LastStatus | None:
-    """Return the last seen status of the run at `uri`; if `uri` is None, return the newest status of all runs, or of
+    """Return the last seen status of the run at `uri`. If `uri` is None, return the newest status of all runs, or of
     the runs in `store`.
     """
     files = [_file(home, uri)] if uri else list((home / FOLDER).glob("*.json"))

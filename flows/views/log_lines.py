@@ -1,5 +1,5 @@
-"""Formats log lines for machines: with `ROLLFLOW_LOG_FORMAT=json`, each line is a JSON object with the message, its
-author and its run.
+"""Formats log lines for other programs. With `ROLLFLOW_LOG_FORMAT=json`, each log line is a JSON object with the
+message, its author and its run.
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}
@@ -20,22 +20,22 @@ from rollflow.storage.errors import ConfigError
 
 FORM = "ROLLFLOW_LOG_FORMAT"
 FACTS = ("run", "stage", "actor", "rank", "version", "attempt")
-# import path of the text formatter, which is not imported here because only a runner imports Prefect
+# Import path of the text formatter. It is not imported here, because only a runner imports Prefect.
 UTC_LINES = "rollflow.flows.services.utc_lines.UtcLines"
-# facts of this process's log lines; global, because this process executes only one flow run
+# Facts that each log line of this process contains. They are global, because this process executes only one flow run.
 _about: dict[str, object] = {}
 
 
 def set_log_facts(**facts: object) -> None:
-    """Add facts such as the run (see `FACTS`) to all later log lines of this process."""
+    """Add facts, such as the run id, to all later log lines of this process. `FACTS` lists the possible facts."""
     _about.update(facts)
 
 
 def logging_settings(*, shared: bool = False) -> dict[str, str]:
-    """Return the environment variables with which a runner logs in the format that `ROLLFLOW_LOG_FORMAT` names; a
-    `shared` runner always logs JSON.
+    """Return the environment variables that set a Prefect runner's log format to the one in `ROLLFLOW_LOG_FORMAT`. A
+    `shared` runner, which serves several runs, always logs JSON.
 
-    The runs of a shared runner write to the same file, where only JSON lines show which run they belong to.
+    All runs of a shared runner write to the same log file, in which only JSON lines say which run they belong to.
 
     Raises:
         ConfigError: `ROLLFLOW_LOG_FORMAT` has an unknown value.
@@ -52,7 +52,7 @@ def logging_settings(*, shared: bool = False) -> dict[str, str]:
 
 
 def _formatter(name: str) -> dict[str, str]:
-    """Return the settings with which Prefect uses the formatter with the import path `name`."""
+    """Return the logging settings with which Prefect uses the formatter that has the import path `name`."""
     return {
         "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": name,
         "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
@@ -60,12 +60,12 @@ def _formatter(name: str) -> dict[str, str]:
 
 
 class LogLines(logging.Formatter):
-    """Formats each log record as one JSON object. A value such as `run` in a log record has priority over the value
-    that was given to `set_log_facts`.
+    """Formats each record of Python's logging as one JSON object. A value in a log record, such as `run`, has priority
+    over the value that was given to `set_log_facts`.
     """
 
     def __init__(self, *_: object) -> None:
-        """Ignore the arguments, which Prefect passes for its own formatter."""
+        """Ignore the arguments, which Prefect passes for its own formatter class."""
         super().__init__()
 
     def format(self, record: logging.LogRecord) -> str:
@@ -84,18 +84,20 @@ class LogLines(logging.Formatter):
 
 
 def is_of(line: str, run: str) -> bool:
-    """Return whether a line of a shared log file belongs to this run."""
+    """Return whether a line of a log file that several runs share belongs to the run `run`."""
     parsed = _parse(line)
     return parsed is not None and parsed.get("run") == run
 
 
 def as_json(line: str, run: str) -> str:
-    """Return a log line of any format as JSON; a plain line becomes an object with only the message and the run."""
+    """Return a log line of any format as JSON. A line of plain text becomes an object with only the message and the
+    run.
+    """
     return line if _parse(line) else json.dumps({"run": run, "message": line})
 
 
 def format_line(line: str) -> str:
-    """Return a log line of any format as plain text."""
+    """Return a log line of any format as a line of plain text."""
     parsed = _parse(line)
     if parsed is None:
         return line

@@ -1,6 +1,6 @@
-"""Finds versions in which nothing was learned: no row of the batch had an advantage, so no reward changed the weights.
+"""Finds policy versions in which nothing was learned, because every advantage in the training batch was 0.
 
-The metrics come from the run's log, so that a live view, a summary and a resumed run show the same counts.
+The metrics are read from the run's log, so that a live view, a summary and a resumed run show the same counts.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ CAUSE = (
 
 
 def lacks_signal(version: PolicyVersion) -> bool:
-    """Return whether a version has no learning signal; return False for versions of older runs, which did not record
-    it.
+    """Return whether a policy version has no learning signal. Return False for versions of older runs, which did not
+    record this.
     """
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 
 
 def count_without_signal(versions: Iterable[PolicyVersion]) -> int:
-    """Count the versions without a learning signal."""
+    """Count the policy versions without a learning signal."""
     return sum(map(lacks_signal, versions))
 
 
 def count_newest_without(versions: Sequence[PolicyVersion]) -> int:
-    """Count the newest versions without a learning signal, back to the last version with one."""
+    """Count how many of the newest policy versions in a row have no learning signal."""
     return sum(1 for _ in takewhile(lacks_signal, reversed(versions)))
 
 
 def describe_no_signal(newest: int, count: int) -> str:
-    """Return a sentence that says that the newest `count` versions have no learning signal."""
+    """Return a sentence that says that the newest `count` policy versions have no learning signal."""
     return f"versions {newest - count + 1} to {newest} learned nothing: {CAUSE}"

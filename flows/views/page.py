@@ -1,7 +1,8 @@
-"""Writes the artifacts on a run's page in Prefect: a progress table, links, the reward plot.
+"""Writes the artifacts on a run's page in Prefect: a table of the progress, links, and the reward plot.
 
-Only `close` waits for Prefect, because one thread makes all requests. If the Prefect server is unreachable or rejects a
-request, this is logged once. After a failure, the next update writes the whole progress table.
+One background thread sends all requests to Prefect, so only the method `close` waits for Prefect. An unreachable
+Prefect server, or a rejected request, is logged only once. After a failed request, the next update writes the whole
+progress table.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ END_SECONDS = 10.0
 
 
 class Page:
-    """The artifacts of one supervisor's flow run in Prefect. The artifacts' keys contain the run id, so that all
-    supervisors of a run write to the same artifacts.
+    """Writes the artifacts of one supervising flow run in Prefect. The keys of the artifacts contain the run id, so
+    that a restarted supervising flow run writes to the same artifacts.
     """
 
     def __init__(self, run_id: str, log: Callable[[str], None]) -> None:
@@ -43,13 +44,13 @@ class Page:
         self._thread.start()
 
     def progress(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write the progress table, with one row for each block of versions."""
+        """Write the table of the run's progress, with one row for each block of policy versions."""
         self._show(
             "progress", "table", json.dumps([dict(row) for row in rows]), "The run so far, by blocks of versions"
         )
 
     def links(self, places: Mapping[str, str]) -> None:
-        """Write the list of links: each name has an address or a command."""
+        """Write the list of links, in which each name has an address or a command."""
         lines = (f"- {what}: {_write_link(where)}" for what, where in places.items())
         self._show("places", "markdown", "\n".join(lines), "Where to see this run")
 
@@ -58,22 +59,22 @@ class Page:
         self._show("warning", "markdown", text, "What to look at")
 
     def anchor(self, anchor: str) -> None:
-        """Add the hash of a log entry to the list of anchors, for `rollflow audit --anchor`."""
+        """Add the hash of a log entry to the page's list of anchors, which users give to `rollflow audit --anchor`."""
         self._anchors.append(f"- `{anchor}`")
         lines = "\n".join(dict.fromkeys(self._anchors))
         self._show("anchors", "markdown", lines, "Hashes of the run's entries, for rollflow audit --anchor")
 
     def plot(self, picture: Path) -> None:
-        """Show the reward plot (PNG). The plot is embedded in the artifact, because Prefect's page cannot read a
-        file.
+        """Show the reward plot (PNG). The picture of the plot is embedded in the artifact, because Prefect's page
+        cannot read a file.
         """
-        # A Markdown artifact, because below an artifact of the kind "image" the page prints the whole address.
+        # Use a Markdown artifact, because below an artifact of the kind "image" the page prints the whole address.
         text = base64.b64encode(picture.read_bytes()).decode()
         drawn = f"![The plot is reward.png in the run's storage](data:image/png;base64,{text})"
         self._show("reward", "markdown", drawn, "Reward and held-out accuracy by version")
 
     def close(self) -> None:
-        """Wait until the pending requests have been made, for at most `END_SECONDS`."""
+        """Wait until Prefect has received the pending requests, but at most `END_SECONDS`."""
         self._queue.put(None)
         self._thread.join(END_SECONDS)
 

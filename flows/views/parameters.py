@@ -1,6 +1,7 @@
-"""Removes secrets from a run's config before it is shown.
+"""Removes secrets from a run's configuration before the configuration is shown.
 
-User names, passwords and queries are removed from addresses, and keys whose names indicate a secret are left out.
+User names, passwords and queries are removed from addresses. Configuration keys whose names indicate a secret are left
+out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SECRET_PAIRS = ("api_key", "access_key", "private_key", "account_key")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a config tree as a flat mapping from dotted keys to texts, without secrets."""
+    """Return a configuration tree as a flat mapping from dotted keys to texts, without secrets."""
     flat: dict[str, str] = {}
     for name, value in without_secrets(tree).items():
         key = f"{prefix}{name}"
@@ -34,7 +35,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tree without secrets."""
+    """Return a copy of the configuration tree without secrets."""
     return {name: _safe(value) for name, value in tree.items() if not names_secret(str(name))}
 
 
@@ -47,6 +48,8 @@ def _safe(value: Any) -> Any:
 
 
 def names_secret(key: str) -> bool:
-    """Return whether a key's name indicates a secret (`api_token` does, `seconds_per_token` does not)."""
+    """Return whether the name of a configuration key indicates a secret. `api_token` does, and `seconds_per_token` does
+    not.
+    """
     lower = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_").replace("per_token", "")
     return bool(SECRET_WORDS & set(re.split(r"[^a-z0-9]+", lower))) or any(pair in lower for pair in SECRET_PAIRS)

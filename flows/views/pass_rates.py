@@ -1,4 +1,6 @@
-"""Lists the questions that a run asked with their pass rates, from the run's log."""
+"""Lists the questions that a run's policy was asked, with the share of correct responses to each question, from the
+run's log.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from rollflow.tasks.run.context import RunContext
 
 
 def list_rates(context: RunContext) -> list[dict[str, Any]]:
-    """List the questions that a run asked, in the order of their first group, with columns for a prompt file.
+    """List the questions that a run's policy was asked, in the order in which they were first asked. The columns are
+    those of a prompt file.
 
-    The pass rate of a question is the share of correct responses over all its groups, trained and filtered.
+    The pass rate of a question is the share of correct responses over all its groups of responses, including groups
+    that were not trained on.
 
     Raises:
-        ConfigError: the log has no pass rate.
+        ConfigError: the log of the run has no pass rates.
     """
     prompts, log = context.prompts(), context.log
     rows: dict[tuple[int, str], dict[str, Any]] = {}

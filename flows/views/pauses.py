@@ -1,11 +1,12 @@
-"""Computes from a run's log how long the run was paused, stopped or down between two versions.
+"""Computes from a run's log for how long the run was paused, stopped or down between two policy versions.
 
-When a run is resumed, a new supervisor claims its role, and then the stages claim theirs. A pause begins with the last
-batch or version before the new supervisor. A pause ends with the last claim of a stage before the next batch or
-version. The time of unfinished work of stopped stages counts as pause, because the log does not show it. A restart of
-one stage alone is no pause.
+When a run is resumed, first its new supervisor and then each stage (such as rollout) adds a log entry by which it
+claims its role. A pause begins with the last training batch or policy version before the log entry of the new
+supervisor. A pause ends with the last log entry by which a stage claims its role before the next training batch or
+policy version. Time that a stopped stage had spent on unfinished work counts as pause, because the log does not show
+it. A restart of one stage alone does not count as a pause.
 
-Only log entries between versions with different claims are read, so the cost grows with the number of claims.
+Only log entries around such claims are read, so the cost grows with the number of claims.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from rollflow.tasks.run.context import RunContext
 
 
 def paused_seconds(context: RunContext, first: PolicyVersion, last: PolicyVersion) -> float:
-    """Return the total seconds of pauses between two published versions."""
+    """Return the total length in seconds of the pauses between two published policy versions."""
     return sum(_sum_pauses(context, before, after) for before, after in _find_reclaimed(context, first, last))
 
 
 def _find_reclaimed(
     context: RunContext, first: PolicyVersion, last: PolicyVersion
 ) -> Iterator[tuple[PolicyVersion, PolicyVersion]]:
-    """Yield each pair of consecutive versions that were published under different claims; bisection finds them, because
-    a lost claim never comes back.
+    """Yield each pair of consecutive policy versions between which a restarted learner has claimed its role. Bisection
+    finds the pairs, because a replaced learner never publishes again.
     """
     if first.number >= last.number or first.claim == last.claim:
         return
@@ -40,7 +41,7 @@ def _find_reclaimed(
 
 
 def _sum_pauses(context: RunContext, before: PolicyVersion, after: PolicyVersion) -> float:
-    """Return the total seconds of pauses between two consecutive versions."""
+    """Return the total length in seconds of the pauses between two consecutive policy versions."""
     total, worked, claimed = 0.0, before.at, None
     resumed = False
     for record in iterate_written(context.log, before.entry + 1, after.entry):

@@ -1,7 +1,7 @@
-"""Computes a run's progress from its log, for the live view, MLflow and the summary.
+"""Computes the progress of a run from its log, for the live view, MLflow and the summary.
 
-The cost of an update does not grow with the run's length: totals are part of the log's state, and only new versions are
-read.
+The cost of an update does not grow with the run's length. Totals are part of the log's state, and only new policy
+versions are read.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 
-RECENT = 5  # number of versions in the mean of the newest versions
-KEPT = 128  # number of the newest versions that are kept in memory
+RECENT = 5  # Number of the newest policy versions over which a mean is taken.
+KEPT = 128  # Number of the newest policy versions that are kept in memory.
 
 
 @dataclass
 class RunProgress:
-    """A run's progress, which is updated from the run's log."""
+    """The progress of a run, which is updated by reading the run's log."""
 
     context: RunContext
     versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=KEPT))  # the newest versions
-    # version -> seconds of pause between the previous version and this one
+    # Maps a policy version to the seconds of pause between the previous version and this one.
     _pauses: dict[int, float] = field(default_factory=dict)
-    _paused: float = 0.0  # seconds of all pauses between version 0 and the newest version
+    _paused: float = 0.0  # Seconds of all pauses between policy version 0 and the newest version.
 
     def advance(self) -> list[PolicyVersion]:
-        """Read the log; return the versions that were published since the last call, or the newest `KEPT` versions on
-        the first call.
+        """Read the log, and return the policy versions that were published since the last call. The first call returns
+        the newest `KEPT` versions.
         """
         newest = self.context.policies.newest()
         seen = self.versions[-1].number if self.versions else newest - KEPT
@@ -48,32 +48,36 @@ class RunProgress:
         return new
 
     def pause_before(self, version: PolicyVersion) -> float:
-        """Return the seconds for which the run was paused between the version before `version` and `version`."""
+        """Return for how many seconds the run was paused between the policy version `version` and the version before
+        it.
+        """
         return self._pauses.get(version.number, 0.0)
 
     @property
     def state(self) -> RunState:
-        """The run's state at the time when its log was last read."""
+        """The state of the run when its log was last read."""
         return self.context.log.state
 
     @property
     def version(self) -> int:
-        """The number of the newest version; -1 before version 0."""
+        """The number of the newest policy version, or -1 if version 0 is not published yet."""
         return self.versions[-1].number if self.versions else -1
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The mean training reward of each of the newest versions' batches."""
+        """The mean training reward of each of the newest policy versions."""
         return tuple(v.metrics["reward"] for v in self.versions if v.number)
 
     @property
     def staleness(self) -> Counter[int]:
-        """The number of trained groups by staleness; the staleness of a group is that of its oldest response."""
+        """The number of trained groups of responses by staleness. The staleness of a group is that of its oldest
+        response.
+        """
         return self.state.totals.staleness
 
     @property
     def domains(self) -> Counter[str]:
-        """The number of trained groups by domain."""
+        """The number of trained groups of responses by prompt domain."""
         return trained_domains(self.state, self.context.config)
 
     @cached_property
@@ -82,38 +86,40 @@ class RunProgress:
 
     @property
     def training_seconds(self) -> float:
-        """The seconds from version 0 to the newest version, without pauses, stops and downtime."""
+        """The seconds from policy version 0 to the newest version, without pauses, stops and downtime."""
         return max(0.0, self.versions[-1].at - self._first.at - self._paused) if self.versions else 0.0
 
     @property
     def paused_seconds(self) -> float:
-        """The seconds between version 0 and the newest version during which the run was paused, stopped or down."""
+        """The seconds between policy version 0 and the newest version during which the run was paused, stopped or
+        down.
+        """
         return self._paused
 
     @property
     def tokens(self) -> int:
-        """The number of response tokens that were trained on."""
+        """The number of response tokens that the policy was trained on."""
         return self.state.totals.tokens["trained"]
 
     @property
     def tokens_per_second(self) -> float:
-        """The number of trained response tokens per second of training; 0 if the machine's clock was set back."""
+        """The number of trained response tokens per second of training. It is 0 if the machine's clock was set back."""
         return self.tokens / self.training_seconds if self.training_seconds else 0.0
 
     @property
     def tokens_per_second_now(self) -> float:
-        """The number of trained response tokens per second over the newest versions."""
+        """The number of trained response tokens per second over the newest policy versions."""
         last = list(islice(reversed(self.versions), RECENT + 1))
         seconds = last[0].at - last[-1].at - sum(map(self.pause_before, last[:-1])) if last else 0.0
         return sum(v.metrics["response_tokens"] for v in last[:-1]) / seconds if seconds > 0 else 0.0
 
 
 def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float = 0.0) -> dict[str, float]:
-    """Return the cost figures of a version: tokens per second, the share of time that the learner waited, and the share
-    of discarded tokens.
+    """Return the cost figures of a policy version: tokens per second, the share of time that the learner waited, and
+    the share of discarded tokens.
 
-    Figures per time are left out if the clock was set back; `paused` is the number of seconds to subtract from the time
-    between the versions.
+    `paused` is the number of seconds that are subtracted from the time between the two policy versions. Figures that
+    need the time are left out if the clock was set back.
     """
     metrics, seconds = version.metrics, version.at - before.at - paused
     used, lost = metrics["response_tokens"], metrics["discarded_tokens"] + metrics["surplus_tokens"]
@@ -124,19 +130,19 @@ def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float 
 
 
 def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: float) -> float:
-    """Return the relative difference between the mean length of trained groups and that of all generated groups;
-    negative if trained groups are shorter.
+    """Return the relative difference between the mean length of trained groups of responses and that of all generated
+    groups. It is negative if trained groups are shorter.
 
-    A discarded group counts with the tokens that it had when it was discarded, so the true bias may be larger. Surplus
-    responses, which were generated beyond the size of a group, do not count.
+    A discarded group of responses counts with the tokens that it had when it was discarded, so the true bias may be
+    larger. Surplus responses, which were generated beyond the size of a group, are not counted.
     """
     every = tokens + lost_tokens
     return (tokens / groups) / (every / (groups + lost_groups)) - 1.0 if groups and every else 0.0
 
 
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
-    """Count trained groups by domain: issued prompts minus those that were filtered, are in progress or are in a batch
-    that waits.
+    """Count the trained groups of responses by prompt domain. These are all issued prompts except those that were
+    filtered, are in progress or are in a waiting batch.
     """
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)
     elsewhere = _count_by_source((*state.open, *waiting), len(config.prompts))

@@ -1,4 +1,4 @@
-"""Computes the rows of the progress table on a run's page; each row covers a block of versions."""
+"""Computes the rows of the progress table on a run's page in Prefect. Each row covers a block of policy versions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from rollflow.tasks.run.context import RunContext
 
 
 def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
-    """Yield one row of the progress table for each block (first version, last version) whose versions are all
+    """Yield a row of the progress table for each block (first version, last version) whose policy versions are all
     published.
 
-    In a row, reward and staleness are means over the block's versions. Tokens per second count trained tokens. Idle is
-    the share of time that the learner waited for a batch. Waste is the share of tokens that were discarded. Accuracy is
-    the held-out accuracy of the block's newest evaluation, over all domains and in each of several domains. The length
-    bias is computed by `length_bias`.
+    The reward and the staleness in a row are means over the policy versions of the row's block. Tokens per second count
+    only tokens that were trained on. "Idle" is the share of time that the learner waited for a batch. "Waste" is the
+    share of generated tokens that were discarded. The accuracy is the held-out accuracy of the block's newest
+    evaluation. If there are several prompt domains, each domain has its accuracy, too. The length bias in a row is
+    computed by `length_bias`.
     """
     for first, last in blocks:
         published = list(islice(context.policies.since(first - 1), last - first + 2))
@@ -41,7 +42,9 @@ def block_rows(context: RunContext, blocks: Sequence[tuple[int, int]]) -> Iterat
 
 
 def _domain_figures(versions: Sequence[PolicyVersion], domains: Sequence[str]) -> dict[str, object]:
-    """Return the mean reward of each of several domains, and the means of the first `SHOWN_PARTS` reward parts."""
+    """Return the mean reward of each prompt domain, if there are several, and the means of the first `SHOWN_PARTS`
+    parts of the reward.
+    """
     names = {f"reward, {domain}": f"reward_{safe_name(domain)}" for domain in domains if len(domains) > 1}
     parts = [
         (f"{part}, {domain}" if len(domains) > 1 else part, name)
@@ -61,7 +64,7 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     def total(name: str) -> float:
         return sum(version.metrics.get(name, 0.0) for version in trained)
 
-    # 0 or less if the clock was set back; the row then has no figures per time
+    # This is 0 or less if the clock was set back; the row then has no figures that need the time.
     seconds = trained[-1].at - before.at - paused
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))

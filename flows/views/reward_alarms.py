@@ -1,4 +1,4 @@
-"""Finds signs of reward hacking in the metrics of a run's versions, for each domain.
+"""Finds signs of reward hacking in the metrics of a run's policy versions, for each prompt domain.
 
     part     the reward rises, the accuracy does not, and only one of several reward parts rises
     length   the responses become much longer or much shorter
@@ -17,34 +17,36 @@ from typing import Literal
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.rollout.evaluation import safe_name
 
-SPAN, ENDS, LEAST = 100, 10, 30  # versions: compared, averaged at each end, and needed for an alarm
+# Numbers of policy versions: compared, averaged at each end, and at least needed for an alarm.
+SPAN, ENDS, LEAST = 100, 10, 30
 REWARD_RISE = 0.1  # smallest rise of the reward
-ACCURACY_RISE = 0.02  # largest rise of the accuracy that counts as none
-PART_SHARE = 0.9  # smallest share of one part in the rises of all parts
-ROOM = 0.05  # a part whose mean is nearer to its best value (1, or 0 for a penalty) cannot rise
-LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # smallest change of the mean response length: factor, and tokens
-SHOWN_PARTS = 8  # largest number of a domain's reward parts in tables and charts
-SUM = "answer"  # part that a penalty of the form or of the length adds: the value before the penalty
+ACCURACY_RISE = 0.02  # Largest rise of the accuracy that still counts as no rise.
+# Smallest share of the reward's total rise that one part of the reward must have to count as rising alone.
+PART_SHARE = 0.9
+ROOM = 0.05  # A reward part cannot rise if its mean is nearer than this to its best value (1, or 0 for a penalty).
+LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # Smallest change of the mean response length, as a factor and in tokens.
+SHOWN_PARTS = 8  # Largest number of a prompt domain's reward parts that tables and charts show.
+SUM = "answer"  # Name of the reward part that has the score before penalties for form or length.
 PENALTIES = ("format", "length_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The mean of a metric over the first and over the last versions of a series."""
+    """The mean of a metric over the first and over the last policy versions of a series."""
 
     first: float
     last: float
 
     @property
     def rise(self) -> float:
-        """The difference of the two means."""
+        """The mean over the last policy versions minus the mean over the first ones."""
         return self.last - self.first
 
 
 @dataclass(frozen=True, slots=True)
 class RewardAlarm:
-    """A sign of reward hacking. `part` is the reward part that rose alone; "" for a change of the length. `first` and
-    `last` are the first and the last version of the compared versions.
+    """A sign of reward hacking. `part` is the part of the reward that rose alone, or "" if the response length changed.
+    `first` and `last` are the numbers of the first and the last compared policy version.
     """
 
     kind: Literal["part", "length"]
@@ -56,7 +58,7 @@ class RewardAlarm:
 
     @property
     def headline(self) -> str:
-        """The alarm without figures, which stays the same while versions are added."""
+        """The alarm as text without figures, which stays the same while policy versions are added."""
         what = f"only the reward part {self.part!r} rises" if self.kind == "part" else "the response length drifts"
         return f"possible reward hacking in {self.domain}: {what}"
 
@@ -67,7 +69,7 @@ class RewardAlarm:
 
 
 def find_alarms(versions: Sequence[PolicyVersion], domains: Collection[str]) -> list[RewardAlarm]:
-    """Return the alarms at the newest of these consecutive versions."""
+    """Return the signs of reward hacking (alarms) at the newest of these consecutive policy versions."""
     compared = [version for version in versions if version.number > 0][-SPAN:]
     if len(compared) < LEAST:
         return []
@@ -79,7 +81,9 @@ def find_alarms(versions: Sequence[PolicyVersion], domains: Collection[str]) -> 
 
 
 def scan_alarms(versions: Sequence[PolicyVersion], domains: Collection[str]) -> list[RewardAlarm]:
-    """Return the alarms of a whole run: of each kind, domain and part the newest one."""
+    """Return the signs of reward hacking (alarms) in a whole run. Only the newest alarm of each kind, prompt domain and
+    reward part is returned.
+    """
     found: dict[tuple[str, str, str], RewardAlarm] = {}
     trained = [version for version in versions if version.number > 0]
     for end in sorted({*range(LEAST, len(trained), ENDS), len(trained)}):
@@ -123,7 +127,9 @@ def _find_in_domain(
 
 
 def find_lone_part(reward: Ends, parts: Mapping[str, Ends]) -> str:
-    """Return the part that rose alone while another part could have risen, too; "" if there is none."""
+    """Return the part of the reward that rose alone although another part could have risen, too. Return "" if there is
+    none.
+    """
     own = {part: ends for part, ends in parts.items() if not _is_sum(part, reward, parts)}
     rises = {part: max(0.0, ends.rise) for part, ends in own.items()}
     if not (total := sum(rises.values())):
@@ -134,13 +140,17 @@ def find_lone_part(reward: Ends, parts: Mapping[str, Ends]) -> str:
 
 
 def has_drifted(length: Ends) -> bool:
-    """Return whether the mean length has changed by `LENGTH_FACTOR` or more, and by `LENGTH_TOKENS` or more."""
+    """Return whether the mean response length has changed at least by the factor `LENGTH_FACTOR` and by `LENGTH_TOKENS`
+    tokens.
+    """
     shorter, longer = sorted((length.first, length.last))
     return longer - shorter >= LENGTH_TOKENS and longer >= LENGTH_FACTOR * shorter
 
 
 def list_parts(versions: Sequence[PolicyVersion], domain: str, domains: Collection[str]) -> dict[str, str]:
-    """Return the reward parts of a domain with the names of their metrics; parts of parts are left out."""
+    """Return the parts of the reward of a prompt domain, with the names of their metrics. Parts that belong to another
+    part are left out.
+    """
     prefix = f"part_{safe_name(domain)}_"
     longer = [other for name in domains if (other := f"part_{safe_name(name)}_").startswith(prefix) and other != prefix]
     names = dict.fromkeys(name for version in versions for name in version.metrics if name.startswith(prefix))
@@ -152,7 +162,9 @@ def list_parts(versions: Sequence[PolicyVersion], domain: str, domains: Collecti
 
 
 def _is_sum(part: str, reward: Ends, parts: Mapping[str, Ends]) -> bool:
-    """Return whether a part is the sum of the others, which `finish_score` records beside the penalties."""
+    """Return whether a part of the reward is the sum of the other parts. `finish_score` records such a sum if there are
+    penalties.
+    """
     penalties = [parts[name] for name in PENALTIES if name in parts]
     if part != SUM or not penalties or len(parts) <= 1 + len(penalties):
         return False
@@ -166,7 +178,9 @@ def _has_room(part: str, ends: Ends) -> bool:
 
 
 def _measure(versions: Sequence[PolicyVersion], name: str) -> Ends | None:
-    """Return the means of a metric at both ends; None if fewer than `LEAST` versions have it."""
+    """Return the means of a metric over the first and over the last policy versions. Return None if fewer than `LEAST`
+    versions have the metric.
+    """
     values = [version.metrics[name] for version in versions if name in version.metrics]
     if len(values) < LEAST:
         return None

@@ -1,5 +1,4 @@
-"""Defines the status of a run, which is shown in the live view and by `rollflow status`, and is stored as
-`status.json`.
+"""Defines the status of a run. The live view and `rollflow status` show the status, and `status.json` stores it.
 
 `RunStatus.from_json` reads what `RunStatus.to_json` has written. `from_json` ignores unknown keys, so that an older
 rollflow can show a newer run.
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
 
 Phase = Literal["starting", "cold start", "training", "evaluating", "ending", "paused", "done", "failed", "stopped"]
 ENDED: tuple[Phase, ...] = ("done", "failed", "stopped")
-# states of a stage that has ended or is ending
+# Names of the states of a stage that has ended or is ending.
 STAGE_ENDS = ("completed", "failed", "crashed", "cancelled", "cancelling")
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
-    """The status of one stage (rollout, reward or train): its state, a note, and the share (0 to 1) of time in which it
-    was idle.
+    """The status of one stage of a run (rollout, reward or train): its state, a note, and the share (0 to 1) of time in
+    which the stage was idle.
     """
 
     state: str
@@ -39,18 +38,18 @@ class StageStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The status of a run at one time.
+    """The status of a training run at one time.
 
-    `reward` is the mean training reward of the newest versions, and `rewards` has the mean reward of each of them
-    (oldest first). `accuracy` has pairs `(version, held-out accuracy)` of version 0 and of the newest evaluated
-    versions. `pass_at` maps k to the pass@k of the newest evaluation; it is empty if each prompt has one sample.
-    `staleness` counts trained groups by the staleness of their oldest response, and `domains` counts them by domain.
-    `shares` has the configured share of each domain. `skipped` has the share of solved questions that the newest epoch
-    of a domain skips. `tokens_per_second` is a mean over the newest versions,
-    `tokens_per_second_total` a mean over the whole run. `buffer_groups` is the number of groups that are ready for the
-    learner, `buffer_capacity` the largest possible number. `alarms` has a sentence for each present sign of reward
-    hacking. `flow_run` is the id of the flow run of the supervisor that
-    wrote the status.
+    `reward` is the mean training reward over the newest policy versions, and `rewards` has the mean reward of each of
+    them, oldest first. `accuracy` has pairs `(version, held-out accuracy)` of policy version 0 and of the newest
+    evaluated versions. `pass_at` maps k to the pass@k of the newest held-out evaluation. `pass_at` is empty if each
+    prompt has one sample. `staleness` counts trained groups of responses by the staleness of their oldest response, and
+    `domains` counts trained groups by prompt domain. `shares` has the configured share of each prompt domain. `skipped`
+    has the share of solved questions that each prompt domain skips in its newest epoch. `tokens_per_second` is a mean
+    over the newest policy versions, and `tokens_per_second_total` is a mean over the whole run. `buffer_groups` is the
+    number of response groups that are ready for the learner, and `buffer_capacity` is the largest possible number.
+    `alarms` has a sentence for each sign of reward hacking in the newest policy versions. `flow_run` is the id of the
+    supervising Prefect flow run that wrote the status.
     """
 
     run_id: str
@@ -78,11 +77,11 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """True if the run has ended, after which its status does not change."""
+        """True if the run has ended. The status of an ended run does not change."""
         return self.phase in ENDED
 
     def at_end(self, phase: Phase, *messages: str) -> RunStatus:
-        """Return a copy of this status with the final phase `phase`, in which all stages have ended."""
+        """Return a copy of this status with the final phase `phase`, in which all stages of the run have ended."""
         stages = {
             role: stage if stage.state.lower() in STAGE_ENDS else replace(stage, state="Cancelled")
             for role, stage in self.stages.items()
@@ -91,12 +90,12 @@ class RunStatus:
         return replace(self, phase=phase, stages=stages, messages=(*self.messages, *more))
 
     def to_json(self) -> str:
-        """Return the status as one JSON object."""
+        """Return the status of the run as one JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RunStatus:
-        """Return the status from the JSON text that `to_json` has written.
+        """Return the status of a run from JSON text that `to_json` has written.
 
         Raises:
             ValueError: the text is not the JSON object of a status.
@@ -122,9 +121,10 @@ def _read_stage(raw: Mapping[str, Any]) -> StageStatus:
 
 
 def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus | None:
-    """Return the run's status from `status.json`, or None if another supervisor than `flow_run` wrote it.
+    """Return the run's status from `status.json`. Return None if the status was written by a supervising flow run other
+    than `flow_run`.
 
-    A damaged `status.json` also gives None, because the supervisor replaces it within a second.
+    A damaged `status.json` gives None, too, because the supervising flow run replaces the file within a second.
     """
     try:
         status = RunStatus.from_json(context.store.get(STATUS))
@@ -134,7 +134,9 @@ def read_status(context: RunContext, flow_run: UUID | None = None) -> RunStatus 
 
 
 def record_end(context: RunContext, phase: Phase, why: str) -> None:
-    """Store that the run has ended, unless its supervisor has already stored that; ignore a store that fails."""
+    """Store in `status.json` that the run has ended, unless this is stored already. An error of the storage is
+    ignored.
+    """
     with contextlib.suppress(RollflowError, OSError):
         last = read_status(context) or RunStatus(context.run_id, versions=context.config.versions)
         if not last.ended:

@@ -1,4 +1,6 @@
-"""Writes a run's closing summary, `summary.json` in its storage, from its log, its evaluations and its audit."""
+"""Writes the closing summary of a run, `summary.json`, to the run's storage. The summary is computed from the run's
+log, its evaluations and its audit.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Write the run's summary to its storage, and return the summary.
 
-    `report` is that of the run's audit, and `idle` is the share of time in which each stage was idle. `rollout` is
-    the last status of the rollout actor, whose shares cover the whole run. `pages` has the addresses of the run's pages
-    in Prefect and MLflow.
+    `report` is the report of the run's audit, and `idle` has the share of time in which each stage of the run was idle.
+    `rollout` is the last status of the rollout actor. Its shares of time cover the whole run. `pages` has the addresses
+    of the run's pages in Prefect and MLflow.
     """
     summary = {**_collect(context, report), **_measure(idle, rollout), **pages}
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
@@ -43,7 +45,7 @@ def summarize(
 
 
 def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
-    """Collect the parts of the summary that are computed from the run's storage."""
+    """Collect the parts of a run's summary that are computed from the run's storage."""
     progress = RunProgress(context)
     progress.advance()
     stored = read_evaluations(context.store)
@@ -81,9 +83,9 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
 
 
 def _list_skipped(context: RunContext) -> dict[str, dict[int, float]]:
-    """List which share of its questions each epoch skipped, by the domain of each source that skips solved questions.
+    """List the share of its questions that each epoch skipped, for each prompt source that skips solved questions.
 
-    A second source of a domain is listed with its number.
+    The sources are listed by their prompt domain. A second source of the same domain is listed with its number.
     """
     found: dict[str, dict[int, float]] = {}
     for source in context.log.state.epochs:
@@ -97,18 +99,20 @@ def _list_skipped(context: RunContext) -> dict[str, dict[int, float]]:
 
 
 def count_no_signal(trained: Sequence[PolicyVersion]) -> dict[str, int]:
-    """Count the versions without a learning signal: all of them, and those at the end of the run."""
+    """Count the policy versions without a learning signal, in the whole run and in a row at its end."""
     return {"versions": count_without_signal(trained), "newest": count_newest_without(trained)}
 
 
 def summary_bias(report: AuditReport) -> float:
-    """Return the length bias of a whole run, from its audit's report."""
+    """Return the length bias of a whole run: how much shorter or longer trained responses are than all generated
+    ones.
+    """
     gone = sum(count for fate, count in report.fates.items() if fate.startswith("discarded"))
     return length_bias(report.trained_tokens, report.fates["trained"], report.discarded_tokens, gone)
 
 
 def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any]:
-    """Return the parts of the summary that only the run's processes know, rounded."""
+    """Return the parts of a run's summary that only the run's processes can measure, rounded."""
     return {
         "idle": {stage: round(share, 3) for stage, share in idle.items()},
         "held_back_by_alpha": round(rollout.held, 3),
@@ -119,7 +123,7 @@ def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:
-    """Return the summary of a run; return an empty mapping if the run has none, because it has not finished."""
+    """Return the summary of a run. Return an empty mapping if the run has none because it has not finished."""
     try:
         found: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     except (Missing, Corrupt, ValueError):
@@ -130,8 +134,8 @@ def read_summary(context: RunContext) -> dict[str, Any]:
 def domain_shares(
     trained: Mapping[str, int], shares: Mapping[str, float], held_out: Mapping[str, DomainResult]
 ) -> dict[str, dict[str, float]]:
-    """Return each domain's number of trained groups, their share of all trained groups, and the configured share; also
-    the domain's accuracy and reward in the evaluation `held_out`.
+    """Return for each prompt domain the number of trained groups of responses, their share of all trained groups, and
+    the configured share. The domain's accuracy and reward in the evaluation `held_out` are added.
     """
     total = max(sum(trained.values()), 1)
     return {

@@ -1,7 +1,7 @@
-"""Splits a trajectory into its parts: the prompt, the responses of the policy, and the answers of the environment.
+"""Splits a trajectory into parts: the prompt, the responses of the policy, and the answers of the environment.
 
-A part ends where the value of the loss mask changes. Two responses without environment tokens between them are one
-part.
+A part of a trajectory ends where the value of the loss mask changes. Two responses without environment tokens between
+them form one part of the trajectory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Author = Literal["prompt", "policy", "environment"]
 
 @dataclass(frozen=True, slots=True)
 class TurnPart:
-    """Consecutive tokens of a trajectory that one author wrote, from token number `start` on. Only a part that the
-    policy wrote has `logprobs` and `versions`.
+    """Consecutive tokens of a trajectory that have the same author, from token number `start` on. `logprobs` and
+    `versions` are set only if the policy generated the tokens.
     """
 
     author: Author
@@ -32,11 +32,11 @@ class TurnPart:
 
     @property
     def readable(self) -> list[int]:
-        """The tokens of the part that have a text, without positions of images and other input that is not text."""
+        """The tokens of this part that have text. Positions of images and of other input are left out."""
         return [token for token in self.tokens if token != NO_TOKEN]
 
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """Return the part as JSON values, with its text."""
+        """Return this part of the trajectory as JSON values, with its text."""
         value: dict[str, Any] = {"by": self.author, "start": self.start, "tokens": len(self.tokens)}
         value |= {"loss_mask": self.author == "policy", "text": decode(self.readable)}
         if self.logprobs:
@@ -46,7 +46,9 @@ class TurnPart:
 
 
 def split_turns(trajectory: Trajectory) -> list[TurnPart]:
-    """Split a trajectory into its parts, in order of their tokens."""
+    """Split a trajectory into the prompt, the policy's responses and the environment's answers, in order of their
+    tokens.
+    """
     parts = list[TurnPart]()
     start = 0
     for chosen, masks in groupby(trajectory.loss_mask):
@@ -62,5 +64,5 @@ def split_turns(trajectory: Trajectory) -> list[TurnPart]:
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
-    """Return the tokens of a trajectory's prompt that have a text."""
+    """Return the tokens of a trajectory's prompt that have text."""
     return next((part.readable for part in split_turns(trajectory) if part.author == "prompt"), ())

@@ -1,8 +1,8 @@
-"""Implements `rollflow plan` without `--gpus`: simulates how a recipe would run on other hardware, and shows the
+"""Implements `rollflow plan` without `--gpus`, which simulates how a recipe would run on other hardware and shows the
 result.
 
-The simulation's figures are printed as a table. On request, the timeline is drawn and the figures are written as JSON.
-This module imports neither Ray nor torch.
+The simulation's figures are printed as a table. If the user asks for it, the timeline is drawn and the figures are
+written as JSON. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ PLOTS = (".png", ".html")
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The files that `rollflow plan` writes, besides the table that it prints."""
+    """The files that `rollflow plan` writes in addition to the printed table."""
 
     plots: tuple[Path, ...] = ()
     json: Path | None = None
 
     @classmethod
     def of(cls, plot: Path | None, json: Path | None) -> Outputs:
-        """Build the outputs from the options `--plot` and `--json`. `plot` is a .png or an .html file, or both if it
-        has no suffix.
+        """Build the list of output files from the options `--plot` and `--json`. `plot` is the path of a .png or an
+        .html file. If the path has no suffix, both files are written.
 
         Raises:
-            ConfigError: `plot` has another suffix, or a file's folder does not exist.
+            ConfigError: `plot` has another suffix, or the folder of a file does not exist.
         """
         plots: tuple[Path, ...] = ()
         if plot is not None:
@@ -69,7 +69,7 @@ class Outputs:
 def run_simulation(
     config: RunConfig, hardware: Hardware, versions: int | None, outputs: Outputs, *, console: Console | None = None
 ) -> SimulationResult:
-    """Simulate the recipe, print its figures as a table, and write the files in `outputs`."""
+    """Simulate the recipe, print the figures of the simulation as a table, and write the files in `outputs`."""
     console = console or Console(highlight=False)
     with _show_progress(versions or config.versions) as watch:
         simulated = simulate(config, hardware, versions=versions, timeline=bool(outputs.plots), watch=watch)
@@ -114,7 +114,7 @@ def _show_progress(versions: int) -> Iterator[Callable[[int], None]]:
 
 
 def build_table(figures: Figures, config: RunConfig, hardware: Hardware) -> Panel:
-    """Build the table of the simulation's figures."""
+    """Build the table of a simulation's figures."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")

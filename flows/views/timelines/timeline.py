@@ -1,4 +1,5 @@
-"""Prepares the drawing of a simulation's timeline, for a picture (`timeline_png`) and for a page (`timeline_html`).
+"""Prepares the drawing of a simulation's timeline, for a PNG picture (`timeline_png`) and for an HTML page
+(`timeline_html`).
 
     engines     one row for each engine, or for several neighbours: dark is busy, white is idle
     learner     one bar for each train step
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from rollflow.tasks.simulation.records import Span
 from rollflow.tasks.simulation.timeline import Timeline
 
-# colours of an engine's row, from idle to all slots busy, in equal steps
+# Colours of an engine's row, in equal steps from idle to all request slots busy.
 BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")
 LEARNER = ("#c2410c", "#fb923c")  # colours of train steps, which alternate so that neighbouring steps can be told apart
 UPDATE = "#7c3aed"
@@ -29,7 +30,7 @@ SLOTS = "#3b82f6"
 
 @dataclass(frozen=True, slots=True)
 class TimeCurve:
-    """A filled curve over time: `values_B` has a value from 0 to `top` for each of B time bins."""
+    """A filled curve over simulated time. `values_B` has one value from 0 to `top` for each of the B time bins."""
 
     label: str
     values_B: NDArray[np.float32]
@@ -41,34 +42,34 @@ class TimeCurve:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A drawing of engines over time: R rows (engines, or means of neighbouring engines) and B time bins; times are
-    virtual seconds.
+    """A drawing of inference engines over simulated time, with R rows and B time bins. A row is one engine or the mean
+    of neighbouring engines.
     """
 
     title: str
     bin_seconds: float
     engines: int
     slots: int
-    rows_RB: NDArray[np.float32]  # share of busy slots (0 to 1) by row and time bin
+    rows_RB: NDArray[np.float32]  # Share of busy request slots (0 to 1) by row and time bin.
     steps: Sequence[Span]
     updates: Sequence[Span]
     curves: tuple[TimeCurve, ...]
 
     @property
     def seconds(self) -> float:
-        """The length of the timeline in virtual seconds."""
+        """The length of the timeline in simulated seconds."""
         return self.bin_seconds * int(self.rows_RB.shape[1])
 
     @property
     def label(self) -> str:
-        """The label of the rows of engines."""
+        """The label of the rows that show inference engines."""
         count = f"{self.engines} engine" + "s" * (self.engines > 1)
         return count + (f"\nin {len(self.rows_RB)} rows" if len(self.rows_RB) < self.engines else "")
 
 
 def build_drawing(timeline: Timeline, title: str, most_rows: int) -> Drawing:
-    """Build the drawing with at most `most_rows` rows; if there are more engines, a row is the mean of neighbouring
-    engines.
+    """Build the drawing of a timeline with at most `most_rows` rows. If there are more inference engines, a row is the
+    mean of neighbouring engines.
     """
     engines = timeline.engines
     parts = np.array_split(engines, min(len(engines), most_rows))

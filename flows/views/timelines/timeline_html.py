@@ -1,6 +1,7 @@
-"""Writes a simulation's timeline as one HTML file without external scripts or styles; hovering shows what was running.
+"""Writes a simulation's timeline as one HTML file without external scripts or styles. Pointing at the timeline shows
+what was running.
 
-The page contains the drawing as JSON, and a short script that draws it on canvases.
+The page contains the drawing as JSON, and a short script that draws it on HTML canvases.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from rollflow.flows.views.timelines.timeline import BUSY, LEARNER, UPDATE, Drawing
 from rollflow.tasks.simulation.records import Span
 
-ROWS = 256  # largest number of rows on the page; more rows would be too thin to point at with a mouse
+ROWS = 256  # Largest number of rows on the page. More rows would be too thin to point at with a mouse.
 
 
 def draw_html(drawing: Drawing, path: Path) -> None:
@@ -29,7 +30,7 @@ def draw_html(drawing: Drawing, path: Path) -> None:
 
 
 def _numbers(drawing: Drawing) -> dict[str, Any]:
-    """Return the drawing as JSON values; the shares of busy slots are integers from 0 to 255, in base64."""
+    """Return the drawing as JSON values. The shares of busy request slots are integers from 0 to 255, in base64."""
     rows, bins = drawing.rows_RB.shape
     levels = np.clip(np.rint(drawing.rows_RB * 255), 0, 255).astype(np.uint8)
     curves = [asdict(curve) | {"values_B": np.round(curve.values_B, 2).tolist()} for curve in drawing.curves]

@@ -12,7 +12,7 @@ from rollflow.flows.views.timelines.timeline import BUSY, LEARNER, UPDATE, Drawi
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROWS = 64  # largest number of rows in the picture; a row is one engine or the mean of neighbouring engines
+ROWS = 64  # Largest number of rows in the picture. A row is one inference engine or the mean of neighbouring engines.
 
 
 def draw_png(drawing: Drawing, path: Path) -> None:
@@ -77,7 +77,7 @@ def _draw_curve(axis: Axes, curve: TimeCurve, seconds: float) -> None:
 
 
 def _draw_updates(axis: Axes, drawing: Drawing) -> None:
-    """Draw each weight update as a band, with a line at its end, because the band may be too narrow to see."""
+    """Draw each weight update as a band. A line marks its end, because the band may be too narrow to see."""
     for update in drawing.updates:
         axis.axvspan(update.began, update.ended, color=UPDATE, alpha=0.25, linewidth=0)
         axis.axvline(update.ended, color=UPDATE, alpha=0.6, linewidth=0.7)
