@@ -51,8 +51,8 @@ def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[byte
 
 
 def _parts(kind: pa.DataType, rows: list[Any]) -> list[bytes]:
-    """Return the byte strings into which the values of one column are packed. Rows that are token arrays are joined
-    without conversion."""
+    """Return the byte strings into which the values of one column are packed. If the rows of a column are token arrays,
+    their bytes are joined without conversion."""
     if kind in WHOLE:
         return [WHOLE[kind].of(rows).data]
     if kind in NUMBERS:
@@ -74,7 +74,7 @@ def count_rows(parts: tuple[bytes, ...]) -> int:
 
 
 def join_rows(packed: Sequence[tuple[bytes, ...]], schema: pa.Schema) -> pa.Table:
-    """Build one table, in a single chunk, from one or more results of `parts_of`.
+    """Build one Arrow table, in a single chunk, from one or more results of `parts_of`.
 
     Raises:
         OverflowError: a column has more values than Arrow's 32-bit offsets can address.

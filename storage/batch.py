@@ -69,14 +69,15 @@ class TrajectoryBatch:
         return cls(pa.table([*table.columns, *more.values()], schema=schema_with(more)) if more else table)
 
     def to_pieces(self) -> list[memoryview]:
-        """Return the Arrow IPC file of this batch as a list of buffers, in file order; the columns are not copied."""
+        """Return the batch as an Arrow IPC file: a list of buffers in file order, which share the memory of the
+        columns."""
         pieces = _Pieces()
         with pa.ipc.new_file(pa.PythonFile(pieces, mode="w"), self.table.schema) as writer:
             writer.write_table(self.table.combine_chunks())
         return pieces.found
 
     def to_bytes(self) -> pa.Buffer:
-        """Return the Arrow IPC file of this batch as one buffer."""
+        """Return the batch as an Arrow IPC file in one buffer."""
         return pa.py_buffer(b"".join(self.to_pieces()))
 
     @classmethod
@@ -155,7 +156,7 @@ class TrajectoryBatch:
 
 
 class _Pieces:
-    """A file-like sink that keeps the buffers that Arrow writes, without copying them."""
+    """A file-like object that collects the buffers that Arrow writes, without copying them."""
 
     closed = False
 

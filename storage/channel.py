@@ -1,13 +1,13 @@
 """The channel passes committed batches to the learner, and announces new policy versions to the scheduler.
 
-The channel caches committed batches, which are also in the trajectory store. Every batch in the channel is committed in
-the run's log. The channel contains at most `capacity` batches that the learner has not acknowledged; if the channel is
-full, `put` waits until a deadline. The learner leases batch b only while policy version b is the newest, to train
-version b + 1. An acknowledgement of batch b removes batch b and all earlier batches from the channel. If several log
-entries have committed a batch of the same number, a lease returns the batch of the newest entry, and never a voided
-batch. A leased batch stays in the channel until the batch is acknowledged, so a restarted learner gets the same batch.
-The methods `put`, `ack` and `announce` are idempotent, because Ray may repeat a call. A batch that is not in the
-channel is read from the trajectory store, so no batch is lost if the channel's process dies.
+The channel caches committed batches, which are also in the trajectory store. Every batch in the channel is already
+committed in the run's log. The channel contains at most `capacity` batches that the learner has not acknowledged; if
+the channel is full, `put` waits until a deadline. The learner leases batch b only while policy version b is the newest,
+to train version b + 1. An acknowledgement of batch b removes batch b and all earlier batches from the channel. If
+several log entries have committed a batch of the same number, a lease returns the batch of the newest entry, and never
+a voided batch. A leased batch stays in the channel until the batch is acknowledged, so a restarted learner gets the
+same batch. The methods `put`, `ack` and `announce` are idempotent, because Ray may repeat a call. A batch that is not
+in the channel is read from the trajectory store, so no batch is lost if the channel's process dies.
 
     scheduler --put--> [ b | b+1 | b+2 ] --lease--> learner
     scheduler <--wait_version-- newest version <--ack, announce-- learner
@@ -34,10 +34,11 @@ class Source(Protocol[Refilled]):
     """The interface of the trajectory store that the channel uses to read batches."""
 
     async def entry(self, number: int) -> int | None:
-        """Return the log entry that committed batch `number`; None if no batch of this number waits for training."""
+        """Return the log entry that committed batch `number`; return None if no batch of this number waits for
+        training."""
 
     async def read(self, number: int) -> Refilled:
-        """Read the payload of batch `number`; raises `Missing` or `Corrupt`."""
+        """Read the content of batch `number` from storage; raise `Missing` or `Corrupt` if this is not possible."""
 
 
 class Channel(Generic[Payload]):
@@ -71,7 +72,8 @@ class Channel(Generic[Payload]):
                 self._changed.notify_all()
 
     async def lease(self, number: int, deadline: float, *, afresh: bool = False) -> Payload:
-        """Return batch `number` from the cache or the store; the batch stays cached until it is acknowledged.
+        """Return batch `number` from the channel or the trajectory store; the batch stays in the channel until it is
+        acknowledged.
 
         Args:
             afresh: if true, drop the cached copy of the batch, and read the batch from the store.

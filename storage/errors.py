@@ -1,6 +1,6 @@
-"""The errors of rollflow. The class of an error says what the code that catches the error must do.
+"""The errors of rollflow. Each class of errors in rollflow stands for what the code that catches the error must do.
 
-The only argument of every error is a string, so an error can be pickled and sent between processes.
+The only argument of every error class of rollflow is a string, so an error can be pickled and sent between processes.
 """
 
 
@@ -24,7 +24,8 @@ class Stale(RollflowError):
 
 
 class Corrupt(RollflowError):
-    """Stored bytes differ from the committed bytes: quarantine the object, and never train on it."""
+    """The stored bytes of an object differ from the committed bytes: quarantine the object, and never train on the
+    object."""
 
 
 class EngineFailed(RollflowError):
@@ -40,13 +41,14 @@ class Unreachable(RollflowError):
 
 
 class StoreFailed(RollflowError):
-    """The store refuses writes (full, over quota, read-only). The failed write committed nothing, so the user can fix
-    the store and resume the run.
+    """The object store refuses writes, for example because the disk is full, over quota or read-only. The failed write
+    committed nothing, so the user can fix the store and resume the run.
     """
 
 
 class NotFinite(RollflowError):
-    """A train step computed a NaN or an infinity, so no version was published: stop, or train on another batch."""
+    """A train step computed a NaN or an infinity, so no policy version was published: stop, or train on another
+    batch."""
 
 
 class ConfigError(RollflowError):

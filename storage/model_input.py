@@ -63,7 +63,7 @@ class ModelInput:
 
     @classmethod
     def from_parts(cls, parts: Iterable[Part]) -> ModelInput:
-        """Create an input from a list of its parts. Adjacent token parts are merged into one part."""
+        """Create an input from a list of its parts. Adjacent token arrays in the list are merged into one part."""
         arrays, placed, position = list[Int32s](), list[PlacedPart](), 0
         for part in parts:
             if isinstance(part, ForeignPart):
@@ -119,7 +119,7 @@ class ModelInput:
         return self.flat
 
     def followed_by(self, tokens: Int32s) -> ModelInput:
-        """Return this input with more tokens at its end."""
+        """Return a new input that consists of this input and the given tokens."""
         return ModelInput(self.flat + tokens, self.placed) if tokens else self
 
 

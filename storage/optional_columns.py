@@ -1,7 +1,7 @@
 """Packs and reads the optional columns of a trajectory batch, which only some runs use.
 
-In an optional column, a null stands for a row without a value. A column without any value is absent from the batch, so
-a batch without optional values has the same bytes as a batch of a release without optional columns. A group of
+In an optional column, a null stands for a row without a value. A column without any value is left out of the batch, so
+a batch without optional values has the same bytes as in older releases, which had no optional columns. A group of
 trajectories is packed into Arrow arrays as soon as the group is complete, so that the commit of a batch only joins
 arrays.
 """
@@ -90,7 +90,8 @@ def read(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_outcome(name: str) -> Outcome:
-    """Convert the stored name of an outcome to an `Outcome`; raise `Corrupt` if there is no such outcome."""
+    """Convert the stored name of a scorer's judgement to an `Outcome`; raise `Corrupt` if no `Outcome` has this
+    name."""
     try:
         return Outcome(name)
     except ValueError:

@@ -88,7 +88,7 @@ class PolicyStore:
 
     @property
     def retention(self) -> Retention:
-        """The retention rules of the run."""
+        """The run's rules for which objects of policy versions are kept."""
         return self.log.state.retention
 
     # --- what is published --------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ All types are frozen.
 
 In array shapes, T is the number of tokens of one trajectory, prompt and response together.
 
-A *dispatch* is one attempt to generate a group of responses to a prompt. `GroupKey(prompt, attempt)` identifies a
-dispatch. Every dispatch of a prompt ends in exactly one way: either one policy version is trained on the group of
-responses, or the group is discarded for a recorded reason. After a group of responses was discarded, the prompt is
-issued again with the next attempt number, unless the prompt was filtered.
+A *dispatch* of a prompt is one attempt to generate a group of responses to the prompt. A `GroupKey` identifies a
+dispatch by the prompt's index and the number of earlier attempts. Every dispatch of a prompt ends in exactly one way:
+either one policy version is trained on the group of responses, or the group is discarded for a recorded reason. After a
+group of responses was discarded, the prompt is issued again with the next attempt number, unless the prompt was
+filtered.
 
 The prompts of a run come from one or more prompt sources. With D prompt sources, the prompt at `position` of source s
 has the index `position * D + s`. The index of a prompt identifies the prompt's source, and prompts of each source can
@@ -45,15 +46,16 @@ class Outcome(StrEnum):
     UNPARSABLE = "unparsable"  # the response has no answer in the expected form
     TIMEOUT = "timeout"  # the deadline passed
     KILLED = "killed"  # the process that judged the response, or ran the program in it, was killed
-    UNJUDGED = "unjudged"  # nobody could judge the response, for a reason that the policy cannot have caused
+    UNJUDGED = "unjudged"  # the scorer could not judge the response, for a reason that the policy cannot have caused
 
 
 class DiscardReason(StrEnum):
-    """The reason why a dispatched group was not trained on."""
+    """The reason why a group of responses was discarded and not trained on."""
 
     STALE = "stale"  # when the batch was formed, the group of responses was older than async_ratio allows
     FAILED = "failed"  # the engine or the verifier failed while the group of responses was generated or scored
-    FILTERED = "filtered"  # the run's filter removed the group, because the group carries no training signal
+    # the run's filter removed the group of responses, because its rewards carry no training signal
+    FILTERED = "filtered"
     REDUNDANT = "redundant"  # the group was started in addition to the needed groups, and the batch did not need it
     UNJUDGED = "unjudged"  # a response of the group could not be judged, after several tries
     CORRUPT = "corrupt"  # the group's batch was voided: its file was damaged, or a value was not finite
@@ -147,15 +149,15 @@ class Branch(NamedTuple):
     the same tokens.
     """
 
-    parent: int  # the field `sample` of the trajectory that this one continues
+    parent: int  # the number (field `sample`) of the trajectory that this trajectory branches off
     position: int  # number of tokens at the start that both trajectories have in common
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode over T tokens.
+    """One finished episode: a prompt and a response, T tokens together, with the reward.
 
-    `loss_mask[t]` is true if the policy sampled token t. For a sampled token t, `logprobs[t]` (nats) is the
+    The element `loss_mask[t]` is true if the policy sampled token t. For a sampled token t, `logprobs[t]` (nats) is the
     log-probability of the token under the distribution it was sampled from, and `versions[t]` is the policy version
     that sampled the token. For a token t that the policy did not sample, `logprobs[t]` is 0.0 and `versions[t]` is -1.
     The staleness of a trajectory is counted from the policy version `started_version`. In a run, the four sequences
@@ -242,8 +244,8 @@ class TrajectoryGroup:
 
     @property
     def pass_rate(self) -> PassRate | None:
-        """The group's pass rate; None if the outcome of a response is unknown. In the pass rate, an episode counts
-        once, no matter how many branches the episode has.
+        """The pass rate of the group (the number of correct responses); None if it is unknown whether a response is
+        correct. In the pass rate, an episode counts once, no matter how many branches the episode has.
         """
         outcomes = [t.outcome for t in self.trajectories if t.branch is None]
         return None if None in outcomes else PassRate(self.key.prompt, outcomes.count(Outcome.CORRECT), len(outcomes))

@@ -1,7 +1,7 @@
 """Defines immutable arrays of numbers, which are stored as raw bytes in Arrow's layout.
 
-A tuple of Python numbers takes 30 to 60 bytes per number, and is pickled number by number. A token array takes four
-bytes per token, and is sliced, joined and pickled as bytes.
+Token arrays replace tuples of Python numbers, which take 30 to 60 bytes per number and are pickled number by number. A
+token array takes four bytes per token, and is sliced, joined and pickled as bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenArray(Sequence[Number]):
     size: ClassVar[int]  # bytes per number
 
     def __init__(self, data: bytes = b"") -> None:
-        """Create an array of `data`, the bytes of its numbers in the machine's byte order."""
+        """Create a token array from `data`, the bytes of the numbers in the machine's byte order."""
         self.data = data
 
     @classmethod
@@ -40,7 +40,7 @@ class TokenArray(Sequence[Number]):
         """Convert numbers to a token array; a token array of the same type is returned without a copy.
 
         Raises:
-            TypeError: an item is not a number of this type.
+            TypeError: an item is not a number, or not of the array's type.
         """
         if type(numbers) is cls:
             return numbers
@@ -107,7 +107,7 @@ class TokenArray(Sequence[Number]):
 
     @property
     def array(self) -> NDArray[Any]:
-        """A read-only NumPy view of the numbers."""
+        """A read-only NumPy view of the token array."""
         return np.frombuffer(self.data, self.code)
 
     @property
@@ -173,6 +173,6 @@ class TokenSets:
         return (self.tokens[start:end] for start, end in pairwise(ends))
 
 
-@lru_cache(LENGTHS)  # a bounded cache, because a run has rows of many different lengths
+@lru_cache(LENGTHS)  # the cache is bounded, because rows of a run have many different lengths
 def _packer(count: int, code: str) -> Callable[..., bytes]:
     return struct.Struct(f"{count}{code}").pack

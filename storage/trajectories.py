@@ -4,8 +4,9 @@ version b + 1.
 The commit of a batch writes the Arrow file first, then the log entry that names the file; without the log entry, the
 batch does not exist. A batch is voided by a log entry if the batch's file is damaged, or if a value in the batch or
 computed from the batch is not finite. A batch that a policy version was trained on is never voided. After a batch was
-voided, the prompts of its groups are issued again and the batch is formed again. Several entries may commit the same
-batch number, so a batch is identified by its number and its entry. The file of a voided batch stays in storage.
+voided, the prompts of its groups are issued again and the batch is formed again. Several log entries may commit a batch
+of the same number, so a batch is identified by the number and the log entry. The file of a voided batch stays in
+storage.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class TrajectoryStore:
 
         Raises:
             Deposed: another process is the run's scheduler now.
-            EntryRefused: the run's state does not allow the commit; `GroupTooOld`, a subclass, if a group is too old
-                for the batch.
+            EntryRefused: the run's state does not allow the commit. The subclass `GroupTooOld` is raised if a group is
+                too old for the batch.
         """
         batch = TrajectoryBatch.from_groups(staged.groups)
         # Each commit uses a new file name, because a repeated commit must not overwrite a file that the first one has

@@ -35,7 +35,7 @@ class Anchor:
 
 
 def parse_anchor(text: str) -> Anchor:
-    """Parse an anchor that is written as `N:SHA256`.
+    """Parse an anchor, the number and the hash of a log entry, which is written as `N:SHA256`.
 
     Raises:
         ConfigError: the text does not have the form `N:SHA256`.

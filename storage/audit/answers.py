@@ -48,8 +48,8 @@ class _Table:
 
     index_R: Array
     length_R: Array  # length of the row in tokens
-    first_R: Array  # position of the row's first token in the arrays of length T
-    prompt_R: Array  # length of the row's prompt in tokens
+    first_R: Array  # position of each row's first token in the arrays that contain all tokens of the batch
+    prompt_R: Array  # length of each row's prompt in tokens
     row_T: Array
     tokens_T: Array
     mask_T: Array

@@ -113,7 +113,7 @@ def list_snapshots(run: ObjectStore) -> list[Witness]:
 def is_sound(run: ObjectStore, witness: Witness) -> bool:
     """Return whether the stored object of a `Witness` is undamaged; a damaged object proves nothing about the log."""
     if not witness.path.startswith(SNAPSHOTS):
-        return True  # `find_newest` has already read and parsed this audit's result
+        return True  # the function `find_newest` has already read and parsed the result of this audit
     try:
         state = from_bytes(run.get(witness.path))
     except UNREADABLE:

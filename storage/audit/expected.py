@@ -28,7 +28,7 @@ class BatchLimits:
     reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config may discard groups of responses
     made_up: bool = False  # true: the engine `timed` invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response, and an environment added none
-    oldest_token: bool = False  # true: a trajectory's start version is the version of its oldest token
+    oldest_token: bool = False  # true: a trajectory's start version is the policy version of its oldest token
     # maps the rewards of a group to the reason why the config's filter removes the group, or to None
     filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None
 

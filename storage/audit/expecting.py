@@ -69,7 +69,7 @@ class Expecting:
             return ExpectedRows(self.limits)
         try:
             found = {group.prompt: prompts.ask(group.prompt) for group in body.groups}
-        except ConfigError as error:  # for example a changed prompt file
+        except ConfigError as error:  # for example, a prompt file was changed
             self._give_up(f"prompts are not checked, because {error}")
             return ExpectedRows(self.limits)
         asked = {index: prompt for index, (prompt, _) in found.items()}

@@ -1,7 +1,8 @@
 """Searches a safetensors file, in chunks, for a weight that is NaN or infinite.
 
-A safetensors file consists of eight bytes with the header's length, a JSON header and the tensors
-(https://github.com/huggingface/safetensors). A number is infinite or NaN if all bits of its exponent are set.
+A safetensors file consists of eight bytes that give the length of the header, the header in JSON, and the tensors
+(https://github.com/huggingface/safetensors). A floating-point number is infinite or NaN if all bits of its exponent are
+1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-STRETCH = 1 << 20  # number of weights that are checked at a time
+STRETCH = 1 << 20  # number of weights of a tensor that are checked at a time
 EXPONENTS = {  # maps a data type to the unsigned NumPy type of the same width and the mask of the exponent's bits
     "F64": ("<u8", 0x7FF << 52),
     "F32": ("<u4", 0xFF << 23),

@@ -94,7 +94,7 @@ def list_orphans(run: ObjectStore, now: float, older_than_seconds: float = 0.0) 
 
 
 def list_abandoned(run: ObjectStore, now: float, older_than_seconds: float = 0.0) -> Iterator[Orphan]:
-    """List unfinished writes that have not grown for at least `older_than_seconds` and at least `ABANDONED_SECONDS`."""
+    """List unfinished writes of objects that have not grown for `older_than_seconds` and for `ABANDONED_SECONDS`."""
     oldest = now - max(older_than_seconds, ABANDONED_SECONDS)
     for left in run.list_unfinished():
         if left.touched < oldest:

@@ -35,7 +35,7 @@ class NamedObject:
     kind: Kind | Literal["batch", "run"]
     # the policy version to which the object belongs; for a batch, the newest version at the batch's commit
     version: int = -1
-    needed: bool = True  # false: the object may have been pruned
+    needed: bool = True  # false: the object may be missing, because it may have been pruned
     batch: BatchCommitted | None = None
     rules: rows.Rules | None = None  # the config's rules that were in force at the object's log entry
 
@@ -45,7 +45,7 @@ class ObjectFinding:
     """The result of checking one stored object."""
 
     named: NamedObject
-    size: int = 0  # the number of bytes that were read
+    size: int = 0  # the number of bytes of the object that were read
     there: bool = True  # the object exists
     violations: tuple[Violation, ...] = ()
     rows: RowCounts | None = None

@@ -1,7 +1,8 @@
 """Checks the optional columns of a trajectory batch, such as the outcome, the turns and the scorer version.
 
 The suffix of an array's name stands for the array's length: `_R` for the number of trajectories, `_T` for the number of
-tokens in all trajectories, `_S` for the number of sets of kept tokens, and `_K` for the number of tokens in all sets.
+tokens in all trajectories, `_S` for the number of sets of candidate tokens (after top-k and top-p), and `_K` for the
+number of tokens in all such sets.
 """
 
 from __future__ import annotations

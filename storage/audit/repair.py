@@ -44,7 +44,7 @@ class LogRepair:
 
 
 def plan_repairs(run: ObjectStore) -> list[LogRepair]:
-    """List the steps that would repair the log; return an empty list if the log is intact.
+    """List the steps that would repair a damaged log; return an empty list if the log is intact.
 
     Raises:
         Missing: the storage contains no log.

@@ -49,7 +49,7 @@ def recorded_configs(log: Log) -> list[RecordedConfig]:
     """Return all configs of a run, oldest first, from the log entries that were read so far.
 
     Raises:
-        Corrupt: an entry that has a config is missing or damaged.
+        Corrupt: a log entry that recorded a config is missing or damaged.
     """
     return [RecordedConfig.of(get_entry(log, place.entry).entry) for place in log.state.configs]
 

@@ -58,11 +58,13 @@ class RunCreated:
     sources: int
     prompts: tuple[Mapping[str, Any], ...] = ()  # one record per prompt source, which identifies the exact prompts
     policy: tuple[StoredObject, ...] = ()  # the files of the initial policy
-    probe_tokens: tuple[int, ...] = ()  # fixed tokens whose log-probs are compared after each weight update
+    # tokens whose log-probs are compared after each weight update, to detect wrong weights
+    probe_tokens: tuple[int, ...] = ()
     code_version: str = ""
     format: int = 0  # the format number of the run's records
     own_code: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the user-defined code of each config section
-    single_start: bool = False  # true: prompts have at most one start token, and do not end with an end token
+    # true: the tokens of a prompt contain at most one start token, and no end token at the end
+    single_start: bool = False
     models: tuple[StoredObject, ...] = ()  # the files of the reward models
     kind: Literal["run-created"] = "run-created"
 
@@ -184,7 +186,7 @@ class ConfigChanged:
     config: Mapping[str, Any]  # the whole new config
     config_sha256: str
     changes: tuple[Change, ...]
-    who: str = ""  # the person and the machine that changed the config
+    who: str = ""  # the user who changed the config, and the machine on which it was changed
     kind: Literal["config-changed"] = "config-changed"
 
 
@@ -292,13 +294,13 @@ def _index(index: Mapping[str, Any], read: Callable[[str], bytes]) -> dict[str, 
 
 
 def seal_tree(tree: Mapping[str, Any]) -> bytes:
-    """Encode a mapping as JSON, and add a seal as the last member: the sha256 of the other members."""
+    """Encode a mapping as JSON, and add the sha256 of the encoded members as the last member."""
     plain = _dumps(tree)
     return f'{plain[:-1]},"seal":"{hashlib.sha256(plain.encode()).hexdigest()}"}}'.encode()
 
 
 def open_sealed(data: bytes) -> dict[str, Any]:
-    """Decode sealed JSON; raise `ValueError` if the JSON was altered."""
+    """Decode JSON that ends with the sha256 of its members; raise `ValueError` if the JSON was altered."""
     tree = _loads(data)
     if not isinstance(tree, dict) or tree.pop("seal", None) != hashlib.sha256(_dumps(tree).encode()).hexdigest():
         raise ValueError("the object was altered: its seal does not match its content")

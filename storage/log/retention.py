@@ -22,7 +22,7 @@ KINDS: tuple[Kind, ...] = ("weights", "state")
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The retention rules of one run, as the module's docstring describes them."""
+    """The rules of one run for which objects are kept, as the module's docstring describes them."""
 
     keep_last: int = 5
     keep_every: int = 10

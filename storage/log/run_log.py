@@ -1,4 +1,5 @@
-"""A run's log: a sequence of numbered entries, each created atomically. The log decides what has happened in the run.
+"""A run's log is a sequence of numbered entries, each of which is created atomically. The log decides what has happened
+in the run.
 
     append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |
@@ -88,7 +89,8 @@ def read_origin(run: ObjectStore) -> tuple[int, str] | None:
 
 
 class Log:
-    """One process's view of a run's log. Threads may share a `Log`: `state` is never changed in place."""
+    """The log of a run, as one process has read it so far. Threads may share a `Log`: `state` is never changed in
+    place."""
 
     def __init__(self, store: ObjectStore) -> None:
         """Open the log: load the newest snapshot, and apply the log entries after the snapshot.
@@ -160,7 +162,7 @@ class Log:
         return Writer(self, role, self._append(role, None, claimed).n)
 
     def settle(self) -> None:
-        """Wait until pending snapshots and segments are written."""
+        """Wait until the background thread has written all pending snapshots and segments."""
         for thread in self._keeping:
             thread.join()
 
@@ -238,7 +240,8 @@ class Log:
         try:
             self.store.create_naming(entry_path(n), content, attached.path, attached.data)
         except (Conflict, Unreachable) as error:
-            if made and (isinstance(error, Conflict) or not self._is_near):  # a failed local write may not be durable
+            # after a failed write, the data may not be durable in a local store
+            if made and (isinstance(error, Conflict) or not self._is_near):
                 draft.stored = made[0][0]
             raise
         return made[0][1:]
@@ -324,7 +327,7 @@ class Log:
         return self.store.local_path(FOLDER) is not None
 
     def _keep(self, state: RunState | None) -> None:
-        """Write a snapshot of `state` in the background, if `state` is not None."""
+        """Write a snapshot of the run's state `state` in the background, unless `state` is None."""
         if state is None:
             return
         self._keeping = [thread for thread in self._keeping if thread.is_alive()]
@@ -358,7 +361,7 @@ class _Draft:
     claim: int | None
     body: Decide
     attached: AttachedObject | None
-    stored: StoredObject | None = None  # the attached object, once it is durable
+    stored: StoredObject | None = None  # the attached data object, as soon as it is stored durably
     after: RunState = field(default_factory=RunState)  # the run's state after this log entry, computed by the last try
     written: WrittenEntry | None = None  # the log entry of the last completed write
     folded: WrittenEntry | None = None  # the appended log entry, if it was read from the log

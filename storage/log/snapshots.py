@@ -24,7 +24,7 @@ from rollflow.storage.log.state import FOLD, RunState
 from rollflow.storage.objects.base import ObjectStore
 
 EVERY = 64  # number of log entries between two snapshots of the run's state
-KEPT = 3  # the number of newest snapshots that stay in storage
+KEPT = 3  # the number of newest snapshots of the run's state that are kept
 SNAPSHOTS, SEGMENTS = "log_snapshots", "log_segments"
 NAME = re.compile(rf"{SNAPSHOTS}/(\d{{10}})-([0-9a-f]{{16}})\.json")
 

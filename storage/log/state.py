@@ -26,7 +26,7 @@ class EntryRefused(Conflict):
 
 
 class Deposed(EntryRefused):
-    """Another process has claimed the writer's role, so the writer must stop."""
+    """Another process has claimed the role of this process, so this process must stop."""
 
 
 class Superseded(Deposed):
@@ -87,10 +87,10 @@ class RunTotals:
     tokens: Counter[str] = field(default_factory=Counter)  # number of response tokens by how the dispatches ended
     staleness: Counter[int] = field(default_factory=Counter)  # maps a staleness to the number of trained groups
     surplus_tokens: int = 0  # number of tokens in the surplus responses of trained groups
-    rows: int = 0  # number of trajectories that were trained on
+    rows: int = 0  # number of trajectories that policy versions were trained on
 
     def copy(self) -> RunTotals:
-        """Return a copy that can be changed."""
+        """Return a copy of the counts that can be changed."""
         counters = Counter(self.groups), Counter(self.tokens), Counter(self.staleness)
         return RunTotals(*counters, self.surplus_tokens, self.rows)
 
@@ -108,7 +108,7 @@ class RunState:
     sha256: str = ""  # the hash of log entry n
     run_id: str = ""
     configs: tuple[ConfigPlace, ...] = ()  # all configs of the run in order; the last config is in force
-    fixed: str = ""  # hash of the config keys that never change
+    fixed: str = ""  # hash of the config keys that never change during a run
     formed: dict[str, Any] = field(default_factory=dict)  # values of the config keys in `rules.FORMED`
     alpha: float = 0.0
     group_size: int = 1
@@ -147,7 +147,7 @@ class RunState:
 
     @property
     def cursor(self) -> Cursor:
-        """The progress of each prompt source."""
+        """The progress of each prompt source: how many prompts were issued and filtered."""
         return Cursor(tuple(self.issued), tuple(self.filtered))
 
     @property
@@ -171,7 +171,7 @@ class RunState:
         return self.claims[role].entry if role in self.claims else NOBODY
 
     def copy(self) -> RunState:
-        """Return a copy that can be changed."""
+        """Return a copy of the run's state that can be changed."""
         other = copy.copy(self)
         for name in ("claims", "formed", "epochs", "open", "behind", "waiting", "redraws"):
             setattr(other, name, dict(getattr(self, name)))

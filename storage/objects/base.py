@@ -1,13 +1,14 @@
 """Defines the interface of an object store, and what every backend guarantees.
 
-A store is a flat map from relative paths ("log/0000000007.json") to byte strings, which rollflow rarely replaces. The
-file `tests/contracts/test_objects.py` tests the guarantees of object stores on every backend. `create` is an atomic
-put-if-absent: of any number of racing writers exactly one succeeds, and the other writers get `Conflict`. A reader sees
-either no object or the whole object. `put` replaces an object atomically: a reader sees either the old bytes or the new
-bytes. A completed write survives a power cut, as far as the backend can ensure it. A read after a completed write sees
-that write, because neither listings of objects nor their existence are cached. The content of an object may be given as
-several buffers, which are written in order, without a copy. A store contains only an address and options, so a store
-can be pickled, is cheap to create and can be shared by threads.
+An object store maps relative paths, such as "log/0000000007.json", to byte strings. The file
+`tests/contracts/test_objects.py` tests the guarantees of object stores on every backend. The method `create` is an
+atomic put-if-absent: of several racing writers of one path exactly one succeeds, and `Conflict` is raised for the
+others. A reader sees either no object or the whole object, never a part of an object. The method `put` replaces an
+object atomically: a reader sees either the old bytes or the new bytes. A completed write survives a power cut, as far
+as the backend can ensure it. A read after a completed write sees that write, because neither listings of objects nor
+their existence are cached. The content of an object may be given as several buffers, which are written in order,
+without a copy. An object of the class `ObjectStore` contains only an address and options, so it can be pickled, is
+cheap to create and can be shared by threads.
 
 Object paths are relative, use "/", and have no empty, "." or ".." part, so no path leads out of the store. An invalid
 object path raises `ValueError`.
@@ -24,7 +25,7 @@ from pathlib import Path
 Data = bytes | memoryview | Sequence[bytes | memoryview]
 
 ABANDONED_SECONDS = 7 * 24 * 3600.0  # seconds without progress after which an unfinished write counts as abandoned
-CHUNK = 1 << 20  # bytes that are hashed and written at a time, so that they stay in the processor's cache
+CHUNK = 1 << 20  # number of bytes that are hashed and written at a time, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ObjectStat:
     """The metadata of a stored object, which is available without reading the object."""
 
     size: int  # bytes
-    modified: float  # seconds since the epoch, by the store's clock
+    modified: float  # time of the object's last write, in seconds since the epoch by the store's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ class UnfinishedWrite:
     name: str
     size: int  # bytes
     touched: float  # the time when the write last grew, in seconds since the epoch by the store's clock
-    token: str = ""  # the backend's id of the write
+    token: str = ""  # the id by which the backend identifies the write
 
 
 def split_buffers(data: Data) -> list[memoryview]:
-    """Return the buffers of `data` as views of bytes, in order."""
+    """Return the buffers that make up the content `data`, in order, as memory views of bytes."""
     parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     return [memoryview(part).cast("B") for part in parts]
 
@@ -76,11 +77,11 @@ class ObjectStore(ABC):
     @property
     @abstractmethod
     def uri(self) -> str:
-        """The address of this store, as a user writes it (`s3://bucket/prefix`, `/a/folder`)."""
+        """The address of the object store, as a user writes it (`s3://bucket/prefix`, `/a/folder`)."""
 
     @abstractmethod
     def child(self, prefix: str) -> ObjectStore:
-        """Return a store that contains the objects of this store below `prefix`."""
+        """Return an object store that contains only the objects of this store below the path `prefix`."""
 
     @abstractmethod
     def put(self, path: str, data: Data) -> str:
@@ -154,7 +155,7 @@ class ObjectStore(ABC):
         """
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List the names of the folders directly below `prefix`, sorted.
+        """List the names of the folders directly below the folder `prefix`, sorted.
 
         The default implementation of `folders` lists all objects below `prefix`.
         """

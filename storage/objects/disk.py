@@ -78,7 +78,7 @@ def raise_missing(target: Path) -> Iterator[None]:
 def map_file(path: Path) -> memoryview:
     """Memory-map a file; pages are loaded when they are read, and writes to the memory do not change the file.
 
-    Raises `Missing` or `Unreachable`.
+    Raises `Missing` if the file does not exist, or `Unreachable` if the file cannot be read.
     """
     with raise_missing(path), open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
@@ -87,14 +87,15 @@ def map_file(path: Path) -> memoryview:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file, which is read in chunks. Raises `Missing` or `Unreachable`."""
+    """Return the sha256 of a file, which is read in chunks. Raises `Missing` if the file does not exist, or
+    `Unreachable` if the file cannot be read."""
     with raise_missing(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_out(file: int, parts: Sequence[memoryview]) -> None:
-    """Write buffers to a new file in order. The operating system starts writing to the disk at once, so a later `fsync`
-    takes less time."""
+    """Write buffers to an open new file, in the given order. The operating system starts writing to the disk at once,
+    so a later `fsync` takes less time."""
     start = 0
     for group in _groups(parts):
         size = sum(map(len, group))

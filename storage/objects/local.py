@@ -36,7 +36,7 @@ from rollflow.storage.objects.base import (
 from rollflow.storage.objects.disk import NO_FILE, hash_in_thread, raise_missing, raise_store_failed, write_out
 
 SCRATCH = ".tmp"
-TURN = "turn"  # the lock file of `_rename_once`; all other names in `.tmp` are hexadecimal
+TURN = "turn"  # the lock file of `_rename_once` in the folder `.tmp`, where all other names are hexadecimal
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -140,7 +140,7 @@ class LocalStore(ObjectStore):
             return iter(sorted(name for name in names if name > after))
 
     def folders(self, prefix: str) -> Sequence[str]:
-        """List folders. A listed folder may be empty while its first object is being written."""
+        """List folders. A folder in the list may be empty while the folder's first object is being written."""
         top = self.local_path(prefix)
         try:
             return sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and entry.name != SCRATCH)
@@ -201,16 +201,17 @@ class LocalStore(ObjectStore):
             target.parent.mkdir(parents=True, exist_ok=True)
 
     def _sync_above(self, target: Path) -> None:
-        """Sync the names of all folders above `target` to the disk. A process syncs each folder name only once."""
+        """Sync the names of all folders above `target` to the disk. A process syncs the name of each folder only
+        once."""
         folder = target.parent
         if folder not in self._synced and folder != folder.parent:
             self._sync_above(folder)
-            with contextlib.suppress(PermissionError):  # this folder is above the store's root
+            with contextlib.suppress(PermissionError):  # a folder above the store's root may belong to another user
                 _sync_folder(folder.parent)
             self._synced.add(folder)
 
     def _free(self, path: str) -> Path:
-        """Return the path of the file for object `path`; raise `Conflict` if the file exists."""
+        """Return the path of the local file for object `path`; raise `Conflict` if the file exists."""
         target = self.local_path(path)
         if target.exists():
             raise _name_conflict(target)

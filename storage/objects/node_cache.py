@@ -40,7 +40,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class HeldFolder:
-    """Protects a cached folder from removal for as long as this object exists."""
+    """A cached folder that is protected from removal for as long as this object exists."""
 
     def __init__(self, folder: Path, descriptor: int) -> None:
         self.folder = folder

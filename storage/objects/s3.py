@@ -1,4 +1,4 @@
-"""An S3 bucket as an object store. The S3 store caches nothing, and after a failed write reads the object to check
+"""An object store in an S3 bucket. The S3 store caches nothing, and after a failed write reads the object to check
 whether the write has succeeded.
 
 The method `create` is a conditional write (`If-None-Match: *`) that stores a unique token in the object's metadata. A
@@ -9,7 +9,7 @@ token of the process's own write, the write has succeeded. If the stored object 
 
 An object's metadata also contains the sha256 of its bytes, and every read is checked against this hash. An object whose
 bytes do not match the stored hash is read again, and `Corrupt` is raised if the bytes never match. The module
-`s3_requests` describes how requests are retried.
+`s3_requests` describes how requests to S3 are retried.
 """
 
 from __future__ import annotations

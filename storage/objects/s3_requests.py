@@ -2,12 +2,12 @@
 
 A request is retried if the request was throttled, failed in the server, lost its connection or exceeded its deadline,
 or if the body of the answer arrived incomplete. Before each retry of a request there is a random pause, whose upper
-limit doubles with each try. Only this module retries (botocore and s3fs are configured to try once), so a request has
-one deadline and one retry count. A caller must ensure that a repeated request is idempotent, or recognise that the
-first attempt of the request has succeeded.
+limit doubles with each try. Botocore and s3fs are configured not to retry, so each request has only the deadline and
+the retry count of this module. A caller must ensure that a repeated request is idempotent, or recognise that the first
+attempt of the request has succeeded.
 
-An object larger than `PART_BYTES` is transferred in parts, several at a time. Only the parts of an object that are
-being transferred are copied into memory.
+An object larger than `PART_BYTES` is transferred in several parts, some of them at the same time. Only the parts of an
+object that are being transferred are copied into memory.
 
 A connection belongs to one process and one set of AWS environment variables. Credentials, region and endpoint come only
 from the standard AWS environment variables (such as `AWS_ENDPOINT_URL_S3` and `AWS_ENDPOINT_URL`) and files.
@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 # size in bytes of one part of an object; S3 accepts at most 10,000 parts, each of at least 5 MiB
 PART_BYTES = 8 * 2**20
 AT_ONCE = 8  # number of parts of objects that a process transfers at a time
-LATE_SECONDS = 5.0  # seconds after which a request without an answer is reported as late
+LATE_SECONDS = 5.0  # a request that has waited this many seconds for an answer is reported as late
 
 WRONG = botocore.exceptions.FlexibleChecksumError  # raised if a body does not match the service's checksum
 LOST = (*s3fs.core.S3_RETRYABLE_ERRORS, botocore.exceptions.ConnectionError, TimeoutError, ConnectionError, WRONG)
@@ -66,7 +66,8 @@ UNSERVED = {
     "504",
 }
 
-BUSY = (429, 500, 502, 503, 504)  # HTTP statuses to retry, whatever error code the service gives
+# HTTP statuses after which a request is retried, whatever error code the service gives
+BUSY = (429, 500, 502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,13 @@ class S3Connection:
         self._asked: dict[object, tuple[float, str]] = {}
 
     def wait(self, work: Callable[..., Coroutine[Any, Any, Answer]], *arguments: Any) -> Answer:
-        """Run `work` in the connection's event loop, and block this thread until it ends."""
+        """Run the coroutine `work` in the connection's event loop, and block the calling thread until the coroutine
+        ends."""
         found: Answer = sync(self._filesystem.loop, work, *arguments)
         return found
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request, and block this thread until it is answered."""
+        """Send one request to S3, and block the calling thread until the request is answered."""
         return self.wait(functools.partial(self.ask, method, **arguments))
 
     @property
@@ -151,7 +153,7 @@ class S3Connection:
         return f"object storage: no answer to {method} for {now - began:.0f} s" if now - began > LATE_SECONDS else ""
 
     async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request, and retry until it is answered; a streamed `Body` of the answer is read in full."""
+        """Send one request to S3, and retry until the request is answered; the answer's body is read in full."""
         token = object()
         self._asked[token] = time.monotonic(), method
         try:

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The record of a dead process's restart, up to the moment the time when the new process had made progress.
+    """The record of a dead process's restart, up to the moment when the new process had made progress.
 
     From the stored recoveries, the code in `flows/keepalive` decides whether a dead process is restarted once more or
     the run fails. The class `RestartHistory` counts the restarts in all stored recoveries since a user started the run,
@@ -38,12 +38,12 @@ class Recovery:
     """
 
     role: str  # "learner", "engine-0", "rollout stage", "supervisor", ...
-    reason: str  # why the process ended, as far as known
+    reason: str  # why the process ended, if the reason is known
     noticed_at: float
     restored_at: float  # when the new process was up
-    resumed_at: float  # when the new process had made progress
+    resumed_at: float  # time when the new process had made progress
     redone: str = "nothing"  # a description of the lost work that the new process does again
-    trajectories: int = 0  # the number of lost trajectories that are generated again
+    trajectories: int = 0  # number of trajectories that were lost and are generated again
     # number of the last restart in this recovery; the restarts of each role (such as the learner) are counted from 1
     attempt: int = 1
     # times of all restarts in this recovery; each restarted process but the last died before it made progress
@@ -51,7 +51,7 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the moment when the process's end was noticed until the new process made progress."""
+        """The seconds from the moment when the death of the process was noticed until the new process made progress."""
         return self.resumed_at - self.noticed_at
 
     def sentence(self) -> str:
@@ -98,7 +98,7 @@ class RecoveryLog:
         return len(self._known) + len(self.damaged)
 
     def read(self) -> list[Recovery]:
-        """Return all readable recoveries; only new recoveries are read from the store."""
+        """Return all recoveries that can be read; only recoveries that were not read before are read from the store."""
         for number in range(self._read, first_missing(self.store, recovery_path, self._read)):
             path = recovery_path(number)
             try:
@@ -109,7 +109,8 @@ class RecoveryLog:
 
 
 class Notes:
-    """A queue of recoveries to store: `add` returns at once, and a background thread retries failed writes."""
+    """A queue of recoveries to store: the method `add` returns at once, and a background thread stores the
+    recoveries."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._recoveries = RecoveryLog(store)

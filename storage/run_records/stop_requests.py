@@ -53,7 +53,7 @@ def request_stop(run: ObjectStore, how: How) -> StopRequest:
 
 
 def read_request(run: ObjectStore) -> StopRequest | None:
-    """Return the request to end the run, or None if there is no request or the request cannot be read."""
+    """Return the user's request to end the run, or None if there is no request or the request cannot be read."""
     try:
         found = json.loads(run.get(REQUEST))
         return StopRequest(found["how"], float(found["at"])) if found["how"] in get_args(How) else None

@@ -1,5 +1,5 @@
-"""Stores the CPU seconds of a run by role and process: one object, `usage/<writer>.json`, for each process that
-measures.
+"""Stores the CPU seconds that the processes of a run have used: one object, `usage/<writer>.json`, for each process
+that measures.
 
 The CPU seconds are only shown to users, in the run's summary, in `rollflow compare` and in MLflow. The CPU time of a
 process may be measured several times, even by several measuring processes; the largest measurement counts. The sum of a
@@ -34,8 +34,8 @@ class CpuCost(NamedTuple):
 
 @dataclass
 class CpuUsage:
-    """The CPU seconds of each process of each role. The CPU seconds of a run are only shown to users; no code reads
-    them to decide anything."""
+    """The CPU seconds of a run's processes, by the role of the process, such as learner. The CPU seconds of a run are
+    only shown to users; no code reads them to decide anything."""
 
     seen: dict[str, dict[str, float]] = field(default_factory=dict)
 
