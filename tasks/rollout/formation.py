@@ -76,8 +76,8 @@ class Formation:
 
         More groups of responses than fit into the batch may have started under policy versions older than `bound`. If
         the batch has no room for the first running group of responses that it should wait for, the batch has no room
-        for any later one. For speed, the method looks up the first awaited group only if the group's policy version
-        does not already decide the answer.
+        for any later one. For speed, the method looks up the first awaited group of responses only if the group's
+        policy version does not already decide the answer.
         """
         groups, version = self.limits.groups, self.starts.find_oldest_awaited(bound)
         if version is None or self.buffer.count_older(version) >= groups:

@@ -1,4 +1,4 @@
-"""One dispatch of a prompt, which ends with a scored group of responses, or with a reason for discarding the group.
+"""One attempt to answer a prompt, which ends with a scored group of responses or with a reason for its discard.
 
     prompt --> G (+ extra) x ( queue --> engine --> scorer )  --> TrajectoryGroup
                = an episode, run by the environment         `-----> Discard: it was given up
@@ -221,8 +221,8 @@ class GroupRollout:
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:
     """Compute the 63-bit seed of one generation.
 
-    Every dispatch of the same prompt uses the same seed, so that a response that was too long is not replaced by a
-    shorter response. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; any other
+    Every attempt to answer the same prompt uses the same seed, so that a response that was too long is not replaced by
+    a shorter response. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; any other
     value gives another seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")

@@ -6,12 +6,13 @@ because a group of responses that starts right after an update has the most time
 
 A prompt whose group of responses was preempted `RolloutLimits.awaited_after` times is *awaited*, which means that a
 batch waits for the prompt's group. With tail batching (RollPacker, section 4) a prompt whose group was preempted often
-first waits in a queue, the *tail*, until the tail has enough prompts for a batch. A *short* round issues prompts that
-are not in the tail (the queue of slow prompts), including prompts for redundant groups of responses. Once the tail has
-enough slow prompts for a batch, the next round is *long* and issues exactly these prompts. The batch of a long round
-waits for all its groups of responses, and no redundant groups are started for it. Tail batching omits no prompt; slow
-prompts are trained together with other slow prompts. The last round of a run is always long and issues the slow prompts
-in the tail first, so that the run does not omit slow prompts.
+first waits in a queue, the *tail*, until the tail has enough prompts for a batch. A *short* round of prompts has no
+prompts from the tail (the queue of slow prompts), but may have prompts for redundant groups of responses. Once the tail
+has enough slow prompts for a batch, the next round of prompts is *long* and consists of exactly these slow prompts. The
+training batch of a long round (a round of slow prompts) waits for all its groups of responses, and no redundant groups
+are started for this batch. Tail batching omits no prompt; slow prompts are trained together with other slow prompts.
+The last round of prompts in a run is always long and begins with the slow prompts, so that the run does not omit slow
+prompts.
 
 A source that skips solved questions issues a new prompt only after the epoch of that prompt has started
 (`find_missing_epoch`).

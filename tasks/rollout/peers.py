@@ -25,7 +25,7 @@ class GroupPeers:
         self._is_cancelled = False
 
     async def arrive(self, sample: int, tokens: Sequence[int]) -> list[Sequence[int]] | None:
-        """Add a final response, and return the other responses to the prompt; return None if the group was given up."""
+        """Add a final response, and return the other responses to the prompt; None if the group was given up."""
         self._arrived[sample] = tokens
         self._check()
         await self._complete.wait()

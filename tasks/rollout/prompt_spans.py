@@ -1,4 +1,5 @@
-"""Records OpenTelemetry spans of each prompt, from the prompt's dispatch to its end. See `tasks.runtime.spans`."""
+"""Records OpenTelemetry spans of each prompt, until its responses are committed or discarded; see
+`tasks.runtime.spans`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from rollflow.tasks.runtime.spans import Spans
 
 
 class PromptSpans:
-    """Records an OpenTelemetry trace for each dispatched prompt. All times are read from the clock of the running event
-    loop."""
+    """Records an OpenTelemetry trace for each prompt that is issued. All times are read from the clock of the running
+    event loop."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans

@@ -131,7 +131,7 @@ def _merge_trees(recorded: Mapping[str, Any], before: Mapping[str, Any], after: 
 
 
 def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
-    """Return an error message for a config key that can never change; return "" for a key that may change."""
+    """Return an error message for a config key that can never change, or "" for a key that may change."""
     for config in (before, after):
         if why := explain_fixed(config, change.key):
             cure = _suggest_fix(before, change.key)

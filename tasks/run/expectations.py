@@ -72,7 +72,7 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
 
 
 def _loosen_filter(rules: FilterConfig | None) -> FilterConfig | None:
-    """Widen the filter's limits on mean rewards by the tolerance for rounding."""
+    """Widen the limits of the reward filter by the tolerance for rounding."""
     if rules is None:
         return None
     return rules.model_copy(

@@ -91,7 +91,7 @@ def _with(
 
 
 def _observe_simulation(config: RunConfig, hardware: Hardware) -> ObservedRollout:
-    """Simulate the recipe, and measure the same quantities that were measured in the recorded run."""
+    """Simulate the run, and measure the same quantities that were measured in the recorded run."""
     warm = WARM_UP + config.capacity
     versions = warm + max(FEWEST, -(-TRAJECTORIES // (config.groups * config.group_size)))
     timed = config.model_copy(update={"engine": hardware.engine(config), "versions": versions + config.capacity + 1})

@@ -86,7 +86,7 @@ class Candidate:
         return self.async_ratio if self.max_batches_ahead is None else self.max_batches_ahead
 
     def changes(self, base: RunConfig, hardware: Hardware) -> dict[str, Any]:
-        """Map config keys to values, for the keys in which the candidate differs from the recipe."""
+        """Map config keys to values, for the keys in which the candidate differs from the user's config."""
         slots, width = hardware.engines.max_concurrent_requests, hardware.engines.gpus_per_engine
         wanted: dict[str, Any] = {"async_ratio": self.async_ratio, "engine.replicas": self.engines}
         wanted |= {"engine.max_concurrent_requests": slots} if slots else {}
@@ -97,10 +97,10 @@ class Candidate:
         return {key: value for key, value in wanted.items() if _get(base, key) != value}
 
     def config(self, base: RunConfig, hardware: Hardware) -> RunConfig:
-        """Return the run's config with the values of this candidate.
+        """Return the user's config with the values of this candidate configuration.
 
         Raises:
-            ValidationError: the values of the candidate contradict each other.
+            ValidationError: the values of the candidate configuration contradict each other.
         """
         tree = base.model_dump(mode="json", exclude_unset=True)
         for key, value in self.changes(base, hardware).items():
@@ -122,7 +122,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CandidateOutcome:
-    """The outcome of simulating a candidate configuration."""
+    """The outcome of the simulation of a candidate configuration."""
 
     candidate: Candidate
     versions: int
@@ -137,7 +137,7 @@ class CandidateOutcome:
         return self.figures.trajectories_per_second
 
     def marks(self, limits: PlanLimits) -> tuple[str, ...]:
-        """Return the names of the limits that the outcome exceeds; a bias must do so by two standard errors."""
+        """Return the names of the limits that the outcome exceeds, the limit on bias by two standard errors."""
         biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
         return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
 

@@ -1,11 +1,11 @@
-"""Evaluations of a simulated run: the shipped `Evaluations`, on simulated engines that are borrowed as in a real run.
+"""Evaluations of a simulated run: the production code of evaluations on simulated, borrowed engines.
 
 - Evaluations are simulated only if they borrow engines of the run, because a separate engine takes no time from
   training.
 - Evaluations before and after the run are omitted, because a simulation shows the steady run between them.
 - The responses to held-out prompts draw their lengths like all other responses. Evaluated responses are scored by
   separate workers, which do not delay training.
-- `spent` counts the tokens that engines sampled for evaluations, separately from those for training.
+- `spent` counts the tokens that engines sampled for evaluations, separately from the tokens for training.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ class Plan:
     """The result of the planner: the outcomes of the final simulations, fastest first, and the recommended outcome."""
 
     finals: tuple[CandidateOutcome, ...]
-    sync: CandidateOutcome  # outcome of synchronous training (alpha = 0) with the recipe's options
+    sync: CandidateOutcome  # outcome of synchronous training (alpha = 0) with the options in the user's config
     best: CandidateOutcome | None  # outcome of the fastest candidate that keeps the limits
     recommended: CandidateOutcome | None
     alphas: tuple[float, ...]  # values of the staleness limit alpha that were simulated
-    settled: bool  # True if no larger alpha can be faster by more than the tolerance
+    settled: bool  # True if no larger staleness limit alpha can be faster by more than the tolerance
     simulations: int
     trajectories: int
     limits: PlanLimits = LIMITS
@@ -105,7 +105,7 @@ def choose(
     """Return two outcomes that keep the limits: the fastest outcome, and the recommended outcome.
 
     The recommended outcome has the smallest staleness limit alpha within `TOLERANCE` of the fastest outcome. Among
-    equally fast outcomes with this alpha, the outcome with the least wasted tokens is recommended.
+    equally fast outcomes with this staleness limit, the outcome with the least wasted tokens is recommended.
     """
     kept = [outcome for outcome in finals if not outcome.marks(limits)]
     if not kept:
@@ -207,7 +207,8 @@ class _Search:
         return self._descend(self._start(0.0), self._stride())
 
     def _asynchronous(self) -> tuple[list[CandidateOutcome], bool]:
-        """Find the best division of the GPUs for each alpha; also return whether larger alphas need no simulation."""
+        """Find the best division of the GPUs for each staleness limit; also return whether larger limits can be
+        skipped."""
         found: list[CandidateOutcome] = []
         for alpha in self._alphas():
             if found and self._is_spent():
@@ -235,7 +236,7 @@ class _Search:
         return None if waiting.marks(self._limits) else waiting
 
     def _second(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Return the second best division of the GPUs for the smallest alpha that seems fast enough.
+        """Return the second best division of the GPUs for the smallest staleness limit that seems fast enough.
 
         A candidate's first simulation is short, so it may rank the best two divisions of the GPUs in the wrong order.
         """
@@ -250,7 +251,8 @@ class _Search:
         return sorted(same, key=lambda outcome: -outcome.throughput)[1:2]
 
     def _redundant(self, plain: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-        """Find each alpha's best candidate with redundant responses, and the fastest candidate that exceeds a limit."""
+        """Find the best candidate with redundant responses for each alpha, and the fastest candidate that exceeds a
+        limit."""
         gains, passing = [], []
         needed = _smallest_alpha(plain).candidate.async_ratio
         for outcome in (outcome for outcome in plain if outcome.candidate.async_ratio <= needed):
@@ -376,7 +378,7 @@ class _Search:
 
 
 def _smallest_alpha(outcomes: Sequence[CandidateOutcome]) -> CandidateOutcome:
-    """Return the outcome with the smallest alpha whose throughput may come within the tolerance of the best."""
+    """Return the outcome with the smallest staleness limit whose throughput may come close enough to the best."""
     best = max(outcome.throughput for outcome in outcomes)
     near = [outcome for outcome in outcomes if outcome.throughput >= (1.0 - 1.5 * TOLERANCE) * best]
     return min(near, key=lambda outcome: (outcome.candidate.async_ratio, -outcome.throughput))

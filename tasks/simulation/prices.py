@@ -122,7 +122,7 @@ def _busy(idle: float) -> float:
 
 
 def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> float:
-    """Return the monthly price of what a run leaves in storage; engines may need alpha + 1 policy versions."""
+    """Return the monthly price of what a run leaves in storage; engines may need `alpha` + 1 policy versions."""
     store, last = config.store, config.versions
     retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
     sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}
