@@ -61,7 +61,7 @@ async def test_python_keeps_its_state_over_runs(workspace: Workspace) -> None:
     assert found.output.decode().splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert (await python.run("raise SystemExit(3)", LONG)).return_code == 3
     assert (await python.run("import os\nif os.fork() == 0: print('child')", LONG)).lost == ""
-    assert (await python.run("y", LONG)).output.split()[-1:] == [b"8"]
+    assert b"8" in (await python.run("y", LONG)).output.split()  # the child may print before or after it
 
 
 @pytest.mark.parametrize(

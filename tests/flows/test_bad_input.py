@@ -509,7 +509,7 @@ def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch
     def config(hidden: int) -> RunConfig:
         return RunConfig(policy=PolicyConfig(cold_start=ColdStart(hidden_size=hidden, heads=1)))
 
-    place, prepared = prepare._store_policy, list[RunContext]()
+    place, prepared = prepare._store_files, list[RunContext]()
 
     def placed(*arguments: Any) -> None:
         if not prepared:  # the other command prepares the same run a moment earlier
@@ -517,7 +517,7 @@ def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch
             prepare.prepare(config(32), "same")
         place(*arguments)
 
-    monkeypatch.setattr(prepare, "_store_policy", placed)
+    monkeypatch.setattr(prepare, "_store_files", placed)
     with pytest.raises(ConfigError, match="run id 'same': another policy was prepared under this id"):
         prepare.prepare(config(64), "same")
     assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32
