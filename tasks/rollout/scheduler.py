@@ -1,4 +1,4 @@
-"""The rollout scheduler: uses each prompt exactly once, either in a training batch or as discarded.
+"""The rollout scheduler: commits each issued prompt exactly once, either in a training batch or as discarded.
 
     prompts --admission--> dispatch: G x (generate -> verify) --> buffer --N groups--> commit --> channel
                 ^                         |                         |
