@@ -1,1 +1,1 @@
-"""Starts private Ray clusters, attaches to clusters, checks their nodes, and finds their actors."""
+"""Starts private Ray clusters, connects to Ray clusters, checks the nodes of a cluster, and finds Ray actors."""

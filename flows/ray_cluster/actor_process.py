@@ -1,6 +1,6 @@
-"""Looks up an actor's process: whether the actor is created, the process's id and its CPU time.
+"""Looks up the process of a Ray actor: whether the actor is created, its process id and its CPU time.
 
-No function of this module calls the actor, so an actor whose threads hang delays nothing.
+The functions of this module never call the actor itself, so they do not block if the actor hangs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KINDS: dict[str, Kind] = {  # class name of an actor -> the kind of Ray worker t
 
 @dataclass(frozen=True, slots=True)
 class ActorProcess:
-    """The node and process of an actor. `state` is the actor's state as Ray names it ("PENDING_CREATION", "ALIVE",
-    "DEAD"); `pid` is 0 if the actor has no process.
+    """The node and the process of a Ray actor. `state` is the actor's state as Ray names it ("PENDING_CREATION",
+    "ALIVE", "DEAD"); `pid` is 0 if the actor has no process.
     """
 
     state: str
@@ -35,17 +35,17 @@ class ActorProcess:
 
     @property
     def created(self) -> bool:
-        """True if the actor can be called."""
+        """True if the Ray actor is created and can be called."""
         return self.state == "ALIVE" and self.pid > 0
 
     @property
     def pending(self) -> bool:
-        """True while the actor is not yet created."""
+        """True while the Ray actor is not yet created."""
         return self.state in ("PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
     def cpu_seconds(self) -> float | None:
-        """Return the CPU seconds of the actor's process; None if the process is gone or the actor's node does not
-        answer.
+        """Return the CPU seconds of the Ray actor's process; return None if the process is gone or the actor's node
+        does not answer.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -62,8 +62,8 @@ class ActorProcess:
 
 
 def cpu_seconds(pid: int) -> float | None:
-    """Return the CPU seconds of a process on this node, plus the seconds that the process waited for disks, if
-    known.
+    """Return the CPU seconds of a process on this node, plus the seconds that it waited for disks if the system reports
+    them.
     """
     try:
         times = psutil.Process(pid).cpu_times()
@@ -73,7 +73,9 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def find_actor_process(actor_id: Any) -> ActorProcess | None:
-    """Return the actor with this id (Ray's `ActorID`); None if Ray knows no such actor."""
+    """Return the process of the Ray actor with this id (Ray's `ActorID`); return None if Ray does not know the
+    actor.
+    """
     from ray._private import state
 
     if actor_id is None or actor_id.is_nil():
@@ -85,16 +87,14 @@ def find_actor_process(actor_id: Any) -> ActorProcess | None:
 
 
 def explain_lost_call(reference: Any) -> str:
-    """Return the reason why the actor of a call cannot be created; return "" if none is known or the reason was
+    """Return the reason why the Ray actor of a call cannot be created; return "" if no reason is known or it was
     returned before.
     """
     return explain_lost_actor(reference.task_id().actor_id()) if list_deaths() else ""
 
 
 def explain_lost_actor(actor_id: Any) -> str:
-    """Return the reason why an actor cannot be created; return "" if none is known or the reason was returned
-    before.
-    """
+    """Return the reason why a Ray actor cannot be created; return "" if none is known or it was returned before."""
     if not list_deaths():
         return ""
     found = find_actor_process(actor_id)

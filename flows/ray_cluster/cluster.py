@@ -1,12 +1,12 @@
-"""Attaches to a Ray cluster, finds and kills actors, and waits for actors' answers within a deadline.
+"""Connects this process to a Ray cluster, finds and kills Ray actors, and waits for results of actors with a time
+limit.
 
-* `attach` either attaches within its deadline or raises `Unreachable`, whereas Ray itself retries a wrong address
-  forever. A caller that works for a run passes the run's `recovery` window as the deadline, because the Ray head may be
-  restarting.
-* `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them. With Ray's handlers a cancelled
-  flow run would end as crashed.
-* `call_within` limits every wait for an actor. The error of `call_within` says what the caller waited for, on which
-  actor and for how long.
+* `attach` connects within its time limit or raises `Unreachable`, whereas Ray itself retries a wrong address forever.
+  During a run, callers of `attach` use the run's time limit `recovery`, because the Ray head may be restarting.
+* `attach` keeps this process's SIGTERM and SIGINT handlers, although Ray replaces them. With Ray's signal handlers,
+  Prefect would report a cancelled flow run as crashed.
+* `call_within` limits the time that this process waits for a Ray actor. The error of `call_within` names the expected
+  result, the actor and the waiting time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rollflow.tasks.run.cluster_config import ClusterConfig
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # longest wait in seconds for one answer of the Ray head
-LOST_SECONDS = 2.0  # seconds between checks whether the called actor can still be created
+LOST_SECONDS = 2.0  # seconds between checks whether the called Ray actor can still be created
 
 
 def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> None:
-    """Connect this process to the cluster at `address` (host:port). Attaching again does nothing.
+    """Connect this process to the Ray cluster at `address` (host:port). Attaching again does nothing.
 
     Raises:
-        ConfigError: the head rejects this process's token, or runs another version of Ray or Python.
+        ConfigError: the Ray head rejects this process's token, or runs another version of Ray or Python.
         Unreachable: no Ray head answers at the address, or the head refuses the connection.
     """
     import ray
@@ -48,9 +48,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect, and return whether the connection succeeded; on the `last` try, raise the error of a failed
-    connection.
-    """
+    """Connect to a Ray cluster; return False if the connection fails, or raise its error if `last` is true."""
     try:
         _check_head(address, deadline_seconds)
         _keep_loopback(address)
@@ -80,38 +78,40 @@ def _connect(address: str, namespace: str) -> None:
 
 
 def _check_head(address: str, deadline_seconds: float) -> None:
-    """Check that the head answers at the address, and that it accepts this process's token."""
+    """Check that a Ray head answers at the address and accepts this process's token."""
     host, _, port = address.rpartition(":")
     if not speaks_http2(host, int(port), seconds=min(deadline_seconds, ANSWER_SECONDS)):
         raise Unreachable(
             f"waited {deadline_seconds:.0f} s for a Ray head at {address}, but nothing answers at that address"
         )
-    # The token of a private cluster needs no check, because this process has it in its environment.
+    # The token of a private Ray cluster needs no check, because this process has the token in its environment.
     if os.environ.get("ROLLFLOW_RAY_ADDRESS") != address:
         check_token(address)
 
 
 def _keep_loopback(address: str) -> None:
-    """Make Ray use loopback if the head listens on loopback only."""
+    """Make Ray connect over loopback if the Ray head listens on loopback only."""
     from ray._private import ray_constants
     from ray._private import services as ray_services
 
     host, _, port = address.rpartition(":")
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
-        # With clusters enabled, Ray would replace 127.0.0.1 by the outside address, where the head does not listen.
+        # With this variable at 1, Ray would replace 127.0.0.1 by the machine's outside address, where the Ray head does
+        # not listen.
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # A handler that Python did not set is None; outside the main thread `signal` raises ValueError.
+        # `getsignal` returns None for a handler that Python did not set, and outside the main thread `signal` raises
+        # ValueError.
         if handler is not None:
             with contextlib.suppress(ValueError):
                 signal.signal(number, handler)
 
 
 def detach() -> None:
-    """Disconnect from the cluster; detached actors keep running."""
+    """Disconnect this process from the Ray cluster; detached actors keep running."""
     import ray
 
     ray.shutdown()
@@ -119,7 +119,7 @@ def detach() -> None:
 
 @contextlib.contextmanager
 def attached_cluster(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> Iterator[None]:
-    """Attach to the cluster for the duration of a `with` block; see `attach`."""
+    """Connect this process to the Ray cluster during a `with` block; see `attach`."""
     attach(address, namespace, deadline_seconds=deadline_seconds)
     try:
         yield
@@ -128,10 +128,10 @@ def attached_cluster(address: str, namespace: str, *, deadline_seconds: float = 
 
 
 def find_actor(name: str) -> Any:
-    """Return the living actor with this name in this process's namespace.
+    """Return the living Ray actor with this name in this process's namespace.
 
     Raises:
-        Unreachable: no living actor has this name.
+        Unreachable: no living Ray actor has this name.
     """
     import ray
 
@@ -143,10 +143,10 @@ def find_actor(name: str) -> Any:
 
 
 def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[str]:
-    """Kill the actors with these names, and wait until the names are free; skip names without an actor.
+    """Kill the Ray actors with these names, and wait until the names can be used again; skip unknown names.
 
-    Returns the names of the killed actors. The wait for free names ends after `deadline_seconds`, because a lost node
-    may not free a name. If a name is still taken after the wait, a later start finds the dead actor and calls this
+    Returns the names of the killed actors. The function waits for at most `deadline_seconds`, because a lost node may
+    never release an actor's name. If an actor's name is still taken afterwards, the next start of the actor calls this
     function again.
     """
     import ray
@@ -163,7 +163,7 @@ def kill_named(names: Iterable[str], *, deadline_seconds: float = 10.0) -> list[
 
 
 def kill(actor: Any) -> None:
-    """Kill an actor that this process has started; ignore an actor that has already ended."""
+    """Kill a Ray actor that this process has started; do nothing if the actor has already ended."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):
@@ -181,13 +181,13 @@ def _name_is_taken(name: str) -> bool:
 
 
 def call_within(reference: Any, deadline_seconds: float, what: str, *, died: type[RollflowError] = Unreachable) -> Any:
-    """Return the result of a Ray call, waiting for it for at most `deadline_seconds`.
+    """Return the result of a remote Ray call, waiting for at most `deadline_seconds`.
 
-    `what` names the awaited result and its source in the error message, such as "the weights, from engine 0". `died` is
-    the type of the error that is raised if the actor is dead (`EngineFailed` for engines).
+    `what` describes the expected result for the error message, such as "the weights, from engine 0". `died` is the type
+    of the error that is raised if the Ray actor is dead (`EngineFailed` for engines).
 
     Raises:
-        Unreachable: the actor did not answer in time, or its worker died before the actor was created.
+        Unreachable: the Ray actor did not answer in time, or its worker process died before the actor was created.
         RollflowError: the error that the actor's method raised.
     """
     import ray
@@ -206,7 +206,7 @@ def call_within(reference: Any, deadline_seconds: float, what: str, *, died: typ
 
 
 def has_ended(reference: Any, seconds: float) -> bool:
-    """Return whether a Ray call has ended, with a result or an error; wait at most `seconds` for the end."""
+    """Return whether a remote Ray call has ended, with a result or an error, waiting for at most `seconds`."""
     import ray
 
     with _unwrap_signal_error():
@@ -226,24 +226,24 @@ def _unwrap_signal_error() -> Iterator[None]:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """Return Ray's descriptions of the cluster's living nodes."""
+    """Return Ray's descriptions of all living nodes of the Ray cluster."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def list_nodes() -> list[str]:
-    """Return the addresses of the cluster's living nodes."""
+    """Return the addresses of all living nodes of the Ray cluster."""
     return [str(node["NodeManagerAddress"]) for node in living_nodes()]
 
 
 def node_gpus() -> list[float]:
-    """Return the number of GPUs of each living node."""
+    """Return the number of GPUs of each living node of the Ray cluster."""
     return [float(node["Resources"].get("GPU", 0.0)) for node in living_nodes()]
 
 
 def check_actor_options(config: ClusterConfig) -> None:
-    """Check the labels, the resources and the `runtime_env` in the section `[cluster]` as Ray checks them when it
+    """Check the labels, the resources and the `runtime_env` in the config section `[cluster]`, as Ray does when it
     starts an actor.
 
     Raises:
@@ -255,7 +255,7 @@ def check_actor_options(config: ClusterConfig) -> None:
         options.append((f"{key}.labels", "label_selector", own.labels, own.labels))
         options.append((f"{key}.resource", "resources", own.resource, {own.resource: LEAST}))
     given = [one for one in options if one[2]]
-    if not given:  # nothing to check; importing Ray would take seconds
+    if not given:  # there are no values to check, and importing Ray would take seconds
         return
     import ray
 
@@ -268,7 +268,7 @@ def check_actor_options(config: ClusterConfig) -> None:
 
 
 def count_machine_gpus() -> float:
-    """Return the number of GPUs of this machine that a Ray node would offer; no cluster is needed."""
+    """Return the number of GPUs that a Ray node on this machine would offer, without a Ray cluster."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
 
     return float(get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators())

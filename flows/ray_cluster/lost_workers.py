@@ -1,5 +1,5 @@
-"""Finds Ray workers that died before they registered. Without this module, Ray and the actor that is to run in a dead
-worker would wait ten minutes for the worker.
+"""Finds Ray worker processes that died before they registered with Ray. Without this module, Ray would wait ten minutes
+for such a worker process, and the actor would not start meanwhile.
 
     worker begins --> imports --> registers as `ray::...`
                         |
@@ -22,24 +22,24 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND
 
-# environment variable with the folder of the records of dead workers; `ray_worker` repeats the name
+# environment variable that contains the folder with records of dead Ray workers; `ray_worker` repeats the name
 FOLDER = "ROLLFLOW_LOST_WORKERS"
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"
 LOOK_SECONDS = 0.5
-FRESH_SECONDS = 900.0  # longest age in seconds at which a worker's death is still reported
+FRESH_SECONDS = 900.0  # seconds after which the death of a Ray worker is no longer reported
 
 
 class WorkerWatch:
-    """Finds workers of a raylet (Ray's process on a node) that end before they register."""
+    """Finds worker processes of a raylet (Ray's process on a node) that end before they register with Ray."""
 
     def __init__(self, raylet: int, folder: Path) -> None:
         self._raylet, self._folder, self._looked = raylet, folder, 0.0
-        self._starting: dict[int, str] = {}  # process id of a starting worker -> the worker's kind
-        self._known: set[int] = set()  # process ids of registered workers, and of processes that are no workers
+        self._starting: dict[int, str] = {}  # process id of a starting Ray worker -> kind of actor that it is for
+        self._known: set[int] = set()  # process ids of registered Ray workers, and of processes that are not workers
 
     def look(self) -> None:
-        """Record the workers that ended since the last call; this method is cheap and may be called often."""
+        """Record the Ray workers that ended since the last call; a call is cheap and may be frequent."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -62,13 +62,14 @@ class WorkerWatch:
             if line and line[0].startswith("ray::"):
                 self._known.add(pid)
                 self._starting.pop(pid, None)
-            # A new process may not have its kind yet, because Ray sets up the process before it executes the worker.
+            # The environment of a new process may not name a kind of actor yet, because Ray forks before it executes
+            # the worker.
             elif str(WORKER) in line:
                 self._starting[pid] = process.environ().get(KIND, "")
 
 
 def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
-    """Record a worker's death in a file, unless the death is already recorded."""
+    """Record the death of a Ray worker in a file, unless its death is already recorded."""
     file = folder / str(pid)
     if file.exists() or file.with_suffix(READ).exists():
         return
@@ -78,8 +79,8 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def explain_lost_worker(kind: str) -> str:
-    """Return how a worker of this kind died before it registered, once for each death. If none died, or if another
-    worker of the kind is starting, return "".
+    """Return the reason why a Ray worker for this kind of actor died before it registered; return each death only once.
+    If no Ray worker of this kind died, or if another worker of this kind is starting, return "".
     """
     for file in list_deaths():
         with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ def explain_lost_worker(kind: str) -> str:
 
 
 def list_deaths() -> list[Path]:
-    """List the files of recorded deaths that `explain_lost_worker` has not returned yet."""
+    """List the record files of dead Ray workers that `explain_lost_worker` has not returned yet."""
     named = os.environ.get(FOLDER)
     with contextlib.suppress(OSError):
         return [file for file in sorted(Path(named).iterdir()) if file.suffix != READ] if named else []
@@ -102,7 +103,7 @@ def list_deaths() -> list[Path]:
 
 
 def _is_starting(kind: str, folder: Path) -> bool:
-    """Return whether a worker of this kind is starting or idle."""
+    """Return whether a Ray worker for this kind of actor is starting or idle."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             line = process.cmdline()
@@ -114,7 +115,7 @@ def _is_starting(kind: str, folder: Path) -> bool:
 
 
 def _list_children(pid: int) -> set[int]:
-    """Return the process ids of a process's children, from the kernel's lists, which are cheap to read."""
+    """Return the process ids of a process's children from /proc, which is cheap to read."""
     found: set[int] = set()
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

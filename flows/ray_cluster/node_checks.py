@@ -1,7 +1,6 @@
-"""Asks every node of a cluster whether a run can use the node, and finds faults.
+"""Asks every node of a Ray cluster for its packages, clock and hardware, and reports faults that would make a run fail.
 
-Every wait is bounded. If a node does not answer or has no rollflow, that is reported as a fault of the node and raises
-no error.
+Every wait is bounded. A node that does not answer, or has no rollflow, is reported as faulty without raising an error.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from rollflow.flows.ray_cluster import cluster
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.actors.node_report import NodeReport, NodeReporter, read_versions
 
-# longest wait for a node's answer in seconds, enough for a worker's start and imports on a slow machine
+# seconds to wait for the answer of a Ray node, enough for a worker's start and imports on a slow machine
 ANSWER_SECONDS = 120.0
 CLOCK_TRIES = 5
 CLOCK_SECONDS = 30.0  # tolerated difference between a node's clock and this machine's clock, in seconds
 GIB = 2**30
 LEAST_DISK = 5 * GIB
-# packages whose versions on every node must equal this machine's; other packages matter only on nodes with CPUs
+# packages whose versions must be equal on every Ray node; other packages matter only on nodes with CPUs
 EVERYWHERE = ("python", "rollflow", "ray")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The state of a node, as the node reported it. `clock` is the number of seconds by which the node's clock is ahead
-    of this machine's clock.
+    """The state of a Ray node, as the node reported it. `clock` is the number of seconds by which the node's clock is
+    ahead of this machine's clock.
 
     If the node did not answer, `report` is None and `silent` is the reason.
     """
@@ -43,7 +42,7 @@ class NodeState:
 
 
 def ask_nodes(store: str, runtime_env: Mapping[str, Any]) -> list[NodeState]:
-    """Ask all living nodes of the attached cluster for their state, in parallel."""
+    """Ask all living nodes of the connected Ray cluster for their state, in parallel."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -70,8 +69,8 @@ def _read_node(node: Mapping[str, Any], actor: Any, report: Any) -> NodeState:
 
 
 def _measure_clock(actor: Any) -> tuple[float, float]:
-    """Return the duration of the call in seconds, and a lower bound of the seconds by which the node's clock is
-    ahead.
+    """Return the duration of a call to a Ray node in seconds, and a lower bound of the seconds by which the node's
+    clock is ahead.
     """
     sent, began = time.time(), time.monotonic()
     there = cluster.call_within(actor.clock.remote(), ANSWER_SECONDS, "the clock of a node")
@@ -81,10 +80,10 @@ def _measure_clock(actor: Any) -> tuple[float, float]:
 
 
 def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield one sentence for each fault of a node, with the fault and its fix.
+    """Yield a sentence for each fault of a Ray node, which describes the fault and its fix.
 
     Args:
-        here: the versions of packages on this machine.
+        here: the versions of the packages on this machine.
     """
     here = read_versions() if here is None else here
     usual = _usual_versions(nodes, here)
@@ -122,8 +121,8 @@ def find_faults(nodes: Sequence[NodeState], here: Mapping[str, str] | None = Non
 
 
 def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the most frequent version of each package on the nodes that may have actors; if two are equally frequent,
-    prefer this machine's version.
+    """Return the most frequent version of each package on the nodes that may run Ray actors; break ties in favor of
+    this machine's version.
     """
     usual = {}
     for name in here:
@@ -136,8 +135,8 @@ def _usual_versions(nodes: Sequence[NodeState], here: Mapping[str, str]) -> dict
 def _version_faults(
     node: NodeState, report: NodeReport, here: Mapping[str, str], usual: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a sentence for each package whose version on a node is wrong. On a node without CPUs, which has no actors,
-    only the packages in `EVERYWHERE` count.
+    """Yield a sentence for each package whose version on a Ray node differs from the expected version. A node without
+    CPUs runs no Ray actors, so only its packages in `EVERYWHERE` are compared.
     """
     for name in here:
         wanted = here[name] if name in EVERYWHERE else usual[name]

@@ -1,4 +1,4 @@
-"""Keeps spare Ray workers: processes that import an actor's modules before a run needs them.
+"""Keeps spare Ray workers, which are processes that import the modules of a Ray actor before a run needs them.
 
     requested --> imports --> waits, as `ray::IDLE` --> becomes an actor of a run --> a new spare is requested, later
 
@@ -22,25 +22,25 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND, Kind, request_path, worker_environment
 
-# pause in seconds after a run has used a spare worker, so that the run starts before a new spare does
+# seconds after a run took a spare Ray worker before a new one is started, so that the run can start first
 AGAIN_SECONDS = 45.0
 LOOK_SECONDS = 5.0
 CALL_SECONDS = 5.0
 KEEP_SECONDS = 10 * 365 * 86400  # seconds for which Ray keeps an idle worker; by default Ray may end it at any time
-LEAST_MEMORY = 4 << 30  # bytes of memory that must be available before a spare worker is started
+LEAST_MEMORY = 4 << 30  # available memory in bytes that is needed to start a spare Ray worker
 
 
 class PrewarmedWorkers:
-    """Keeps spare workers for one raylet, the process that starts Ray's workers on a node. See the module's
+    """Keeps spare Ray workers for one raylet, the process that starts Ray's workers on a node. See the module's
     docstring.
     """
 
     def __init__(self, address: str, raylet: int, folder: Path, kinds: Sequence[Kind], *, kept: bool) -> None:
-        """Keep spare workers for the raylet with process id `raylet`, which listens at `address`; requests are noted in
-        `folder`.
+        """Prepare spare Ray workers for the raylet with process id `raylet` at `address`; `folder` stores the requests
+        for workers.
 
-        If `kept` is true, a spare worker that a run has used is replaced; otherwise each of the `kinds` gets one spare
-        worker, once.
+        If `kept` is true, a spare worker is replaced after a run has used it; otherwise each kind of actor gets a
+        single spare worker.
         """
         self._address, self._raylet, self._folder = address, psutil.Process(raylet), folder
         self._pause = AGAIN_SECONDS if kept else math.inf
@@ -49,7 +49,7 @@ class PrewarmedWorkers:
         folder.mkdir(parents=True, exist_ok=True)
 
     def look(self) -> None:
-        """Request missing spare workers. Most calls of this method do nothing, so it may be called often."""
+        """Request missing spare workers. Most calls of `look` do nothing, so `look` may be called often."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS or glob.glob("/dev/nvidia[0-9]*"):
             return
@@ -63,7 +63,7 @@ class PrewarmedWorkers:
                 self._request(kind)
 
     def _find_kinds(self) -> set[str]:
-        """Return the kinds that have an idle or a starting worker."""
+        """Return the kinds of actor for which an idle or a starting spare Ray worker exists."""
         found = set()
         with contextlib.suppress(psutil.Error):
             for process in self._raylet.children():
@@ -74,7 +74,7 @@ class PrewarmedWorkers:
         return found
 
     def _request(self, kind: Kind) -> None:
-        """Ask the raylet to start a worker of this kind that any Ray job may use."""
+        """Ask the raylet to start a spare Ray worker for this kind of actor, which any Ray job may use."""
         from ray._private.grpc_utils import grpc, init_grpc_channel
         from ray._private.utils import get_runtime_env_info, parse_runtime_env_for_task_or_actor
         from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
@@ -87,6 +87,6 @@ class PrewarmedWorkers:
         try:
             with init_grpc_channel(self._address) as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=CALL_SECONDS)
-        except grpc.RpcError as error:  # a later call of `look` requests the spare worker again
+        except grpc.RpcError as error:  # a later call of `look` requests the spare Ray worker again
             request_path(kind, self._folder).unlink(missing_ok=True)
             print(f"no spare worker could be started for {kind}: {error}", flush=True)

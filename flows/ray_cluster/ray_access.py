@@ -25,19 +25,18 @@ def check_token(address: str) -> None:
     """Check that the Ray head at `address` accepts this process's token.
 
     Raises:
-        ConfigError: the head rejects the token.
-        Unreachable: the head gives no answer.
+        ConfigError: the Ray head rejects the token.
+        Unreachable: the Ray head gives no answer.
     """
     _ask_head(address, nodes=False)
 
 
 def check_membership(address: str) -> None:
-    """Check that a Ray driver may run on this machine: the cluster must have a node on this machine, with or without
-    CPUs.
+    """Check that a Ray driver can run on this machine, which must be a node of the Ray cluster, with or without CPUs.
 
     Raises:
-        ConfigError: the cluster has no node on this machine, or the head rejects the token.
-        Unreachable: the head gives no answer.
+        ConfigError: the Ray cluster has no node on this machine, or its head rejects the token.
+        Unreachable: the Ray head gives no answer.
     """
     found = _ask_head(address, nodes=True)
     if not found & _local_nodes():
@@ -49,7 +48,9 @@ def check_membership(address: str) -> None:
 
 
 def _ask_head(address: str, *, nodes: bool) -> set[str]:
-    """Call the Ray head; return the ids of the living nodes if `nodes` is true, else an empty set."""
+    """Send a request to the Ray head; if `nodes` is true, return the ids of the living Ray nodes, otherwise an empty
+    set.
+    """
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
@@ -88,7 +89,7 @@ def _has_token() -> bool:
 
 
 def _local_nodes() -> set[str]:
-    """Return the ids of the Ray nodes on this machine; a driver connects to one of them."""
+    """Return the ids of the Ray nodes on this machine; a Ray driver connects to one of these nodes."""
     from ray._private.services import find_node_ids
 
     return set(find_node_ids())

@@ -1,6 +1,6 @@
-"""Starts private Ray clusters on loopback: the head, further nodes, and the folders of their processes.
+"""Starts the head and further nodes of private Ray clusters on loopback, and manages the folders of their processes.
 
-The head notices the death of a node within about three seconds; after that, every call to the node's actors fails.
+The Ray head detects a dead node within about three seconds; calls to actors on this node fail afterwards.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import WANTED, Kind
 
-NOTICE = {  # settings of the head's health checks: a node counts as dead after four failed checks in a row
+NOTICE = {  # health check settings of the Ray head, by which a node is dead after four failed checks in a row
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",
-    "RAY_health_check_timeout_ms": "5000",  # long, because a node that answers slowly is only short of CPUs, not dead
+    # a long timeout, because a node that answers slowly may only be short of CPUs
+    "RAY_health_check_timeout_ms": "5000",
 }
 IMPORTING = {
-    # seconds until a worker must have registered, after its imports; Ray's default is 60
+    # seconds within which a Ray worker must register, including its imports; Ray's default is 60
     "RAY_worker_register_timeout_seconds": "600",
-    # number of workers without early imports that Ray starts in advance
+    # number of plain Ray workers, without imported modules, that Ray starts in advance
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
 
 
-RESERVE = 2  # number of workers that may start in place of workers that died before they registered
+RESERVE = 2  # number of Ray workers that may start in place of workers that died before they registered
 
 
 class RayHead(Service):
-    """The head of a private Ray cluster on loopback, with its own token."""
+    """The head of a private Ray cluster on loopback, which requires its own token."""
 
-    grace_seconds = 0.5  # seconds for an orderly end; the head stores no data that matters
+    grace_seconds = 0.5  # seconds that the Ray head gets for an orderly end, because it stores no data that matters
     _count = 0
 
     def __init__(
@@ -60,8 +61,8 @@ class RayHead(Service):
         keep_spares: bool = False,
         start_seconds: float = 90.0,
     ) -> None:
-        """Prepare the cluster without starting it. `spares` are the kinds of workers that import an actor's modules in
-        advance.
+        """Prepare the Ray cluster without starting it. `spares` lists the kinds of actor for which spare Ray workers
+        import the modules in advance.
         """
         RayHead._count += 1
         self.folder = home.absolute() / "ray" / f"{os.getpid()}-{RayHead._count}"
@@ -80,11 +81,14 @@ class RayHead(Service):
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment variables that a process needs to attach to this cluster; set them before Ray is imported."""
+        """The environment variables that a process needs to connect to this Ray cluster, to be set before Ray is
+        imported.
+        """
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
-            # This variable also works on Linux: 0 keeps Ray from replacing 127.0.0.1 by the outside address.
+            # In spite of its name, this variable works on Linux: 0 keeps Ray from replacing 127.0.0.1 by the outside
+            # address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             FOLDER: str(self._lost),
@@ -92,23 +96,24 @@ class RayHead(Service):
 
     @property
     def node_env(self) -> dict[str, str]:
-        """The environment of a Ray node's processes."""
-        # When an actor is killed, Ray kills its child processes (an engine's core process holds gigabytes).
+        """The environment variables of a Ray node's processes."""
+        # Ray also kills an actor's child processes with the actor (the core process of an engine holds gigabytes).
         orphans = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1"}
-        # Actors get no `PREFECT_` variables, because they send no requests to the Prefect server.
+        # Ray actors get no `PREFECT_` variables, because they send no requests to the Prefect server.
         inherited = drop_prefix("PREFECT_", drop_prefix("RAY_ADDRESS", os.environ))
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
-        # Workers that may start at the same time: Ray's default (the CPUs), the spare workers, and dead workers.
+        # The number of Ray workers that may start at the same time: one per CPU as in Ray, plus the spare workers and
+        # replacements.
         own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares) + RESERVE)
         return inherited | self.env | orphans | NOTICE | own
 
     def launch(self) -> None:
-        """Start the head without waiting until it answers."""
+        """Start the Ray head without waiting until it answers."""
         remove_dead_links(self.folder.parent)
         remove_dead_folders(self.folder.parent)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._ready_file.unlink(missing_ok=True)
-        # A restarted head keeps its token, because its clients have already read the token.
+        # A restarted Ray head keeps its token, because clients have already read the token.
         if not (self.folder / "token").exists():
             write_secret(self.folder / "token", secrets.token_hex(32))
         if self.temp != self.folder:
@@ -116,7 +121,9 @@ class RayHead(Service):
         super().launch()
 
     def stop(self) -> None:
-        """End every process of this cluster: raylet, workers, actors (also detached actors) and their children."""
+        """End every process of this Ray cluster: raylet, workers, actors (including detached actors) and their
+        children.
+        """
         super().stop()
         if self.temp.is_symlink():
             self.temp.unlink(missing_ok=True)
@@ -152,9 +159,10 @@ class RayHead(Service):
 
 
 class RayNode(Service):
-    """A further node of a private cluster, on the same machine: a raylet with its own object store and resources.
+    """An additional node of a private Ray cluster on the same machine: a raylet with its own object store and
+    resources.
 
-    The node simulates a second machine: if the node is ended or one of its `processes` is killed, its actors are gone.
+    The node simulates a second machine: its actors die when the node ends or one of its `processes` is killed.
     """
 
     grace_seconds = 0.5
@@ -184,7 +192,7 @@ class RayNode(Service):
         return f"{self._name} of {self.head.what}"
 
     def launch(self) -> None:
-        """Start the node without waiting until it answers."""
+        """Start the Ray node without waiting until it answers."""
         self._ready_file.unlink(missing_ok=True)
         super().launch()
 
@@ -238,7 +246,9 @@ def _fits(folder: Path) -> bool:
 
 
 def remove_dead_folders(parent: Path, keep: int = 2) -> None:
-    """Remove the folders of clusters whose owner process is gone, but keep the newest `keep` folders for their logs."""
+    """Delete the folders of Ray clusters whose owner process is gone, but keep the newest `keep` folders for their
+    logs.
+    """
     folders = [path for path in parent.glob("*-*") if path.is_dir()]
     dead = [path for path in folders if not _alive(path.name.partition("-")[0])]
     dead.sort(key=lambda path: path.stat().st_mtime)
@@ -247,7 +257,7 @@ def remove_dead_folders(parent: Path, keep: int = 2) -> None:
 
 
 def remove_dead_links(parent: Path) -> None:
-    """Remove links that `short_folder` made, if their target is gone or the owner of their cluster was killed."""
+    """Delete links made by `short_folder` if the target is gone or the owner process of the Ray cluster was killed."""
     for link in chain.from_iterable(folder.glob("rollflow-*") for folder in short_folders()):
         with contextlib.suppress(OSError):  # the link belongs to another user, or another process has removed it
             target = link.readlink()

@@ -1,7 +1,8 @@
-"""Runs a node of a private Ray cluster: the head (GCS and raylet), or a further node (a raylet) that joins the head.
+"""Runs a node of a private Ray cluster: either the head (GCS and raylet), or an additional node (a raylet) that joins
+the head.
 
-The node runs Ray's agents, but no dashboard, autoscaler, log monitor or client server. This process ends as soon as one
-of its children ends, because its owner watches only this process.
+The Ray node runs Ray's agents, but no dashboard, autoscaler, log monitor or client server. This process exits as soon
+as one of its child processes exits, because its owner watches only this process.
 
 This module uses Ray's private class `Node`, because the public command `ray start --block` has three faults (Ray 2.60).
 
@@ -9,8 +10,8 @@ This module uses Ray's private class `Node`, because the public command `ray sta
   start, 180 MiB more and two more open ports.
 * `ray start` keeps waiting if one of the node's processes ended with exit code 0 or by SIGTERM.
 * `ray start` cannot join a node to a head that listens on loopback only, because it replaces 127.0.0.1 by the machine's
-  outside address. The environment variable `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` prevents the replacement, but then no
-  node can join.
+  outside address. The environment variable `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` keeps 127.0.0.1, but then no node can
+  join the head.
 
 `tests/contracts/test_ray_private.py` tests the private parts of Ray that this package uses.
 """
@@ -33,13 +34,15 @@ WORKER = Path(__file__).with_name("ray_worker.py")
 
 
 def serve(given: argparse.Namespace) -> str:
-    """Start the node's processes, and write the file `ready`; return a description of the first process to die."""
+    """Start the Ray node's processes, and write the file `ready`; return a description of the first process that
+    dies.
+    """
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
     class Bare(Node):  # type: ignore[misc]
         def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
-            """Start no API server, because its process costs one CPU second even with the dashboard off."""
+            """Start no API server of Ray, because its process costs one CPU second even without the dashboard."""
 
     parameters = RayParams(
         node_ip_address=given.ip,
@@ -57,7 +60,8 @@ def serve(given: argparse.Namespace) -> str:
         dashboard_agent_listen_port=free_port(),
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
-    # Linux needs no reaper: its kernel ends the node's processes when this process ends, even after SIGKILL.
+    # Ray's reaper process is not needed on Linux, where the kernel ends the node's processes when this process ends,
+    # even by SIGKILL.
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
     spares = _build_spares(node, given) if given.spares else None
@@ -72,13 +76,13 @@ def serve(given: argparse.Namespace) -> str:
 
 
 def _build_spares(node: Any, given: argparse.Namespace) -> PrewarmedWorkers:
-    """Return the object that keeps this node's spare workers."""
+    """Return the object that keeps spare Ray workers on this node."""
     address = f"{node.node_ip_address}:{node.node_manager_port}"
     return PrewarmedWorkers(address, _raylet_pid(node), given.spares, given.kinds.split(","), kept=given.keep_spares)
 
 
 def _raylet_pid(node: Any) -> int:
-    """Return the process id of the node's raylet."""
+    """Return the process id of the Ray node's raylet."""
     from ray._private import ray_constants
 
     return int(node.all_processes[ray_constants.PROCESS_TYPE_RAYLET][0].process.pid)

@@ -1,7 +1,8 @@
-"""Runs a worker of a private Ray cluster: Ray's own worker, after the imports that an environment variable names.
+"""Runs a worker process of a private Ray cluster: first imports the modules that an environment variable names, then
+runs Ray's own worker.
 
 Ray runs this file as a script, in place of its `default_worker.py`. If an error ends the worker before it registers
-with Ray, this file records the error for `lost_workers`, because Ray itself does not report the error.
+with Ray, this file records the error for `lost_workers`, because Ray does not report it.
 """
 
 import os
@@ -19,13 +20,13 @@ def run_worker() -> None:
 
         import_early()
     folder = os.path.join(os.path.dirname(ray.__file__), "_private", "workers")
-    sys.path.insert(0, folder)  # Python also puts a script's folder first
+    sys.path.insert(0, folder)  # Python, too, puts the folder of a script first in `sys.path`
     runpy.run_path(os.path.join(folder, "default_worker.py"), run_name="__main__")
 
 
 def write_death(error: Exception) -> None:
-    """Record the error in a file, like `lost_workers.note_death`. This function does not import `lost_workers`, because
-    the error may be that rollflow cannot be imported.
+    """Record the error that ended this Ray worker in a file, like `lost_workers.note_death`. This function does not
+    import `lost_workers`, because the error may be that rollflow cannot be imported.
     """
     folder = os.environ.get("ROLLFLOW_LOST_WORKERS")
     if folder:

@@ -1,1 +1,1 @@
-"""Registers Prefect deployments, with their forms, work pools and automations, and calls Prefect's API."""
+"""Registers Prefect deployments with their forms, work pools and automations, and calls the Prefect API."""

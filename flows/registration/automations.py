@@ -26,8 +26,8 @@ ENDS = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
 def install_automations(deployment: str, ids: Mapping[str, UUID]) -> None:
-    """Create the two automations, or update those that differ. `ids` maps each deployment's name ("flow/deployment") to
-    its id.
+    """Create the two Prefect automations of this module, or update them if they have changed. `ids` maps each
+    deployment's name ("flow/deployment") to its id.
     """
     with open_client() as client:
         for automation in (silent_flow_runs(deployment, ids), crashed_supervisors(deployment, ids)):
@@ -39,7 +39,7 @@ def install_automations(deployment: str, ids: Mapping[str, UUID]) -> None:
 
 
 def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """Build the automation that marks a flow run as crashed if its heartbeats stop before it ends."""
+    """Build the Prefect automation that marks a flow run as crashed if its heartbeats stop before it ends."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import EventTrigger, Posture
@@ -59,7 +59,9 @@ def silent_flow_runs(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
-    """Build the automation that restarts a supervisor when its flow run is marked as crashed."""
+    """Build the Prefect automation that restarts a run's supervisor (the post-training flow) when its flow run is
+    marked as crashed.
+    """
     from prefect.events.actions import RunDeployment
     from prefect.events.schemas.automations import EventTrigger
 
@@ -75,11 +77,11 @@ def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def _build_automation(name: str, trigger: Any, action: Any) -> Any:
-    """Build an automation; its description contains a digest that shows whether an installed automation is the same."""
+    """Build a Prefect automation whose description contains a digest, by which changes are detected."""
     from prefect.events.schemas.automations import AutomationCore
 
     fields = trigger.model_dump(mode="json", exclude={"id"})
-    # Prefect dumps these sets in any order; sorting them makes the digest stable.
+    # Prefect dumps these sets in arbitrary order; sorting them makes the digest stable.
     fields |= {key: sorted(fields[key]) for key in ("after", "expect", "for_each")}
     content = {"name": name, "trigger": fields, "actions": [action.model_dump(mode="json")]}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,14 +1,14 @@
-"""Builds the form for a flow's parameters: a JSON schema that the Prefect UI can show in full.
+"""Builds the form for a Prefect flow's parameters: a JSON schema that the Prefect UI can show in full.
 
-The UI shows `anyOf` as buttons, one for each choice, and other unions (`oneOf`, a list of unions) as raw JSON.
+The Prefect UI shows `anyOf` as buttons, one for each choice, and other unions (`oneOf`, a list of unions) as raw JSON.
 Prefect's server validates a form's values against the schema, but for a failed `anyOf` it reports only that no choice
-fits. A form's schema contains two copies of each choice, a loose one and a strict one. The loose copy has no bounds and
-is below `anyOf`, for the UI. The strict copy is below `if` and `then`, which the UI ignores. The server's errors about
-a strict copy say what is wrong, and where.
+fits. A form's schema contains each choice twice, as a loose copy and as a strict copy. The loose copy, without bounds
+on values, is below `anyOf`, where the Prefect UI reads it. The strict copy, with all bounds, is below `if` and `then`,
+which the Prefect UI ignores. Prefect's error about a strict copy names the wrong value and its place in the form.
 
 * A value that is optional and has no default is shown as an empty field, which means null.
-* The parts of an objective are shown as "as in the preset" until the user chooses another value. If a part had no
-  choice "as in the preset", the form would fill in the part's defaults, which differ from the preset's values.
+* The form shows each part of the training objective as "as in the preset" until the user chooses another value. Without
+  this choice, the form would fill in defaults that differ from the preset's values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 
 AT = "#/definitions/"
-LOOSE = " (shown)"  # suffix of the name of a definition's loose copy, which has no bounds
+LOOSE = " (shown)"  # name suffix of a definition's loose copy, whose values have no bounds
 BOUNDS = {
     "additionalProperties",
     "exclusiveMaximum",
@@ -44,11 +44,11 @@ BOUNDS = {
     "patternProperties",
     "required",
 }
-PRESETS = PartsObjective.__name__  # name of the section whose parts may come from a preset
+PRESETS = PartsObjective.__name__  # name of the config section whose parts a preset may set
 
 
 def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
-    """Return the JSON schema of a flow's parameters, without the parameters in `hidden`."""
+    """Return the JSON schema of the form for a Prefect flow's parameters, without the parameters in `hidden`."""
     from prefect.utilities.callables import parameter_schema
 
     schema: Schema = parameter_schema(flow).model_dump(mode="json", exclude_unset=True)
@@ -61,13 +61,13 @@ def build_form(flow: Flow[Any, Any], hidden: Sequence[str] = ()) -> Schema:
 
 
 def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Add a check for each renamed key, so that the server's error for an old key contains the new key."""
+    """Add a check for each renamed config key, so that the server's error for the old key contains the new key."""
     found = dict(definitions)
     for key, today in RECIPE.keys.items():
         place, _, name = key.rpartition(".")
         for section in _sections_at(place, definitions):
             if today in found[section]["properties"]:
-                # The server's error says that the text of this `const` "was expected".
+                # Prefect's error says that the text of this `const` "was expected".
                 refused = {f"^{name}$": {"const": f"{place}.{today} in place of {key}"}}
                 found[section] = found[section] | {
                     "patternProperties": found[section].get("patternProperties", {}) | refused
@@ -76,7 +76,9 @@ def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
 
 
 def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
-    """Return the names of the sections that a recipe may have at a dotted path such as "train.objective"."""
+    """Return the names of the config sections that may stand at a dotted path of a recipe, such as
+    "train.objective".
+    """
     found = [name for name in definitions if name == "RunConfig"]
     for part in place.split("."):
         nodes = [definitions[name]["properties"].get(part) for name in found]
@@ -85,8 +87,8 @@ def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
 
 
 def form_values(config: RunConfig) -> Schema:
-    """Return the values that fill a recipe's form: every key that is not null. Each part of the objective that the
-    recipe leaves to the preset is null.
+    """Return the values that fill the form of a recipe (a run's config file): every key that is not null. A part of the
+    training objective that the recipe does not set is null, which means "as in the preset".
     """
     tree: Schema = config.model_dump(mode="json", exclude_none=True)
     if isinstance(config.train.objective, PartsObjective):
@@ -98,7 +100,7 @@ def form_values(config: RunConfig) -> Schema:
 
 
 class _Form:
-    """The definitions of one JSON schema, in a form that the Prefect UI can show."""
+    """Converts the definitions of one JSON schema into a form that the Prefect UI can show."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self._definitions = {
@@ -107,13 +109,13 @@ class _Form:
         self._more: dict[str, Schema] = {}
 
     def all(self) -> dict[str, Schema]:
-        """Return two copies of every definition: a strict copy for the server, and a loose copy for the UI."""
+        """Return every definition twice: a strict copy for Prefect's server, and a loose copy for the Prefect UI."""
         checked = {name: self.strict(one) for name, one in self._definitions.items()}
         shown = {name + LOOSE: self._loose(one) | {"title": _title(one)} for name, one in self._definitions.items()}
         return checked | shown | self._more
 
     def strict(self, node: Schema) -> Schema:
-        """Return a schema with all its bounds, and with its choices as buttons that the UI can show."""
+        """Return a JSON schema with all bounds on values, and with choices that the Prefect UI can show as buttons."""
         if "oneOf" in node or "anyOf" in node:
             return self._build_choice(node) | self._build_checks(node)
         if "oneOf" in node.get("items", ()):
@@ -121,11 +123,12 @@ class _Form:
         return _map_schemas(node, self.strict)
 
     def _loose(self, node: Schema) -> Schema:
-        """Return a schema for the UI, without the bounds that a value could violate."""
+        """Return a JSON schema for the Prefect UI, without any bounds on values."""
         node = {key: value for key, value in node.items() if key not in BOUNDS}
         if "$ref" in node:
             return node | {"$ref": node["$ref"] + LOOSE}
-        # The UI says of a constant that its value cannot be changed; it does not say so of an enum of one value.
+        # The Prefect UI says that the value of a `const` cannot be changed, but it does not say so of an enum with one
+        # value.
         if "const" in node:
             return {"enum": [node.pop("const")], **node}
         if "oneOf" in node or "anyOf" in node:
@@ -135,7 +138,9 @@ class _Form:
         return _map_schemas(node, self._loose)
 
     def _build_choice(self, node: Schema) -> Schema:
-        """Return the buttons for a union's choices; for a plain value that may be null, return an empty field."""
+        """Return the buttons for a union's choices; if the union is a plain value or null, return a field that may be
+        empty.
+        """
         base = {key: value for key, value in node.items() if key not in ("oneOf", "anyOf", "discriminator", "x-null")}
         if "oneOf" in node:
             return base | {"anyOf": self._build_buttons(node)}
@@ -153,8 +158,8 @@ class _Form:
     def _build_buttons(self, node: Schema) -> list[Schema]:
         """Return the choices of a union; choices with the same keys are merged into one choice.
 
-        The UI preselects the choice that has most of the value's keys, and the first of several such choices, so
-        choices with few keys come first.
+        The Prefect UI preselects the first choice that has the most keys of the current value, so choices with few keys
+        come first.
         """
         alike: dict[frozenset[str], list[str]] = {}
         for ref in sorted(_refs(node), key=lambda ref: len(self._definition(ref)["properties"])):
@@ -175,14 +180,16 @@ class _Form:
         )
 
     def _add_definition(self, name: str, shown: Schema) -> Schema:
-        """Add `shown` as a definition, and return a reference to it; only in a definition does the server allow
-        null.
+        """Add the schema `shown` as a definition, and return a reference to it, because the server allows null only in
+        definitions.
         """
         self._more[name + LOOSE] = shown | {"title": name}
         return {"$ref": AT + name + LOOSE}
 
     def _build_checks(self, node: Schema) -> Schema:
-        """Return the server's check of a union: the value must match the section that its `kind` names."""
+        """Return the check of a union by Prefect's server: a value must match the config section that its `kind`
+        names.
+        """
         if "oneOf" in node:
             return self._by_kind(node)
         for one in node["anyOf"]:
@@ -195,7 +202,7 @@ class _Form:
     def _by_kind(self, node: Schema) -> Schema:
         key = node["discriminator"]["propertyName"]
         kinds = list(node["discriminator"]["mapping"])
-        # A value without a kind is valid, because the flow adds the default kind.
+        # A value without `kind` is valid, because the Prefect flow adds the default kind.
         chain: Schema = {"properties": {key: {"enum": kinds}}}
         for ref, tags in _refs(node).items():
             named = {"properties": {key: {"enum": tags}}, "required": [key]}
@@ -203,8 +210,8 @@ class _Form:
         return chain
 
     def _merge_item(self, node: Schema) -> Schema:
-        """Return one schema for the items of a list of unions. The UI has no buttons within a list, so this schema has
-        the keys of all choices, without defaults.
+        """Return a single schema for the items of a list whose items have different kinds. The Prefect UI shows no
+        buttons within a list, so this schema contains the keys of all kinds, without defaults.
         """
         key = node["discriminator"]["propertyName"]
         kinds = _refs(node)
@@ -221,7 +228,7 @@ class _Form:
         return self._add_definition("item", {"type": "object", "properties": {key: found.pop(key), **found}})
 
     def _describe_kind(self, ref: str, key: str) -> str:
-        """Return a text about a kind of section: the kind's name, and the description of its key `key`."""
+        """Return a description of a kind of config section: its name, and the description of its key `key`."""
         one = self._definition(ref)["properties"][key]
         return f"{one['const']}: {one['description']}"
 
@@ -230,7 +237,7 @@ class _Form:
 
 
 def _map_schemas(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
-    """Return a copy of a schema in which `change` was applied to each schema directly below it."""
+    """Return a copy of a JSON schema in which `change` was applied to each direct subschema."""
     found = dict(node)
     for key in node.keys() & {"properties"}:
         found[key] = {name: change(one) for name, one in node[key].items()}
@@ -242,7 +249,7 @@ def _map_schemas(node: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
 
 def _refs(node: Schema) -> dict[str, list[str]]:
-    """Map the reference of each choice of a union to the kinds that select the choice."""
+    """Map the reference of each choice of a union to the values of `kind` that select this choice."""
     found: dict[str, list[str]] = {}
     for kind, ref in node["discriminator"]["mapping"].items():
         found.setdefault(ref, []).append(kind)
@@ -250,7 +257,7 @@ def _refs(node: Schema) -> dict[str, list[str]]:
 
 
 def _title(section: Schema) -> str:
-    """Return the text of a section's button: the section's kind, or its title if it has no kind."""
+    """Return the text of the button for a config section: the section's kind, or its title if it has no kind."""
     for one in section["properties"].values() if "properties" in section else ():
         if "const" in one:
             return str(one["const"])
@@ -258,7 +265,7 @@ def _title(section: Schema) -> str:
 
 
 def _make_parts_optional(section: Schema) -> Schema:
-    """Return the objective's section, with null ("as in the preset") as a further choice of each part."""
+    """Return the schema of the training objective, with null ("as in the preset") as another choice of each part."""
     kind, parts = {}, {}
     for name, one in section["properties"].items():
         if name == "kind":

@@ -1,7 +1,7 @@
 """Calls the Prefect API: a call ends within about twenty seconds, or raises `Unreachable`.
 
-A Prefect server that is down for a moment must not end a run. Code that polls the server ignores `Unreachable` and
-polls again. Code that needs an answer uses `call_until_answered`.
+A Prefect server that is down for a moment must not end a run. Code that polls the Prefect server ignores `Unreachable`
+and polls again. Code that needs an answer from the Prefect server uses `call_until_answered`.
 
 Importing this module does not import Prefect.
 """
@@ -33,7 +33,7 @@ INSIST_SECONDS = 60.0
 # number of characters of an error message that are shown, because Prefect repeats a rejected body in full
 MESSAGE = 500
 PAGE = 200  # largest number of flow runs that the server returns in one answer
-# name of the deployments of `rollflow serve`; `rollflow run` uses the run's key instead
+# name of the Prefect deployments of `rollflow serve`; `rollflow run` uses the run's key as the name
 SERVED = "rollflow"
 LAST = "zz-"  # name prefix of internal deployments: Prefect's page sorts by name, and recipes should come first
 INTERNAL, RECIPE, NIGHTLY, OF_SESSION = "internal", "recipe", "nightly", "of one command"  # tags of deployments
@@ -52,7 +52,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
     around = get_settings_context()
     try:
         kept = _thread_client(around.settings)
-        # If the field `_has_connected` were true, the client would wait for a server that is down.
+        # If `_has_connected` were true, the Prefect client would wait for a server that is down.
         kept.client._client._has_connected = False  # type: ignore[attr-defined]
         with SettingsContext(profile=around.profile, settings=kept.settings):
             yield kept.client
@@ -62,7 +62,7 @@ def open_client() -> Iterator[SyncPrefectClient]:
 
 @dataclass(frozen=True, slots=True)
 class _ThreadClient:
-    """The Prefect client of one thread; the client is reused, because creating one takes 70 ms of CPU time and a call 2
+    """A Prefect client that is reused within one thread, because creating a client takes 70 ms of CPU time and a call 2
     ms.
     """
 
@@ -75,7 +75,7 @@ _threads = threading.local()
 
 
 def _thread_client(around: Settings) -> _ThreadClient:
-    """Return this thread's client for the Prefect server in the settings `around`."""
+    """Return this thread's client for the Prefect server that the Prefect settings `around` name."""
     from prefect.client.orchestration import get_client
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -89,8 +89,8 @@ def _thread_client(around: Settings) -> _ThreadClient:
 
 
 def call_until_answered(call: Callable[[], T]) -> T:
-    """Return the result of `call`, which is retried for `INSIST_SECONDS` while the Prefect server does not answer;
-    `call` must be idempotent.
+    """Return the result of the idempotent function `call`, retried for `INSIST_SECONDS` while the Prefect server does
+    not answer.
     """
     limit = time.monotonic() + INSIST_SECONDS
     while True:
@@ -126,7 +126,7 @@ def start(
     parent: UUID | None = None,
     at: float | None = None,
 ) -> UUID:
-    """Create a flow run of a deployment and return its id; calls with the same `key` create one flow run.
+    """Create a flow run of a Prefect deployment and return its id; calls with the same `key` create one flow run.
 
     `at` is the flow run's scheduled time in seconds since the epoch; None means now. `parent` is a task run of another
     flow run, below which Prefect's UI shows the new flow run.
@@ -149,8 +149,8 @@ def start(
 
 
 def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentResponse:
-    """Return the deployment with this name; find an internal deployment also under its name in older versions of
-    rollflow.
+    """Return the Prefect deployment with this name; internal deployments are also found by the name that older versions
+    of rollflow used.
     """
     from prefect.exceptions import ObjectNotFound
 
@@ -162,18 +162,18 @@ def _find(client: SyncPrefectClient, flow: str, deployment: str) -> DeploymentRe
 
 
 def deployment_names(deployment: str) -> tuple[str, str]:
-    """Return the name of a runner's internal deployments, and their name in older versions of rollflow."""
+    """Return the current name of a runner's internal deployments, and the name that older versions of rollflow used."""
     return f"{LAST}{deployment}", deployment
 
 
 def flow_state(flow_run: UUID) -> Any:
-    """Return the state of a flow run."""
+    """Return the state of a Prefect flow run."""
     with open_client() as client:
         return client.read_flow_run(flow_run).state
 
 
 def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UUID, State]:
-    """Return the states of these flow runs by id, with one request."""
+    """Return the states of the given Prefect flow runs by id, with one request."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
     if not flow_runs:
@@ -183,8 +183,8 @@ def states_of(client: SyncPrefectClient, flow_runs: Collection[UUID]) -> dict[UU
 
 
 def list_supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list[FlowRun]:
-    """Return the newest `most` flow runs of supervisors, of all deployments, newest first; if `most` is None, return
-    all.
+    """Return the newest `most` flow runs of supervisors (post-training flows) in all deployments, newest first; if
+    `most` is None, return all.
     """
     from prefect.client.schemas.filters import FlowFilter, FlowFilterName
     from prefect.client.schemas.sorting import FlowRunSort
@@ -201,13 +201,13 @@ def list_supervisors(client: SyncPrefectClient, most: int | None = PAGE) -> list
 
 
 def created_at(flow_run: FlowRun) -> float:
-    """Return the time at which a flow run was created, in seconds since the epoch."""
+    """Return the time at which a Prefect flow run was created, in seconds since the epoch."""
     return flow_run.created.timestamp() if flow_run.created else 0.0
 
 
 def filter_served(deployment: str) -> Any:
-    """Return a filter for the deployments with this name; for `SERVED`, also for the deployments of recipes and nightly
-    runs.
+    """Return a filter for the Prefect deployments with this name; `SERVED` includes the deployments of recipes and
+    nightly runs.
     """
     from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, DeploymentFilterTags
 
@@ -218,16 +218,14 @@ def filter_served(deployment: str) -> Any:
 
 
 def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]:
-    """Return a deployment's flow runs that have not ended, including flow runs that a schedule has created in
-    advance.
-    """
+    """Return a Prefect deployment's flow runs that have not ended, including those created in advance by a schedule."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
     from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 
     open_types = [kind for kind in StateType if kind not in TERMINAL_STATES]
     unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=open_types)))
     found: dict[UUID, FlowRun] = {}
-    # page by page, because one schedule alone creates a hundred flow runs in advance
+    # read page by page, because a single schedule creates a hundred flow runs in advance
     for start in range(0, sys.maxsize, PAGE):
         page = client.read_flow_runs(
             flow_run_filter=unfinished, deployment_filter=filter_served(deployment), limit=PAGE, offset=start
@@ -239,17 +237,18 @@ def unfinished_runs(client: SyncPrefectClient, deployment: str) -> list[FlowRun]
 
 
 def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list[str]:
-    """Mark a deployment's flow runs as crashed after their runner has died; return their names.
+    """Mark the flow runs of a Prefect deployment as crashed if their runner process has died; return the flow runs'
+    names.
 
     If `scheduled` is true, flow runs that are due and have not started are marked as well; otherwise the next runner
-    starts them. For `SERVED`, flow runs that wait for a user or for their scheduled time are not marked, because
-    Prefect would not create them again.
+    process starts them. In the deployment `SERVED`, flow runs that wait for a user or for their scheduled time are not
+    marked, because Prefect would not create them again.
     """
     from prefect.states import Crashed
 
-    every = scheduled and deployment != SERVED  # a deployment other than `SERVED` serves one run only
+    every = scheduled and deployment != SERVED  # a Prefect deployment other than `SERVED` serves a single run
     with open_client() as client:
-        # A flow run with a work pool belongs to the pool's worker, not to this runner.
+        # A flow run on a work pool belongs to a worker of the pool, and not to this runner process.
         here = (run for run in unfinished_runs(client, deployment) if not run.work_pool_name)
         ended = [run for run in here if every or not _waits(run, due=not scheduled)]
         for run in ended:
@@ -258,8 +257,8 @@ def crash_orphans(deployment: str, why: str, *, scheduled: bool = False) -> list
 
 
 def _waits(run: FlowRun, *, due: bool) -> bool:
-    """Return whether the flow run waits for a user or for its scheduled time; if `due` is true, a scheduled time that
-    has passed counts as waiting.
+    """Return whether a Prefect flow run waits for a user or for its scheduled time; if `due` is true, a scheduled time
+    in the past also counts.
     """
     if run.state is not None and run.state_type == "PAUSED":
         return bool(run.state.state_details.pause_reschedule)
@@ -282,7 +281,7 @@ def emit(flow_run: UUID, event: str, payload: dict[str, Any]) -> None:
 
 
 def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
-    """Ask Prefect to cancel a flow run that has not ended; the flow run's runner then ends the process."""
+    """Ask Prefect to cancel a running flow run; the runner that started its process then ends the process."""
     from prefect.states import Cancelling
 
     state = client.read_flow_run(run).state
@@ -291,6 +290,6 @@ def cancel_flow_run(client: SyncPrefectClient, run: UUID) -> None:
 
 
 def reason_of(message: str | None) -> str:
-    """Return the reason in a flow run's state message: the last line, without Prefect's introduction."""
+    """Return the reason in the state message of a Prefect flow run: the last line, without Prefect's introduction."""
     lines = (message or "").strip().splitlines() or ["no reason was given"]
     return lines[-1].removeprefix("Flow run encountered an exception: ").strip()

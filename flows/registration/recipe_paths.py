@@ -1,5 +1,5 @@
-"""Makes relative paths absolute: a path in a recipe is relative to the recipe's folder, a path in `--set` to the
-working folder.
+"""Makes relative paths in a config absolute: paths in a recipe (a run's config file) are relative to the recipe's
+folder, and paths in `--set` to the working folder.
 
     | key | what counts as a path |
     |---|---|
@@ -25,13 +25,13 @@ from typing import Any
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.prompts.config import SUFFIXES
 
-# a key's dotted name, the table that contains the key, and the last part of its name
+# dotted name of a config key, the table that contains the key, and the last part of the name
 Place = tuple[str, dict[str, Any], str]
 Anchor = Callable[[str, Path], str]
 
 
 def recipe_folder(recipe: Path) -> Path:
-    """Return the folder that a recipe's paths are relative to: the recipe's own folder, or the working folder if the
+    """Return the folder to which paths in a recipe are relative: the recipe's own folder, or the working folder if the
     recipe comes from a pipe.
     """
     return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
@@ -43,11 +43,11 @@ def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Make the relative paths in a config tree absolute, relative to `folder`; values that also stand in `known` stay
-    unchanged.
+    """Make the relative paths in a config absolute, relative to `folder`, except values that are equal in the config
+    `known`.
 
     Raises:
-        ConfigError: the folder `policy.path` exists in the working folder, but not in `folder`.
+        ConfigError: the path `policy.path` exists in the working folder, but not in `folder`.
     """
     for (key, table, last), anchor in _find_paths(tree):
         if (known or {}).get(key) != table[last]:
@@ -79,7 +79,7 @@ def _find_paths(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Anchor]]:
 
 
 def _list_scorers(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """List the sections of scorers with their names."""
+    """List the config sections of reward scorers with their names."""
     named = tree.get("rewards")
     further = named.items() if isinstance(named, Mapping) else ()
     return [("reward", tree.get("reward")), *((f"rewards.{name}", table) for name, table in further)]
@@ -93,7 +93,7 @@ def _anchor_file(path: str, folder: Path) -> str:
 
 
 def _anchor_suffixed(path: str, folder: Path) -> str:
-    """Make a path absolute if its suffix is that of a table; otherwise it is the name of a data set."""
+    """Make a data set's path absolute if it has the suffix of a table file; otherwise it is the name of a data set."""
     return _anchor_file(path, folder) if Path(path).suffix.lower() in SUFFIXES else path
 
 
@@ -114,7 +114,7 @@ def _anchor_store(uri: str, folder: Path) -> str:
 
 
 def _anchor_tracking(uri: str, folder: Path) -> str:
-    # A URI with four slashes has an absolute path; one with a colon names a database in memory.
+    # A database URI with four slashes has an absolute path, and one with a colon names a database in memory.
     if match := re.fullmatch(r"(sqlite:///)([^/:].*)", uri):
         return match[1] + _anchor_file(match[2], folder)
     if match := re.fullmatch(r"file:(?://)?([^/].*)", uri):

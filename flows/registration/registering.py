@@ -1,16 +1,16 @@
-"""Registers deployments with Prefect, and keeps a user's changes in the Prefect UI when a deployment is registered
-again.
+"""Registers deployments with Prefect, without overwriting changes that a user made in the Prefect UI.
 
 Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module follows
-three rules when a deployment is registered again.
+three rules when a Prefect deployment is registered again.
 
 * The flag `paused` is never sent.
-* The parameters, the description, the tags, the limit and the schedules of a deployment are sent only if no user has
-  changed them since the last registration. A digest of each registered value is stored in the deployment's version
-  field.
-* The entrypoint and the form are always sent, because both depend only on the code.
+* The parameters, description, tags, concurrency limit and schedules of a deployment are sent only if no user has
+  changed them since the last registration. The version field of a Prefect deployment contains a digest of each
+  registered value.
+* The entrypoint and the form of a deployment are always sent, because both depend only on the code.
 
-If nothing has changed, nothing is sent, so that Prefect keeps the flow runs that a schedule has created in advance.
+If a deployment has not changed, nothing is sent, so that Prefect keeps the flow runs that a schedule created in
+advance.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.responses import DeploymentResponse
 
-SLUG = "rollflow"  # slug of the schedule that a recipe defines
-# a runner that has not polled its deployment for this many seconds is dead; it polls every second
+SLUG = "rollflow"  # slug of the Prefect schedule that a recipe (a run's config file) defines
+# seconds without a poll after which a deployment's runner process counts as dead; it polls every second
 SILENT_SECONDS = 120.0
-# a runner that has not polled its deployment for this many seconds may be replaced by another command's runner
+# seconds without a poll after which another command may replace a deployment's runner process
 DEAD_SECONDS = 20.0
 POLL_SECONDS = 1.0
-HOME = "home:"  # prefix of the tag that names the run home whose commands serve a deployment
+HOME = "home:"  # prefix of the tag that names the run home to which a Prefect deployment belongs
 PERSONS = (
     "parameters",
     "description",
     "tags",
     "concurrency_limit",
     "schedules",
-)  # fields of a deployment that a user may change in the Prefect UI
+)  # fields of a Prefect deployment that a user may change in the Prefect UI
 
 
 @dataclass(frozen=True)
 class DeploymentOffer:
-    """The values with which a deployment is registered. `limit` is the largest number of flow runs at the same time;
-    Prefect cancels further flow runs.
+    """The values with which a Prefect deployment is registered. `limit` is the largest number of concurrent flow runs
+    of the deployment; Prefect cancels further flow runs.
     """
 
     flow: Flow[Any, Any]
@@ -90,7 +90,7 @@ class DeploymentOffer:
 
 
 def register(offer: DeploymentOffer) -> UUID:
-    """Create or update the deployment; return its id."""
+    """Create or update the Prefect deployment; return its id."""
     from prefect.exceptions import ObjectNotFound
 
     with open_client() as client:
@@ -130,7 +130,7 @@ def _update(client: SyncPrefectClient, there: DeploymentResponse, offer: Deploym
 
 
 def _code_fields(offer: DeploymentOffer) -> dict[str, Any]:
-    """Return the deployment's fields that depend only on the code, and that a user's changes do not affect."""
+    """Return the fields of the Prefect deployment that depend only on the code, and that no user changes."""
     digests = ".".join(_digest(value) for value in _user_fields(offer).values())
     return {
         "entrypoint": offer.entrypoint,
@@ -161,16 +161,18 @@ def _digest(value: Any) -> str:
 
 
 def home_tag(home: Path) -> str:
-    """Return the tag of the deployments of a run home, by which the homes on a shared Prefect server are told apart."""
+    """Return the tag that marks the Prefect deployments of a run home (the folder of rollflow's runs) on a shared
+    server.
+    """
     return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
 def check_unserved(name: str, home: Path) -> None:
-    """Check that no command of another run home serves deployments with this name; wait until a dead command counts as
-    dead.
+    """Check that no command in another run home serves Prefect deployments with this name; wait for a dead command to
+    time out.
 
-    Two commands that serve the same name would take each other's flow runs, and the first to end would delete the
-    deployments of both.
+    Two commands that serve the same deployment would take each other's flow runs, and the first to end would delete the
+    deployment.
 
     Raises:
         ConfigError: a command of another run home serves these deployments.
@@ -186,7 +188,9 @@ def check_unserved(name: str, home: Path) -> None:
 
 
 def _list_other_homes(name: str, own: str) -> list[str]:
-    """List the tags of other run homes whose runners have recently polled these deployments."""
+    """List the tags of other run homes whose runner processes have recently polled Prefect deployments with this
+    name.
+    """
     with open_client() as client:
         there = [
             one
@@ -197,9 +201,9 @@ def _list_other_homes(name: str, own: str) -> list[str]:
 
 
 def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[DeploymentOffer]:
-    """Return offers to serve the deployments that an older rollflow named `name` and unfinished flow runs need.
+    """Return the Prefect deployments that an older rollflow registered as `name` and that unfinished flow runs need.
 
-    The function deletes each deployment under `name` that no unfinished flow run needs.
+    The function deletes each Prefect deployment called `name` that no unfinished flow run needs.
     """
     from prefect.exceptions import ObjectNotFound
 
@@ -219,7 +223,9 @@ def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[Deploy
 
 
 def withdraw(name: str, home: Path) -> None:
-    """Delete the deployments with this name that commands of this run home served; keep those of other homes."""
+    """Delete the Prefect deployments with this name that commands of this run home served; keep those of other run
+    homes.
+    """
     with open_client() as client:
         for one in _read_tagged(client, OF_SESSION):
             homes = [tag for tag in one.tags if tag.startswith(HOME)]
@@ -228,8 +234,8 @@ def withdraw(name: str, home: Path) -> None:
 
 
 def sweep() -> list[str]:
-    """Delete the deployments of dead commands, whose runners have not polled them for `SILENT_SECONDS`. Return the
-    deleted deployments' names.
+    """Delete Prefect deployments whose command has died: their runner has not polled them for `SILENT_SECONDS`. Return
+    the deleted deployments' names.
     """
     with open_client() as client:
         dead = [one for one in _read_tagged(client, OF_SESSION) if _is_silent(one)]

@@ -1,12 +1,13 @@
-"""Writes `prefect.yaml`: deployments of the recipes for a work pool on the user's own Prefect server.
+"""Writes the file `prefect.yaml`, which defines deployments of recipes for a work pool on the user's own Prefect
+server.
 
-The name of a deployment in `prefect.yaml` ends with the pool's name. If a work pool and `rollflow serve` had
-deployments with equal names, the runner of `serve` would take flow runs away from the pool's workers. A run on a work
-pool starts its stages on the same pool.
+The name of each deployment in `prefect.yaml` ends with the work pool's name. If the deployments of `rollflow serve` had
+the same names, its runner would take flow runs away from the pool's workers. A run on a work pool starts its flows for
+rollout, reward and training on the same pool.
 
-Workers import rollflow as an installed package, so rollflow must be installed where workers run. `prefect.yaml` has a
-pull step without effect, because otherwise `prefect deploy` adds its own pull step, which takes every entrypoint for a
-file path.
+The work pool's workers import rollflow as an installed package, so rollflow must be installed on their machines.
+`prefect.yaml` contains a pull step without effect, because `prefect deploy` would otherwise add a step that takes every
+entrypoint for a file path.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ PULL = [{"prefect.deployments.steps.set_working_directory": {"directory": "."}}]
 
 
 def name_on(pool: str, name: str = SERVED) -> str:
-    """Return a deployment's name on this work pool; by default, the name of the deployments of the stages."""
+    """Return the name of a Prefect deployment on this work pool."""
     return f"{name}@{pool}"
 
 
 def prefect_yaml(offers: Iterable[DeploymentOffer], pool: str) -> str:
-    """Return the text of `prefect.yaml`. Registering `prefect.yaml` again overwrites defaults that were changed in the
-    Prefect UI.
+    """Return the text of the file `prefect.yaml`. Deploying `prefect.yaml` again overwrites default parameters that a
+    user changed in the Prefect UI.
     """
     tree = {"name": "rollflow", "pull": PULL, "deployments": [_deployment(offer, pool) for offer in offers]}
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
