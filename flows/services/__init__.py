@@ -1,1 +1,1 @@
-"""Starts the processes that a run needs from other projects: Prefect, Ray and MLflow."""
+"""Starts the external services that a run needs: Prefect, Ray and MLflow."""

@@ -1,4 +1,4 @@
-"""Runs a call with a deadline, because a store may accept a connection and never answer."""
+"""Runs a function with a time limit, because a remote store may accept a connection and never answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def call_in_time(call: Callable[[], T], seconds: float, what: str) -> T:
-    """Run `call` in a thread for at most `seconds`; return its result or raise its error. If the call takes too long,
-    its thread goes on in the background.
+    """Run the function `call` in a thread for at most `seconds`; return its result or raise its error. If `call` takes
+    too long, its thread keeps running in the background.
 
     Raises:
         Unreachable: `what` did not answer within `seconds`.

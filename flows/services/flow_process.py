@@ -1,5 +1,5 @@
-"""Starts flow runs as forks of a process that has already imported rollflow, because a new interpreter would need
-seconds for the imports.
+"""Starts Prefect flow runs as forks of a process that has already imported rollflow, because a new interpreter would
+need seconds for the imports.
 
     runner --before it has threads--> fork server --for each flow run--> flow run
 
@@ -40,10 +40,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def fork_flows(module: str) -> None:
-    """Make this process's Prefect runner fork its flow runs from a fork server that has imported `module`."""
+    """Make the Prefect runner of this process fork its flow runs from a fork server that has imported `module`."""
     if not sys.platform.startswith("linux"):
         return
-    # command line that the fork server shows, so that nobody takes it for the runner
+    # title of the fork server's process, which distinguishes it from the runner's process
     shown_as = (sys.executable, "-m", forkserver.__name__)
     fork_server([module, __name__], shown_as=shown_as)
     # Prefect's own comment asks users to replace this function by a patch.
@@ -59,16 +59,15 @@ async def _run_process(
     cwd: Path | str | None = None,
     **_: object,
 ) -> ForkServerProcess:
-    """Fork the flow run in place of Prefect's `run_process`; return once the flow run has ended, and end it on
-    cancellation.
-    """
+    """Fork a Prefect flow run and wait for its end; terminate the flow run's process on cancellation."""
     if command != [get_sys_executable(), "-m", ENGINE]:
         raise NotImplementedError(f"only flow runs of this runner can be forked, not {command}")
     context = multiprocessing.get_context("forkserver")
     forkserver.ensure_running()
     given = (forkserver._forkserver._forkserver_pid, dict(env), None if cwd is None else str(cwd))  # type: ignore[attr-defined]
     process = context.Process(target=_run_flow, args=given)
-    process.start()  # not in a thread: if two threads waited for child processes, one would get a wrong exit code
+    # called in this thread, because two threads that wait for child processes could take each other's exit codes
+    process.start()
     try:
         task_status.started(task_status_handler(process))
         await anyio.wait_readable(process.sentinel)
@@ -82,14 +81,14 @@ async def _run_process(
 
 
 def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> None:
-    """Do what `python -m prefect.engine` does, in a forked process."""
+    """Execute a Prefect flow run in a forked process, as `python -m prefect.engine` does."""
     _die_with(server)
     os.environ.clear()
     os.environ.update(environment)
     if folder:
         os.chdir(folder)
     sys.argv = [ENGINE]
-    sys.modules.pop(ENGINE, None)  # Prefect's engine must be executed as the main module
+    sys.modules.pop(ENGINE, None)  # remove the module, because Prefect's engine must be executed as the main module
     be_named(sys.executable, "-m", ENGINE, environment[FLOW_RUN])
     refresh_global_settings_context()
     try:
@@ -100,7 +99,7 @@ def _run_flow(server: int, environment: dict[str, str], folder: str | None) -> N
 
 
 def _die_with(server: int) -> None:
-    """Make this process die with the fork server; the runner would not notice the end of an orphaned flow run, and
+    """Make this process die with its fork server; otherwise Prefect's runner would not notice the flow run's end and
     would start it twice.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Runs one command, and ends all its descendants when the command or its owner ends.
+"""Runs a command, and ends all its descendants when the command ends or when the process that started the guard ends.
 
     python -I -S guard.py GRACE_SECONDS COMMAND [ARGUMENT...]
 
@@ -44,7 +44,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _read_parents() -> dict[int, int]:
-    """Map the process id of every living process to that of its parent; leave out zombies."""
+    """Map the process id of every living process to the process id of its parent, without zombies."""
     if not LINUX:
         rows = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
         return {int(pid): int(ppid) for pid, ppid in (row.split() for row in rows.splitlines())}
@@ -55,7 +55,7 @@ def _read_parents() -> dict[int, int]:
                 stat = Path("/proc", entry, "stat").read_text(errors="replace")
             except OSError:  # the process ended meanwhile
                 continue
-            # the text before the last ")" is the process's name, which may contain any character
+            # in /proc/PID/stat, the text before the last ")" is the process's name, which may contain any character
             state, ppid = stat.rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 parents[int(entry)] = int(ppid)
@@ -77,8 +77,8 @@ def list_descendants(root: int) -> list[int]:
 
 
 class Guard:
-    """Runs `child()` in a child process; ends the child's process tree if the process `parent` dies or standard input
-    closes.
+    """Runs `child()` in a child process, and ends the child's process tree if the process `parent` dies or standard
+    input closes.
     """
 
     def __init__(self, grace_seconds: float, child: Callable[[], NoReturn], parent: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Guard:
         self._told_to_stop = True
 
     def _reap(self) -> None:
-        """Collect the exit status of every ended child, including orphans that this process has adopted."""
+        """Reap every ended child process, including orphans that this process has adopted."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -109,7 +109,7 @@ class Guard:
                 self._status = status
 
     def watch(self) -> None:
-        """Wait until the command has ended or must be ended."""
+        """Wait until the guarded command has ended or must be ended."""
         while self._status is None and not self._told_to_stop and self._parent in (None, os.getppid()):
             readable, _, _ = select.select(self._input, [], [], POLL_SECONDS)
             if readable and not os.read(0, 4096):
@@ -133,7 +133,7 @@ class Guard:
                 continue
 
     def end(self) -> int:
-        """End the command's whole process tree within a bounded time; return the command's exit code."""
+        """End the guarded command's process tree within a bounded time; return the command's exit code."""
         ended = False
         if self._status is None:
             self._signal([self._root], signal.SIGTERM)
@@ -141,20 +141,20 @@ class Guard:
             self._signal(list_descendants(os.getpid()), signal.SIGTERM)
             ended = self._wait_for(REST_SECONDS, only_root=False)
         deadline = time.monotonic() + KILL_SECONDS
-        while not ended and time.monotonic() < deadline:  # a dying process may still fork, so look again
+        while not ended and time.monotonic() < deadline:  # the loop repeats, because a dying process may still fork
             self._signal(list_descendants(os.getpid()), signal.SIGKILL)
             ended = self._wait_for(0.2, only_root=False)
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 1
 
     def serve(self) -> NoReturn:
-        """Wait for the command, end its process tree, and exit with the command's exit code."""
+        """Wait for the guarded command, end its process tree, and exit with the command's exit code."""
         self.watch()
         code = self.end()
         sys.exit(code if code >= 0 else 128 - code)
 
 
 def become(command: list[str]) -> NoReturn:
-    """Replace this process by the command."""
+    """Replace this process by the guarded command."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the kernel ends the command if both guards are killed
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -172,7 +172,7 @@ def main() -> None:
     def second() -> NoReturn:
         Guard(grace, lambda: become(command), first).serve()
 
-    # The first guard waits longer, because it notices the second guard's end up to `POLL_SECONDS` later.
+    # The outer guard waits longer, because it notices the end of the inner guard up to `POLL_SECONDS` later.
     Guard(grace + POLL_SECONDS, second).serve()
 
 

@@ -1,5 +1,5 @@
-"""Runs the Prefect server of a run home; all commands of the home share one server, so that only one server opens the
-SQLite file.
+"""Runs the Prefect server of a run home (the folder of rollflow's runs); all commands share this server, because only
+one server may open the SQLite file.
 
     commands in the home          holder                  Prefect server
     a shared lock on `users`      the lock on `holder`    under the holder's guard
@@ -37,15 +37,15 @@ END_SECONDS = guard.REST_SECONDS + guard.KILL_SECONDS + 10
 
 
 def read_addresses(home: Path) -> dict[str, Any]:
-    """Return the ports that this run home's services last had (`prefect`, `mlflow`, `ray`), and its `database` if one
-    was given.
+    """Return the ports that the services of this run home last had (`prefect`, `mlflow`, `ray`), and the address
+    `database` if one was given.
     """
     file = home / "addresses.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def store_addresses(home: Path, **what: Any) -> None:
-    """Store ports and the database's address in the run home, for the next start of its services."""
+    """Store the ports and the database's address in the run home, for the next start of the services."""
     home.mkdir(parents=True, exist_ok=True)
     new = home / f"addresses-{os.getpid()}.new"
     new.write_text(json.dumps(read_addresses(home) | what))
@@ -53,8 +53,8 @@ def store_addresses(home: Path, **what: Any) -> None:
 
 
 def stable_port(home: Path, name: str) -> int:
-    """Return the port that service `name` last had in this home if it is still free; otherwise store and return a free
-    port.
+    """Return the port that the service `name` last had in this run home if the port is still free; otherwise store and
+    return a new port.
     """
     port = read_addresses(home).get(name)
     if port is None or not is_free(port):
@@ -66,7 +66,7 @@ def stable_port(home: Path, name: str) -> int:
 def is_free(port: int) -> bool:
     """Return whether no process listens on this loopback port."""
     with socket.socket() as probe:
-        # With this option, which servers set as well, the port of a server that has just ended counts as free.
+        # With the option SO_REUSEADDR, which servers also set, the port of a server that has just ended counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -76,7 +76,9 @@ def is_free(port: int) -> bool:
 
 
 class HomeServer(PrefectServer):
-    """The Prefect server of a run home, as used by one command; the server ends after the last command that uses it."""
+    """The Prefect server of a run home, shared by several commands; the server ends after the last command that uses
+    it.
+    """
 
     def __init__(self, home: Path, *, start_seconds: float = 120.0) -> None:
         self._place = home.absolute()
@@ -85,7 +87,8 @@ class HomeServer(PrefectServer):
         self._using = take_within(self._users, END_SECONDS, shared=True)
         if self._using is None:
             raise Unreachable(f"waited {END_SECONDS:.0f} s for the previous Prefect server of {home} to end")
-        self._known = -1  # process id of the holder that last answered or that this command started; -1 if none
+        # id of the process that runs the Prefect server, as last seen or started by this command; -1 if none
+        self._known = -1
         with one_at_a_time(folder / "starting"):
             if not is_held(self._holder):
                 stable_port(self._place, "prefect")
@@ -97,7 +100,7 @@ class HomeServer(PrefectServer):
         self.auth_file = folder / "auth"
 
     def launch(self) -> None:
-        """Start the server if it is not running, without waiting for its answer."""
+        """Start the Prefect server if it is not running, without waiting for its answer."""
         with one_at_a_time(self.home / "starting"):
             held = take_within(self._holder, PROBE_SECONDS)
             if held is None:
@@ -120,23 +123,23 @@ class HomeServer(PrefectServer):
 
     @property
     def running(self) -> bool:
-        """True if a process holds the server's lock, even if another command started the server."""
+        """True if the Prefect server is running, even if another command started it."""
         return is_held(self._holder)
 
     @property
     def pid(self) -> int:
-        """The process id of the holder, which is the process that runs the server; -1 if there is none."""
+        """The id of the process that runs the Prefect server and holds its lock; -1 if there is none."""
         return int(self._pid.read_text()) if self.running and self._pid.exists() else -1
 
     @property
     def processes(self) -> list[int]:
-        """The process ids of the server, without the holder and the guards."""
+        """The process ids of the Prefect server, without the processes that supervise it."""
         return guard.list_descendants(pid)[2:] if (pid := self.pid) > 0 else []
 
     def relaunch(self) -> None:
-        """End the remaining processes of the server and restart it, without waiting for its answer.
+        """End the remaining processes of the Prefect server and restart it, without waiting for its answer.
 
-        A server that another command has started in the meantime is left running.
+        If another command has meanwhile started a Prefect server, that server keeps running.
         """
         if self.pid == self._known:
             self._end()
@@ -149,7 +152,7 @@ class HomeServer(PrefectServer):
         return found
 
     def kill(self) -> None:
-        """Kill every process of the server immediately."""
+        """Kill every process of the Prefect server immediately."""
         pid = self.pid
         for one in [pid, *guard.list_descendants(pid)] if pid > 0 else []:  # a signal to -1 would go to every process
             with contextlib.suppress(ProcessLookupError):
@@ -157,18 +160,18 @@ class HomeServer(PrefectServer):
         await_free(self._holder, END_SECONDS)
 
     def stop(self) -> None:
-        """Stop using the server; the server ends if no other command uses it."""
+        """Stop using the Prefect server; the server ends if no other command uses it."""
         if self._using is not None:
             os.close(self._using)
             self._using = None
             if (alone := take(self._users)) is not None:
                 os.close(alone)
-            # If the lock is not free, other commands use the server, or its holder is ending it.
+            # If the lock is not free, other commands use the Prefect server, or the server is already ending.
             if alone is not None or is_held(self._users):
                 await_free(self._holder, END_SECONDS)
 
     def _end(self) -> None:
-        """End the process that runs the server, and with it the server."""
+        """End the process that runs the Prefect server, and with it the server."""
         if (pid := self.pid) > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -177,21 +180,24 @@ class HomeServer(PrefectServer):
 
 
 def _load_secret(file: Path) -> str:
-    """Return the secret string that server and clients share; write a new one if the file is missing or empty."""
+    """Return the password that the Prefect server and its clients share; write a new password if the file is missing or
+    empty.
+    """
     if not file.exists() or not file.read_text():
         write_secret(file, new_auth())
     return file.read_text()
 
 
 def hold(home: Path, lock: int) -> None:
-    """Run the Prefect server until no command uses it, or until the server ends."""
+    """Run the Prefect server until no command uses it, or until the server's process ends."""
     known, folder = read_addresses(home), home / "prefect"
     server = PrefectServer(
         home, port=known["prefect"], auth=_load_secret(folder / "auth"), database=known.get("database", "")
     )
     server.passed_on = (lock,)
     with server:
-        # Once no command uses the server, the holder takes the lock and keeps it until it ends.
+        # Once no command uses the Prefect server, this process takes the lock `users` and keeps it until the server
+        # ends.
         while server.running and take(folder / "users") is None:
             time.sleep(POLL_SECONDS)
 

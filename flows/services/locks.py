@@ -1,5 +1,5 @@
-"""Locks files of the run home, with which processes exclude each other. The kernel frees a lock when the last process
-that holds it ends, in any way.
+"""Locks files in the run home (the folder of rollflow's runs), so that only one process at a time does a task. The
+kernel releases a file lock when the last process that holds the lock ends, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rollflow.storage.errors import ConfigError
 POLL_SECONDS = 0.05
 
 
-PROBE_SECONDS = 0.2  # seconds within which a process that only tests a lock frees it
+PROBE_SECONDS = 0.2  # seconds within which a process that only tests a file lock releases it
 
 
 def take(file: Path, *, shared: bool = False) -> int | None:
-    """Lock the file without waiting; return its open file descriptor, or None if another process holds the lock.
+    """Lock a file without waiting; return the open file descriptor, or None if another process holds the lock.
 
     Raises:
         ConfigError: the file cannot be created or locked.
@@ -47,8 +47,8 @@ def take(file: Path, *, shared: bool = False) -> int | None:
 
 
 def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | None:
-    """Lock the file, and retry for `seconds` if another process holds the lock. A process that only tests the lock
-    frees it within `PROBE_SECONDS`.
+    """Lock a file, retrying for `seconds` while another process holds the lock. A process that only tests whether a
+    file is locked releases the lock within `PROBE_SECONDS`.
     """
     limit = time.monotonic() + seconds
     while (held := take(file, shared=shared)) is None and time.monotonic() < limit:
@@ -57,7 +57,7 @@ def take_within(file: Path, seconds: float, *, shared: bool = False) -> int | No
 
 
 def is_held(file: Path) -> bool:
-    """Return whether a process holds the lock exclusively."""
+    """Return whether a process holds an exclusive lock on the file."""
     held = take(file, shared=True)
     if held is not None:
         os.close(held)
@@ -65,7 +65,7 @@ def is_held(file: Path) -> bool:
 
 
 def await_free(file: Path, seconds: float) -> bool:
-    """Wait until no process holds the lock; return False if `seconds` have passed."""
+    """Wait until no process holds the file's lock; return False after `seconds`."""
     limit = time.monotonic() + seconds
     while is_held(file):
         if time.monotonic() > limit:
@@ -76,7 +76,7 @@ def await_free(file: Path, seconds: float) -> bool:
 
 @contextlib.contextmanager
 def one_at_a_time(file: Path, seconds: float = 30.0) -> Iterator[None]:
-    """Hold the lock during a `with` block that takes milliseconds.
+    """Hold the file's lock during a short `with` block, which takes milliseconds.
 
     Raises:
         TimeoutError: another process has held the lock for `seconds`.

@@ -1,14 +1,15 @@
-"""Runs a command of Prefect, such as `server start`, with garbage collection in a separate thread.
+"""Runs a command of Prefect, such as `server start`, with Python's garbage collection in a separate thread.
 
-Without this thread, a Prefect server on SQLite can block for a minute when several flows start at once.
+Without a separate thread for garbage collection, a Prefect server on SQLite can block for a minute when several flows
+start at once.
 
-* A connection to SQLite waits for the database's lock for up to 60 seconds, in its own thread.
-* Python collects garbage in the thread that happens to allocate memory. If the event loop's thread collects a cursor of
-  the waiting connection, the event loop waits for this connection.
-* The transaction that holds the database's lock waits for the event loop.
+* A connection to SQLite has its own thread and waits for the database's lock for up to 60 seconds.
+* Python runs the garbage collector in whichever thread allocates memory. If the event loop's thread frees a cursor of
+  the waiting SQLite connection, the event loop blocks until this connection is done.
+* The transaction that holds the database's lock needs the event loop to finish, so both wait for each other.
 
-A separate thread that collects garbage may wait for a connection while the event loop continues and the lock is
-released. A Prefect server on PostgreSQL does not need the thread.
+If a separate thread collects garbage, only this thread blocks, and the event loop can finish the transaction. A Prefect
+server on PostgreSQL does not need a separate thread for garbage collection.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import runpy
 import threading
 import time
 
-YOUNG_SECONDS = 0.5  # seconds between garbage collections of young objects
+YOUNG_SECONDS = 0.5  # seconds between two garbage collections of young objects
 ALL_EVERY = 60  # every 60th garbage collection is a full one, which stops all other threads for longer
 
 
 def start_collector_thread() -> None:
-    """Collect garbage only in a separate thread from now on."""
+    """From now on, run Python's garbage collector only in a separate thread."""
     gc.disable()
     threading.Thread(target=_collect_forever, name="garbage", daemon=True).start()
 
@@ -34,7 +35,7 @@ def _collect_forever() -> None:
         time.sleep(YOUNG_SECONDS)
         gc.collect(1 if count % ALL_EVERY else 2)
         if count == ALL_EVERY:
-            gc.freeze()  # exclude the objects of the server's start from later collections
+            gc.freeze()  # exclude objects created at the server's start from garbage collection
 
 
 if __name__ == "__main__":

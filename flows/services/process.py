@@ -1,16 +1,17 @@
-"""Runs helper processes on loopback for the time of a run: Prefect server, MLflow, Prefect runner and Ray (`ray_head`).
+"""Runs the services of a run as local processes: Prefect server, MLflow, Prefect runner and Ray (`ray_head`).
 
-* `start()` returns when the service answers; otherwise it raises `Unreachable`, which names the service, the time
-  waited and the service's log.
-* `stop()` may be called any number of times. `stop()` returns within the service's `grace_seconds` plus
-  `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` every process of the service is gone.
-* If this process dies, even by SIGKILL, its services end by themselves: each service runs under a `guard` that watches
-  a pipe from this process. A service whose guard is killed ends as well.
-* `restart()` ends a service's remaining processes and restarts the service at its old address, with its stored data.
-* No service listens outside loopback or sends usage data. The private Prefect server requires a secret string, because
-  every user of the machine can reach loopback, and a Prefect server starts any code on request. The secret string is in
-  the environment of the processes that need it, and in a file that only this user can read.
-* Ctrl-C reaches only this process, because each service has its own session.
+* `start()` returns when the service answers, or raises `Unreachable` with the service's name, the waiting time and the
+  path of its log.
+* `stop()` may be called several times. `stop()` returns within the service's `grace_seconds` plus
+  `guard.REST_SECONDS + guard.KILL_SECONDS`. After `stop()` no process of the service is left.
+* If this process dies, even by SIGKILL, its services end as well, because each service runs under a `guard` process
+  that watches a pipe from this process. A service also ends if its `guard` process is killed.
+* `restart()` ends a service's remaining processes and starts the service again, at the same address and with the same
+  data.
+* No service listens outside loopback or sends usage data. The private Prefect server requires a password, because every
+  user of the machine can reach loopback, and a Prefect server starts any code on request. The password of the Prefect
+  server is in the environment of the processes that need it, and in a file that only this user can read.
+* Ctrl-C interrupts only this process, because each service runs in its own session.
 
 Importing this module imports neither Prefect nor Ray nor MLflow.
 """
@@ -41,22 +42,22 @@ POLL_SECONDS = 0.05
 
 
 def free_port() -> int:
-    """Return a loopback port that no process listens on at the moment."""
+    """Return a loopback port on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _await_break(pipe: int, seconds: float) -> None:
-    """Wait until no process has the pipe's other end open, for at most `seconds`."""
+    """Wait for at most `seconds` until no process has the other end of a pipe open."""
     ends = select.poll()
-    ends.register(pipe, 0)  # the mask may be 0, because `poll` always reports a broken pipe
+    ends.register(pipe, 0)  # an event mask of 0 suffices, because `poll` always reports a broken pipe
     ends.poll(seconds * 1000)
 
 
 class Service(ABC):
-    """A child process under a guard, which ends the child's whole process tree. `start()` is `launch()` followed by
-    `wait()`; calling them separately lets several services start in parallel.
+    """A service that runs as a child process under a `guard` process, which ends the service's whole process tree.
+    `start()` is `launch()` followed by `wait()`; separate calls let several services start in parallel.
     """
 
     grace_seconds = 3.0
@@ -64,13 +65,13 @@ class Service(ABC):
     def __init__(self, log: Path, *, start_seconds: float) -> None:
         self.log = log
         self.start_seconds = start_seconds
-        self.passed_on: tuple[int, ...] = ()  # descriptors of open files that every process of the service inherits
+        self.passed_on: tuple[int, ...] = ()  # open file descriptors that every process of the service inherits
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     @abstractmethod
     def what(self) -> str:
-        """A description of the service for messages, with its address."""
+        """The name and the address of the service, for messages."""
 
     @abstractmethod
     def _command(self) -> Sequence[str]: ...
@@ -102,7 +103,7 @@ class Service(ABC):
         """Wait until the service answers.
 
         Raises:
-            Unreachable: the service ended, or did not answer in time and was stopped.
+            Unreachable: the service ended, or did not answer in time and was therefore stopped.
         """
         deadline = time.monotonic() + self.start_seconds
         while not self._ready():
@@ -116,28 +117,28 @@ class Service(ABC):
             time.sleep(POLL_SECONDS)
 
     def start(self) -> None:
-        """Start the process and wait until it answers."""
+        """Start the service's process and wait until the service answers."""
         self.launch()
         self.wait()
 
     @property
     def running(self) -> bool:
-        """True if the process that guards the service is running."""
+        """True if the `guard` process that supervises the service is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """The process id of the service's guard; -1 if there is none."""
+        """The process id of the `guard` process that supervises the service; -1 if there is none."""
         return self._process.pid if self._process is not None else -1
 
     @property
     def answers(self) -> bool:
-        """True if the service answers now; a service that runs and does not answer is stuck."""
+        """True if the service answers a request now; a service that runs without answering is stuck."""
         return self._ready()
 
     @property
     def processes(self) -> list[int]:
-        """The process ids of the service, without its guards."""
+        """The process ids of the service, without its `guard` processes."""
         return guard.list_descendants(self._process.pid)[1:] if self._process is not None and self.running else []
 
     def kill(self) -> None:
@@ -145,7 +146,7 @@ class Service(ABC):
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         limit = time.monotonic() + guard.KILL_SECONDS
-        # The guard ends when no process is left; until then it may still start new processes.
+        # The `guard` process ends when no process of the service is left; until then the service may start processes.
         while self.running and time.monotonic() < limit:
             for pid in self.processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -171,9 +172,9 @@ class Service(ABC):
         longest = self.grace_seconds + guard.REST_SECONDS + guard.KILL_SECONDS + 2
         if self._process.stdin is not None and not self._process.stdin.closed:
             if not self.running:
-                # If the first guard was killed, the second guard ends the remaining processes.
+                # If the outer `guard` process was killed, the inner one ends the remaining processes.
                 _await_break(self._process.stdin.fileno(), longest)
-            self._process.stdin.close()  # a closed pipe tells the guard to end the service
+            self._process.stdin.close()  # a closed pipe tells the `guard` process to end the service
         try:
             self._process.wait(longest)
         except subprocess.TimeoutExpired:
@@ -191,7 +192,7 @@ class Service(ABC):
 
 
 def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Start services in parallel; if one fails, stop all of them and raise its error."""
+    """Start several services in parallel; if a service fails, stop all of them and raise its error."""
     try:
         for service in services:
             service.launch()
@@ -204,7 +205,7 @@ def start_together(*services: Service, meanwhile: Callable[[], None] = lambda: N
 
 
 def stop_together(*services: Service) -> None:
-    """Stop services in reverse order."""
+    """Stop services in the reverse of the given order."""
     for service in reversed(services):
         service.stop()
 
@@ -222,14 +223,14 @@ def write_secret(file: Path, text: str) -> None:
 
 
 def new_auth() -> str:
-    """Return a new secret string for a Prefect server and its clients."""
+    """Return a new random password for a Prefect server and its clients."""
     return f"rollflow:{secrets.token_hex(32)}"
 
 
 class PrefectServer(Service):
-    """A private Prefect server on loopback; its database is `database`, or SQLite in `home/prefect`.
+    """A private Prefect server on loopback, which uses the database `database`, or SQLite in `home/prefect`.
 
-    The server's API and pages require a secret string, which is in `auth_file` while the server lives.
+    The Prefect server's API and web pages require a password, which is in the file `auth_file` while the server runs.
     """
 
     def __init__(
@@ -250,19 +251,19 @@ class PrefectServer(Service):
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment variables with which a process uses this server and ignores the user's own Prefect
+        """The environment variables that make a process use this Prefect server in place of the user's own Prefect
         profile.
         """
         address = {"PREFECT_API_URL": self.api_url, "PREFECT_API_AUTH_STRING": self._auth}
         return {"PREFECT_HOME": str(self.home), **address, **QUIET_PREFECT}
 
     def launch(self) -> None:
-        """Start the server without waiting for its answer."""
+        """Start the Prefect server without waiting for its answer."""
         write_secret(self.auth_file, self._auth)
         super().launch()
 
     def stop(self) -> None:
-        """End every process of the server."""
+        """End every process of the Prefect server."""
         super().stop()
         self.auth_file.unlink(missing_ok=True)
 
@@ -273,7 +274,7 @@ class PrefectServer(Service):
         return [sys.executable, "-m", module, *start]
 
     def _environment(self) -> Mapping[str, str]:
-        # Settings for the user's own server (such as a database URL) must not affect this server.
+        # Settings for the user's own Prefect server (such as a database URL) must not affect this private server.
         private = {"PREFECT_HOME": str(self.home), "PREFECT_UI_API_URL": self.api_url}
         private["PREFECT_SERVER_API_AUTH_STRING"] = self._auth
         if self._database:
@@ -294,10 +295,11 @@ UNUSED = (
     "REPOSSESSOR",
     "CLEANUP_RECONCILER",
     "PAUSE_EXPIRATIONS",
-)  # services for work pools, and for the timeout of paused runs, which rollflow does not use
+)  # Prefect services for work pools and for the timeout of paused runs, which rollflow does not use
 QUIET_SERVER = {
     **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
-    # The leases of running flow runs are kept in files, so that a restarted server does not end these flow runs.
+    # The leases of running flow runs are stored in files, so that a restarted Prefect server does not end these flow
+    # runs.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",
@@ -306,7 +308,7 @@ QUIET_SERVER = {
 
 
 class MlflowServer(Service):
-    """An MLflow server on loopback that shows the run home's SQLite store."""
+    """An MLflow server on loopback that shows the SQLite tracking store in the run home."""
 
     def __init__(self, home: Path, *, port: int | None = None, start_seconds: float = 120.0) -> None:
         self.folder = home.absolute() / "mlflow"
@@ -325,7 +327,7 @@ class MlflowServer(Service):
         return [sys.executable, "-m", "mlflow", "server", *store, *artifacts, *place]
 
     def _environment(self) -> Mapping[str, str]:
-        # Job execution costs eight processes and serves trace judges, which rollflow does not use.
+        # MLflow's job execution costs eight processes and serves trace judges, which rollflow does not use.
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         return drop_prefix("PREFECT_", drop_prefix("MLFLOW_", os.environ)) | quiet
 
@@ -334,10 +336,11 @@ class MlflowServer(Service):
 
 
 class Runner(Service):
-    """A process that serves the deployments (`python -m rollflow.flows.deployments`) in a given environment.
+    """A Prefect runner: a process that serves the deployments (`python -m rollflow.flows.deployments`) in the given
+    environment.
 
-    The runner counts as started when the module has written the file `ready`, or immediately if `ready` is None. When
-    the runner is stopped, its flow runs have `grace_seconds` to end.
+    The runner has started when it has written the file `ready`; if `ready` is None, it counts as started immediately.
+    When the runner is stopped, its Prefect flow runs get `grace_seconds` to end.
     """
 
     def __init__(
@@ -363,7 +366,7 @@ class Runner(Service):
         return f"the Prefect runner ({self._module})"
 
     def launch(self) -> None:
-        """Start the runner without waiting for its file `ready`."""
+        """Start the runner process without waiting for its file `ready`."""
         if self._ready_file is not None:
             self._ready_file.unlink(missing_ok=True)
         super().launch()

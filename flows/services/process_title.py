@@ -1,4 +1,4 @@
-"""Recognizes a flow run's process by its command line."""
+"""Recognizes the process of a Prefect flow run by the process's command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 
 
 def flow_run_of(process: psutil.Process) -> str | None:
-    """Return the id of the flow run that a process executes, or None if it executes none.
+    """Return the id of the Prefect flow run that a process executes, or None if the process executes none.
 
-    A flow run forked by `flow_process` has the id as the last word of its command line; other flow runs have it in
-    their environment.
+    The id is the last word of the command line if `flow_process` forked the process; otherwise it is in the process's
+    environment.
     """
     line: list[str] = process.cmdline()
     if line[1:3] != ["-m", ENGINE]:

@@ -1,4 +1,4 @@
-"""Finds the user's own Prefect server in `PREFECT_API_URL` or in the active Prefect profile.
+"""Finds the address of the user's own Prefect server in `PREFECT_API_URL` or in the active Prefect profile.
 
 This module does not import Prefect, because importing Prefect takes seconds.
 """
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def prefect_url() -> str:
-    """Return the API address of the user's Prefect server, or "" if none is set."""
+    """Return the API address of the user's own Prefect server, or "" if none is set."""
     return prefect_setting("PREFECT_API_URL")
 
 
 def prefect_setting(name: str) -> str:
-    """Return a Prefect setting from the environment or, if not set there, from the active profile; "" if neither has
-    it.
+    """Return a Prefect setting from the environment or from the active Prefect profile; return "" if neither has the
+    setting.
     """
     given = os.environ.get(name)
     return given if given is not None else str(_read_profile().get(name, ""))

@@ -1,8 +1,8 @@
-"""Checks that the services in a run's config answer, by plain HTTP and sockets, within bounded time.
+"""Checks that the services in a run's config answer, by HTTP requests and sockets, within a bounded time.
 
-Each function `check_*` returns, or raises `ConfigError` within about ten seconds. The error's message is one sentence
-with the key, the value (without user names, passwords and query) and the fix. This module imports neither Prefect nor
-Ray nor MLflow.
+Each function `check_*` returns if the service answers, and otherwise raises `ConfigError` within about ten seconds. The
+message of `ConfigError` is one sentence with the config key, its value (without user names, passwords and query) and
+the fix. This module imports neither Prefect nor Ray nor MLflow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollflow.flows.services.tls import HTTP_SETTINGS, http_context, ray_context
 from rollflow.storage.errors import ConfigError
 
 CHECK_SECONDS = 8.0
-# the client's preface of an HTTP/2 connection, followed by an empty SETTINGS frame
+# bytes with which a client opens an HTTP/2 connection, followed by an empty SETTINGS frame
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 SETTINGS_FRAME = 4
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,12 +30,13 @@ DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
 def redact(uri: str) -> str:
-    """Return `uri` without its user name, password, query and fragment."""
+    """Return the URI without its user name, password, query and fragment."""
     try:
         parts = urlsplit(uri)
     except ValueError:  # the text is no valid URI, but may contain a secret
         return "<not a URI>"
-    if not parts.netloc and parts.scheme.startswith(("http", "socks")):  # the URI has too few or too many slashes
+    # the URI has a wrong number of slashes, so its password could not be found
+    if not parts.netloc and parts.scheme.startswith(("http", "socks")):
         return f"{parts.scheme}:{parts.path.rpartition('@')[2]}"
     if not parts.scheme or not (parts.netloc or parts.query or parts.fragment):
         return uri
@@ -94,7 +95,7 @@ def check_mlflow(uri: str) -> None:
 
 
 def check_ray(address: str) -> None:
-    """Check that a Ray head answers at `address` ("auto" is a private cluster, which needs no check)."""
+    """Check that a Ray head answers at `address`; do nothing for "auto", which means a private Ray cluster."""
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -126,7 +127,9 @@ def check_ray(address: str) -> None:
 
 
 def check_store_reach(uri: str, address: str, nodes: Iterable[str] = ()) -> None:
-    """Reject a store in a local folder if the Ray head at `address` or one of its `nodes` is another machine."""
+    """Raise `ConfigError` if the run's store is a local folder but the Ray head or one of the cluster's `nodes` is
+    another machine.
+    """
     scheme, sep, _ = uri.partition("://")
     if address == "auto" or (sep and scheme != "file"):
         return
@@ -146,7 +149,7 @@ def is_local(host: str) -> bool:
     try:
         return all(str(found[4][0]).partition("%")[0] in own for found in socket.getaddrinfo(host, None))
     except OSError:
-        return True  # the host name does not exist; another check reports this
+        return True  # the host name does not exist, which another check reports
 
 
 def http_answers(url: str, *, seconds: float) -> bool:
@@ -159,9 +162,7 @@ def http_answers(url: str, *, seconds: float) -> bool:
 
 
 def speaks_http2(host: str, port: int, *, seconds: float, raising: bool = False) -> bool:
-    """Return whether the server at this address speaks HTTP/2, as a Ray head does; connect with TLS if Ray uses TLS in
-    this process.
-    """
+    """Return whether a server speaks HTTP/2, as a Ray head does; connect with TLS if Ray uses TLS in this process."""
     try:
         with socket.create_connection((host, port), timeout=seconds) as connection:
             peer = ray_context().wrap_socket(connection) if uses_tls() else connection
@@ -216,7 +217,7 @@ def _check_http(key: str, url: str, healthy: bytes, kind: str, cure: str) -> Non
 
 
 def check_folder(key: str, uri: str, folder: Path) -> None:
-    """Check that `folder` is writable or can be created."""
+    """Check that a folder is writable or can be created."""
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -1,9 +1,9 @@
-"""Lets only one command at a time follow a run to its end: `rollflow run` and `rollflow resume` lock a file of the run
-home.
+"""Ensures by a file lock that only one command (`rollflow run` or `rollflow resume`) at a time manages a run.
 
-Two commands that follow the same run would serve deployments of the same name, and the first to end would delete the
-deployments of both. The kernel frees the lock when the process that holds it ends, in any way. Commands of different
-run homes are not locked here: of two such commands, the one with the newest claim in the run's log wins.
+Two commands that manage the same run would serve Prefect deployments of the same name, and the first to end would
+delete the deployments of both. The kernel releases the file lock when the process that holds it ends, even if the
+process is killed. The lock does not cover commands in different run homes; among these, the last command to enter its
+claim to the run in the run's storage log wins.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollflow.tasks.run.context import RunContext
 
 @contextlib.contextmanager
 def hold_run(home: Path, context: RunContext) -> Iterator[None]:
-    """Hold the run's lock during a `with` block, so that no other command of the run home `home` follows the run.
+    """Hold the run's file lock during a `with` block, so that no other command in the run home `home` manages the run.
 
     Raises:
-        ConfigError: another command follows the run.
+        ConfigError: another command manages the run.
     """
     file = _lock_file(home, context)
     held = take_within(file, PROBE_SECONDS)
@@ -42,7 +42,9 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
 
 
 def find_holder(home: Path, context: RunContext) -> str | None:
-    """Return the process id of the command of run home `home` that follows the run; None if there is none."""
+    """Return the process id of the command in the run home `home` that manages the run; return None if there is
+    none.
+    """
     file = _lock_file(home, context)
     return _read_holder(file) if file.exists() and is_held(file) else None
 

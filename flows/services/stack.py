@@ -1,4 +1,4 @@
-"""Finds, waits for and ends the stack: the servers that `rollflow serve` runs in a run home.
+"""Finds, waits for and ends the stack, which is the set of servers that `rollflow serve` runs for a run home.
 
     up.lock    locked by the process that serves, as long as this process lives
     up.json    what another command needs to use the stack; readable by this user only, because it contains secrets
@@ -27,8 +27,8 @@ KEEPER = "up.keeper"
 
 @dataclass(frozen=True)
 class Stack:
-    """The addresses of the running servers of `rollflow serve` (the stack). `environment` has the variables that a
-    process needs to use the stack.
+    """The addresses of the stack, which is the set of servers that `rollflow serve` runs. `environment` contains the
+    environment variables that a process needs to use these servers.
     """
 
     pid: int
@@ -39,14 +39,12 @@ class Stack:
 
     @property
     def pages(self) -> str:
-        """The addresses of the stack's pages, for the user."""
+        """The addresses of the web pages of `rollflow serve`, as text for the user."""
         return f"Prefect {self.page}/deployments{self.login}\nMLflow  {self.mlflow}"
 
 
 class BorrowedStack(Service):
-    """The stack, as a service of a command that only uses it: `rollflow serve` restarts the stack's services, and a
-    user restarts `rollflow serve`.
-    """
+    """The servers of `rollflow serve`, as seen by another command, which uses them but cannot restart them."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home / "logs" / "up.log", start_seconds=1.0)
@@ -58,12 +56,12 @@ class BorrowedStack(Service):
 
     @property
     def running(self) -> bool:
-        """True if a process runs the stack, or a process that restarts the stack is running."""
+        """True if `rollflow serve` is running, or the process that restarts it."""
         return is_held(self._home / "up.lock") or is_held(self._home / KEEPER)
 
     @property
     def pid(self) -> int:
-        """Always 0, because the stack's processes do not belong to this command."""
+        """Always 0, because the processes of `rollflow serve` do not belong to this command."""
         return 0
 
     @property
@@ -71,7 +69,7 @@ class BorrowedStack(Service):
         return []
 
     def launch(self) -> None:
-        """Do nothing, because this command does not start the stack."""
+        """Do nothing, because this command does not start the servers of `rollflow serve`."""
 
     relaunch = launch
 
@@ -86,7 +84,7 @@ class BorrowedStack(Service):
 
 
 def find(home: Path) -> Stack | None:
-    """Return the stack that runs in this run home, or None."""
+    """Return the stack (the servers of `rollflow serve`) that runs in this run home, or None."""
     if not is_held(home / "up.lock"):
         return None
     try:
@@ -96,17 +94,19 @@ def find(home: Path) -> Stack | None:
 
 
 def came_up(home: Path, pid: int) -> bool:
-    """Return whether the stack of process `pid` has come up in this run home, even if it has crashed since."""
+    """Return whether the servers of process `pid` have started successfully in this run home, even if they have crashed
+    since.
+    """
     file = home / "up.json"
     return file.exists() and bool(json.loads(file.read_text())["pid"] == pid)
 
 
 @contextlib.contextmanager
 def hold_stack(home: Path) -> Iterator[None]:
-    """Hold the lock `up.lock` during a `with` block, so that no other process serves in this run home.
+    """Hold the file lock `up.lock` during a `with` block, so that no other `rollflow serve` runs in this run home.
 
     Raises:
-        ConfigError: another process serves in this run home.
+        ConfigError: another `rollflow serve` runs in this run home.
     """
     held = take_within(home / "up.lock", PROBE_SECONDS)
     if held is None:
@@ -123,10 +123,11 @@ def hold_stack(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_keeper(home: Path) -> Iterator[None]:
-    """Hold the lock `up.keeper` during a `with` block, so that no other process restarts the stack.
+    """Hold the file lock `up.keeper` during a `with` block, so that no other process restarts the stack (the servers of
+    `rollflow serve`).
 
     Raises:
-        ConfigError: another process restarts the stack.
+        ConfigError: another process already restarts the servers of `rollflow serve`.
     """
     held = take_within(home / KEEPER, PROBE_SECONDS)
     if held is None:
@@ -140,20 +141,22 @@ def hold_keeper(home: Path) -> Iterator[None]:
 
 
 def announce(home: Path, stack: Stack) -> None:
-    """Write the file `up.json`, by which other commands find the stack."""
+    """Write the file `up.json`, in which other commands find the addresses of the stack (the servers of
+    `rollflow serve`).
+    """
     write_secret(home / "up.json.new", json.dumps(asdict(stack)))
     (home / "up.json.new").replace(home / "up.json")
 
 
 def end(home: Path) -> bool:
-    """End the stack of this run home; return False if none runs.
+    """End the servers of `rollflow serve` in this run home; return False if none run.
 
     Raises:
-        Unreachable: the stack did not end within `END_SECONDS`.
+        Unreachable: the servers of `rollflow serve` did not end within `END_SECONDS`.
     """
     pids = [found.pid] if (found := find(home)) else []
     if is_held(home / KEEPER) and (keeper := (home / KEEPER).read_text()):
-        # end the process that restarts the stack first, otherwise it would restart the stack
+        # first end the process that restarts the stack, because it would start the servers again
         pids.insert(0, int(keeper))
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Lets a signal handler tell this process to end."""
+"""Provides a flag by which a signal handler tells the main thread to end the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats times for people and for names, always in UTC, so that the times of two machines, a log and a page can be
+"""Formats times for people and for file names, always in UTC, so that times of different machines and logs can be
 compared.
 """
 
@@ -14,7 +14,7 @@ def utc_time(at: float) -> str:
 
 
 def utc_stamp(at: float | None = None) -> str:
-    """Format a time (by default, the present) as a part of a name: 20260131-120000."""
+    """Format a time (by default, the current time) as part of a name: 20260131-120000."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(at))
 
 

@@ -1,4 +1,5 @@
-"""Reads the TLS settings for the user's own Ray, Prefect and MLflow, and finds errors in them.
+"""Reads the TLS settings for the user's own Ray cluster, Prefect server and MLflow server, and reports errors in the
+settings.
 
     Ray      RAY_USE_TLS, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT
     Prefect  PREFECT_API_SSL_CERT_FILE, PREFECT_API_TLS_INSECURE_SKIP_VERIFY (also in a Prefect profile)
@@ -17,7 +18,8 @@ from pathlib import Path
 from rollflow.storage.errors import ConfigError
 
 RAY_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-HTTP_SETTINGS = {  # key of an address -> its settings: a file of certificates, and a switch that turns verification off
+# setting with an address -> settings for its TLS: a file of certificates, and a switch that disables verification
+HTTP_SETTINGS = {
     "PREFECT_API_URL": ("PREFECT_API_SSL_CERT_FILE", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY"),
     "tracking.uri": ("MLFLOW_TRACKING_SERVER_CERT_PATH", "MLFLOW_TRACKING_INSECURE_TLS"),
 }
@@ -25,15 +27,15 @@ YES = ("1", "true", "yes", "on", "t", "y")
 
 
 def uses_tls(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Ray uses TLS in a process with this environment."""
+    """Return whether Ray uses TLS in a process with the given environment variables."""
     return environment.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def ray_context() -> ssl.SSLContext:
-    """Return the SSL context of Ray's connections.
+    """Return the SSL context for connections to a Ray cluster.
 
     Raises:
-        ConfigError: an environment variable is missing, or its file cannot be used.
+        ConfigError: an environment variable is missing, or the file that it names cannot be used.
     """
     for name in RAY_FILES:
         if not (path := os.environ.get(name)):
@@ -52,19 +54,19 @@ def ray_context() -> ssl.SSLContext:
             "certificate of its authority"
         ) from None
     context.set_alpn_protocols(["h2"])
-    # Like Ray, check only the certificate's authority, because nodes have addresses and no names.
+    # Like Ray, verify the certificate's authority but not the host name, because Ray nodes have addresses and no names.
     context.check_hostname = False
     return context
 
 
 def http_context(key: str, setting: Callable[[str], str]) -> ssl.SSLContext:
-    """Return the SSL context for an HTTPS address, where `key` names the setting with the address.
+    """Return the SSL context for requests to an HTTPS address; `key` is the setting that contains the address.
 
     Args:
         setting: a function that returns the value of a setting, or "" if it is not set.
 
     Raises:
-        ConfigError: the certificates cannot be read.
+        ConfigError: the files of certificates cannot be read.
     """
     file, switch = HTTP_SETTINGS[key]
     if setting(switch).lower() in YES:

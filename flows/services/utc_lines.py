@@ -1,4 +1,4 @@
-"""Formats log lines as Prefect does, but with times in UTC."""
+"""Formats log lines as Prefect does, but with the time in UTC."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ START = "%(asctime)s.%(msecs)03dZ | %(levelname)-7s | "
 
 
 class UtcLines(PrefectFormatter):
-    """Prefect's own formatter with a UTC clock. Prefect's logging config names this class by its import path."""
+    """A formatter of log lines: Prefect's own formatter with the time in UTC. Prefect's logging config refers to this
+    class by its import path.
+    """
 
     converter = time.gmtime  # type: ignore[assignment] # as the documentation of `logging` says
 
     def __init__(self, *_: object) -> None:
-        """Set the formats of log lines; ignore the arguments, which are meant for Prefect's own formatter."""
+        """Set the formats of log lines; ignore all arguments, which are meant for Prefect's own formatter."""
         flow_run, task_run = (
             f"{START}{kind} run %({kind.lower()}_run_name)r - %(message)s" for kind in ("Flow", "Task")
         )

@@ -1,11 +1,12 @@
-"""Checks the environment variables and limits under which a command starts, and repairs a few of them.
+"""Checks the environment variables and resource limits of a command before it starts, and corrects a few of them.
 
-* Requests to loopback never go through a proxy, in this process and in processes that it starts.
-* A variable that would make a service fail is rejected before the services start: `ConfigError` names the variable, its
-  value and the fix.
-* A private Prefect server or Ray cluster ignores the settings for the user's own server or cluster (`drop_settings`).
+* Requests to loopback addresses bypass HTTP proxies, in this process and in its child processes.
+* An environment variable that would make a service fail raises `ConfigError`, which contains the variable, its value
+  and the fix.
+* A private Prefect server or Ray cluster ignores the environment variables for the user's own server or cluster
+  (`drop_settings`).
 
-Importing this module imports no service's library.
+Importing this module imports neither Prefect nor Ray nor MLflow.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rollflow.storage.errors import ConfigError
 
 PROXIES = tuple(name for proxy in ("http_proxy", "https_proxy", "all_proxy") for name in (proxy, proxy.upper()))
 SOCKS = ("socks5", "socks5h")
-SOCKET_PATH_BYTES = 107  # largest number of bytes in the path of a unix socket
-# largest number of bytes in TMPDIR: vLLM's sockets, which have the longest names, must still fit
+SOCKET_PATH_BYTES = 107  # largest length in bytes of the path of a Unix socket
+# largest length in bytes of TMPDIR that leaves enough room for the names of vLLM's sockets, which are the longest
 LONGEST_TMPDIR = SOCKET_PATH_BYTES - len("/01234567-0123-0123-0123-0123456789ab")
 OWN_PREFECT = ("PREFECT_API_", "PREFECT_SERVER_", "PREFECT_PROFILE", "PREFECT_CLIENT_CUSTOM_HEADERS")
 OWN_RAY = (
@@ -38,10 +39,10 @@ NEEDED_FILES, WANTED_FILES = 256, 65536
 
 
 def check_variables() -> None:
-    """Check the environment variables and limits that the services of a command inherit.
+    """Check the environment variables and resource limits that the services of a command inherit.
 
     Raises:
-        ConfigError: a variable or limit would make a service fail.
+        ConfigError: an environment variable or a limit would make a service fail.
     """
     _check_encoding()
     _check_proxies()
@@ -51,10 +52,10 @@ def check_variables() -> None:
 
 
 def create_home(home: Path) -> None:
-    """Create the run home if it does not exist, and check that it is writable.
+    """Create the run home (the folder of rollflow's runs) if it does not exist, and check that it is writable.
 
     Raises:
-        ConfigError: the run home cannot be written.
+        ConfigError: the run home is not writable.
     """
     default = "" if os.environ.get("ROLLFLOW_HOME") else " (by default)"
     try:
@@ -67,8 +68,8 @@ def create_home(home: Path) -> None:
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:
-    """Add the loopback addresses to `NO_PROXY`, which all libraries used here obey, if the environment names a
-    proxy.
+    """If the environment names an HTTP proxy, add the loopback addresses to `NO_PROXY`, which all libraries used here
+    obey.
     """
     if not any(environment.get(name) for name in PROXIES):
         return
@@ -85,22 +86,22 @@ def give_home(environment: MutableMapping[str, str], folder: Path) -> None:
 
 
 def drop_settings(environment: MutableMapping[str, str], meant_for: tuple[str, ...]) -> None:
-    """Remove the environment's settings for the user's own service (`OWN_PREFECT`, `OWN_RAY`), because the command uses
-    a private service.
+    """Remove the environment variables for the user's own service (`OWN_PREFECT` or `OWN_RAY`), because this command
+    uses a private service.
     """
     for name in [name for name in environment if name.startswith(meant_for)]:
         del environment[name]
 
 
 def short_folders() -> Iterator[Path]:
-    """Yield writable folders for temporary files: the user's own, then the system's, which have short paths."""
+    """Yield writable folders for temporary files: first the user's own, then the system's, whose paths are short."""
     for folder in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
         if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             yield Path(folder)
 
 
 def _is_readable(host: str) -> bool:
-    """Return whether httpx can parse an entry of `NO_PROXY`."""
+    """Return whether httpx can parse an entry of the environment variable `NO_PROXY`."""
     if host.count(":") < 2 or "://" in host:
         return True
     with contextlib.suppress(ValueError):
@@ -109,7 +110,7 @@ def _is_readable(host: str) -> bool:
 
 
 def _check_encoding() -> None:
-    """Reject a locale in which Python would not use UTF-8 for file names and files."""
+    """Raise `ConfigError` if Python would not use UTF-8 for file names and files under the current locale."""
     if sys.getfilesystemencoding() == "utf-8":
         return
     name = next((name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "LC_ALL")
@@ -155,7 +156,7 @@ def _check_temporary_folder() -> None:
 
 
 def _raise_open_files() -> None:
-    """Raise the limit of open files of this process and its children as far as the system allows."""
+    """Raise the limit on open files of this process and its children as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:
