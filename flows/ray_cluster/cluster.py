@@ -96,15 +96,13 @@ def _keep_loopback(address: str) -> None:
 
     host, _, port = address.rpartition(":")
     if host in LOOPBACK and not speaks_http2(ray_services.get_node_ip_address(), int(port), seconds=1.0):
-        # With this variable at 1, Ray would replace 127.0.0.1 by the machine's outside address, where the Ray head does
-        # not listen.
+        # If `ENABLE_RAY_CLUSTER` were True, Ray would replace 127.0.0.1 by the machine's outside address.
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        # `getsignal` returns None for a handler that Python did not set, and outside the main thread `signal` raises
-        # ValueError.
+        # `getsignal` returns None for handlers that Python did not set; `signal` fails in other threads.
         if handler is not None:
             with contextlib.suppress(ValueError):
                 signal.signal(number, handler)

@@ -62,8 +62,7 @@ class WorkerWatch:
             if line and line[0].startswith("ray::"):
                 self._known.add(pid)
                 self._starting.pop(pid, None)
-            # The environment of a new process may not name a kind of actor yet, because Ray forks before it executes
-            # the worker.
+            # A new process may not have its environment yet, because Ray forks before it executes the worker.
             elif str(WORKER) in line:
                 self._starting[pid] = process.environ().get(KIND, "")
 

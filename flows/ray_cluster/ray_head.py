@@ -87,8 +87,7 @@ class RayHead(Service):
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / "token"),
-            # In spite of its name, this variable works on Linux: 0 keeps Ray from replacing 127.0.0.1 by the outside
-            # address.
+            # On Linux, too, the value 0 keeps Ray from replacing 127.0.0.1 by the outside address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             FOLDER: str(self._lost),
@@ -102,8 +101,7 @@ class RayHead(Service):
         # Ray actors get no `PREFECT_` variables, because they send no requests to the Prefect server.
         inherited = drop_prefix("PREFECT_", drop_prefix("RAY_ADDRESS", os.environ))
         own = {"RAY_enable_metrics_collection": "0", WANTED: str(self._wanted), **IMPORTING}
-        # The number of Ray workers that may start at the same time: one per CPU as in Ray, plus the spare workers and
-        # replacements.
+        # Besides one Ray worker per CPU, the spare workers and replacements may start at the same time.
         own["RAY_worker_maximum_startup_concurrency"] = str(self._cpus + len(self._spares) + RESERVE)
         return inherited | self.env | orphans | NOTICE | own
 

@@ -60,8 +60,7 @@ def serve(given: argparse.Namespace) -> str:
         dashboard_agent_listen_port=free_port(),
         **({"gcs_address": given.join} if given.join else {"gcs_server_port": given.port}),
     )
-    # Ray's reaper process is not needed on Linux, where the kernel ends the node's processes when this process ends,
-    # even by SIGKILL.
+    # Linux needs no reaper process of Ray: the kernel ends the node's processes with this process.
     node = Bare(parameters, head=not given.join, shutdown_at_exit=False, spawn_reaper=sys.platform == "linux")
     given.ready.write_text(node.gcs_address)
     spares = _build_spares(node, given) if given.spares else None

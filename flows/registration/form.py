@@ -127,8 +127,7 @@ class _Form:
         node = {key: value for key, value in node.items() if key not in BOUNDS}
         if "$ref" in node:
             return node | {"$ref": node["$ref"] + LOOSE}
-        # The Prefect UI says that the value of a `const` cannot be changed, but it does not say so of an enum with one
-        # value.
+        # The Prefect UI marks a `const` as unchangeable, but not an enum with a single value.
         if "const" in node:
             return {"enum": [node.pop("const")], **node}
         if "oneOf" in node or "anyOf" in node:

@@ -196,8 +196,7 @@ def hold(home: Path, lock: int) -> None:
     )
     server.passed_on = (lock,)
     with server:
-        # Once no command uses the Prefect server, this process takes the lock `users` and keeps it until the server
-        # ends.
+        # When no command uses the Prefect server, this process locks `users` until the server ends.
         while server.running and take(folder / "users") is None:
             time.sleep(POLL_SECONDS)
 

@@ -25,7 +25,7 @@ ALL_EVERY = 60  # every 60th garbage collection is a full one, which stops all o
 
 
 def start_collector_thread() -> None:
-    """From now on, run Python's garbage collector only in a separate thread."""
+    """Run Python's garbage collector only in a separate thread from now on."""
     gc.disable()
     threading.Thread(target=_collect_forever, name="garbage", daemon=True).start()
 

@@ -298,8 +298,7 @@ UNUSED = (
 )  # Prefect services for work pools and for the timeout of paused runs, which rollflow does not use
 QUIET_SERVER = {
     **{f"PREFECT_SERVER_SERVICES_{service}_ENABLED": "false" for service in UNUSED},
-    # The leases of running flow runs are stored in files, so that a restarted Prefect server does not end these flow
-    # runs.
+    # The leases of flow runs are stored in files, so that flow runs survive a restart of the Prefect server.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "WARNING",

@@ -68,9 +68,7 @@ def create_home(home: Path) -> None:
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:
-    """If the environment names an HTTP proxy, add the loopback addresses to `NO_PROXY`, which all libraries used here
-    obey.
-    """
+    """Add the loopback addresses to `NO_PROXY`, which all libraries used here obey, if a proxy is set."""
     if not any(environment.get(name) for name in PROXIES):
         return
     given = f"{environment.get('no_proxy', '')},{environment.get('NO_PROXY', '')}".split(",")

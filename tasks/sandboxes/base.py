@@ -2,11 +2,11 @@
 do.
 
 * At the deadline of a program, the sandbox kills the program and all its child processes.
-* A sandbox limits memory, processes, open files, stored bytes and output. These limits also apply to root.
-* A new sandbox has an empty folder. The environment variable HOME of each program contains the folder's path.
+* A sandbox limits memory, processes, open files, stored bytes and output. The limits of a sandbox also apply to root.
+* A new sandbox has an empty folder. The environment variable HOME of each program is the path of the sandbox's folder.
 * Closing a sandbox kills all processes that were started in the sandbox.
-* A failure of a program is an `ExecResult`. A failure of the sandbox itself raises `SandboxFailed`, and the result of
-  the program is then unknown.
+* `ExecResult` describes how a program ended, including its failures. A failure of the sandbox itself raises
+  `SandboxFailed`, and the result of the program is then unknown.
 
 A `Capability` is a feature that only some kinds of sandbox have. The property `Sandboxes.capabilities` contains the
 capabilities of one kind.
@@ -44,8 +44,7 @@ class Capability(StrEnum):
     # a program can reach no network, no content of a host file and no process outside the sandbox
     ISOLATION = "isolation"
     HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
-    # the kernel enforces the size limit of the sandbox's folder; without this capability the folder is measured at
-    # intervals
+    # the kernel enforces the size limit of the sandbox's folder; otherwise the size is only measured at intervals
     EXACT_FOLDER_LIMIT = "exact folder limit"
     # `ExecResult.end` says which limit a program exceeded; without this capability, the program just counts as killed
     NAMED_LIMITS = "named limits"

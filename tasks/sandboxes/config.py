@@ -1,4 +1,4 @@
-"""The `[sandbox]` section: one class for each kind of sandbox."""
+"""Defines the config section `[sandbox]`, with one class for each kind of sandbox."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two requests whether a sa
 FAILED_COMMAND = -1  # exit code that reports a command that the server could not run
 SIGNALED = 128
 ROCKLET_ERROR, TIMED_OUT = 511, 504  # HTTP status for an exception in a rocklet, and for a command that took too long
-# This shell script gets a folder to create, the working folder and the stdin file of a command, and becomes the
-# command.
+# shell script that creates a folder, enters the working folder, opens stdin and becomes the command
 BEGIN = 'mkdir -p "$1" && cd "$2" && exec <"$3" || exit 127; shift 3; exec "$@"'
 READ = """
 import base64, os, stat, sys

@@ -155,8 +155,7 @@ class BoxWorkspace:
             async with asyncio.timeout(seconds + STOP_SECONDS):
                 found, data = await guest.ask(request, body)
         except TimeoutError:
-            # A command may have stopped the guest process or exhausted its memory; closing the sandbox ends such a
-            # command.
+            # A command may have stopped the guest process or exhausted the memory; closing the sandbox ends it.
             await self.close()
             raise GuestEnded(ProgramEnd.TIMEOUT, "the sandbox did not answer, and was ended") from None
         if "errno" in found:

@@ -1,4 +1,4 @@
-"""The keeper of one sandbox: process 1 of the sandbox's namespaces, which starts programs and enforces their limits.
+"""Runs the keeper of one sandbox: process 1 of the sandbox's namespaces, which starts programs and enforces limits.
 The keeper runs one program at a time, as requested by the process that created the sandbox.
 """
 

@@ -1,7 +1,7 @@
 """Drops capabilities, and builds and installs the seccomp filter of the system calls that programs in a sandbox may not
 make.
 
-The seccomp filter rejects these kinds of system calls:
+The seccomp filter rejects five kinds of system calls.
 
 * Some calls could reach beyond the sandbox: namespaces, mounts, sockets other than socket pairs, tracing, kernel keys
   and BPF.
@@ -11,7 +11,7 @@ The seccomp filter rejects these kinds of system calls:
 * Some calls exhaust a resource that all sandboxes share: file descriptors sent through a socket.
 * Some calls wait for the disks of the host.
 
-A system call newer than this list fails with ENOSYS.
+A system call newer than the list in this module fails with ENOSYS.
 """
 
 from __future__ import annotations

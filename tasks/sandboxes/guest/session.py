@@ -1,4 +1,4 @@
-"""A session: a shell or a Python interpreter in a sandbox that keeps its state between runs.
+"""Runs a session: a shell or a Python interpreter in a sandbox that keeps its state between runs.
 
 A session reads code from one pipe, and writes the number and the exit code of each run to a second pipe, which the
 commands of a shell do not inherit. The output of a command can therefore not be mistaken for the end of a run.

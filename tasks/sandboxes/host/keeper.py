@@ -1,4 +1,4 @@
-"""The keeper: a process that supervises one sandbox whose programs are processes of the host. The keeper runs one
+"""Runs the keeper, a process that supervises one sandbox whose programs are processes of the host. The keeper runs one
 program at a time, as requested by the process that created the sandbox, and enforces the limits.
 """
 

@@ -137,8 +137,7 @@ async def _run_in(sandbox: Sandbox, language: Language, request: RunCodeRequest,
         compiled = _describe(await sandbox.exec(Program(command=language.compile, timeout=request.compile_timeout)))
         if compiled.status != "Finished" or compiled.return_code:
             return RunCodeResponse(status="Failed", compile_result=compiled)
-        # The compiled program is uploaded again, because some kinds of sandbox do not let a compiler make a file
-        # executable.
+        # An upload makes the compiled program executable; in some kinds of sandbox, a compiler cannot do so.
         await sandbox.upload("program", await sandbox.download("main"))
     program = Program(code=request.code, stdin=stdin, timeout=request.run_timeout)
     if language.file or limit:
