@@ -51,7 +51,7 @@ class LearnerStart:
     """The values that a learner starts with, in addition to the configuration section `[train]`."""
 
     folder: Path  # the policy's folder, in the format of Hugging Face
-    # True: start with the weights in the folder; False: use only the folder's architecture, with new weights
+    # If `trained` is True, the learner starts with the folder's weights. If not, only its architecture is used.
     trained: bool
     blank: bool = False  # True: the weights are uninitialized, and the caller must call `load` first
     dtype: str = "float32"  # data type of the policy's weights: float32 or bfloat16

@@ -209,8 +209,7 @@ class TorchTrain(TrainBase):
 
 
 class DeepSpeedTrain(TrainBase):
-    # In the JSON schema, `kind` is required for DeepSpeed, so that a form without `kind` matches the torch section
-    # only.
+    # The JSON schema requires `kind` for DeepSpeed, so that a form without `kind` matches only the torch section.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
     kind: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO optimizers, on one or several ranks")
@@ -298,7 +297,7 @@ def _as_parts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     objective = tree.get("objective", {})
     if not old or not isinstance(objective, Mapping) or not isinstance(old.get("normalize", True), bool):
         return tree
-    # in older configurations, baseline "none" also meant that advantages are not scaled
+    # In older configurations, the baseline "none" also meant that advantages are not scaled.
     plain = old.get("baseline") == "none"
     advantage = {"baseline": old["baseline"]} if "baseline" in old else {}
     if plain or old.get("normalize") is False:

@@ -51,7 +51,7 @@ class Diagnostics:
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        # for each micro-batch: the values of its tokens, the divergences, and True before the first update
+        # `_added` has for each micro-batch the values of its tokens, the divergences, and True before the first update.
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []
         self._found: list[np.ndarray] = []  # token values of each micro-batch, in the order of the calls of `add`
         self._gaps: list[np.ndarray] = []

@@ -258,9 +258,9 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     return found
 
 
-# Keys of an objective in a recorded run's config. A config tree with all of these keys is not checked for keys without
-# an effect, so that the run can be replayed. A form also sends every key, so `check_new` repeats the important checks
-# when a run is created.
+# Keys that the configuration of a recorded run has for an objective.
+# If all of these keys are given, keys without an effect are not rejected, so that the recorded run can be replayed.
+# A form also sends every key, so `check_new` repeats the important checks when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 Piece = TypeVar("Piece")
-# words by which torch's errors about a failed process group are recognized
+# torch's errors about a failed process group are recognized by these words.
 GROUP_SIGNS = "gloo", "connection", "timed out"
 
 

@@ -31,7 +31,7 @@ def chosen_tokens(
     forward pass stored.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
-    # an operation such as tanh made the logits, and its backward pass needs them
+    # If an operation such as tanh computed the logits, its backward pass needs the logits, so a copy is overwritten.
     if hasattr(made.grad_fn, "_saved_result"):
         logits_MV = logits_MV.clone()
     logp_M, entropy_M = _ChosenTokens.apply(logits_MV, targets_M, temperature, entropy)  # type: ignore[no-untyped-call]

@@ -31,7 +31,7 @@ class Reference:
         self._every = every
         self.now: Callable[[], dict[str, Tensor]] = partial(named_tensors, policy)  # returns the policy's tensors
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
-        # the policy's output head was tested already
+        # The policy's output head was tested already, so the reference policy's head is not tested again.
         self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)
         self.version = -1  # policy version whose weights the reference policy has; -1: no weights yet
 

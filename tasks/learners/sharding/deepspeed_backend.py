@@ -27,7 +27,7 @@ from rollflow.tasks.learners.distributed.rank_gpus import begin_backend
 from rollflow.tasks.learners.optimizer.trained_tensors import MASTER, MOMENTS
 from rollflow.tasks.learners.sharding.backend import AnyForward, ShardingBackend
 
-# DeepSpeed's operation for sums over processes, which DeepSpeed compiles at its first use
+# DeepSpeed compiles its operation for sums over processes at the first use of the operation.
 SHARED_MEMORY = "deepspeed_shm_comm"
 
 
@@ -48,8 +48,8 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces `linear` for the rest of the process. With the replacement, the gradient of a bias arrives after
-    # that of the weight. ZeRO 2 adds up gradients in the order in which they arrive, so all ranks need the same order.
+    # ZeRO 3 replaces `linear` for the rest of the process, which makes the gradient of a bias arrive after its weight's.
+    # ZeRO 2 adds up gradients in the order in which they arrive, so all ranks must use the original `linear`.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
@@ -121,7 +121,7 @@ class DeepSpeedTensors(ShardingBackend):
 
         zeroed = self.zeroed
         norm = zeroed.scaled_global_norm() if self.zero < 3 else combine_grad_norm_groups(zeroed._get_norm_groups())
-        # DeepSpeed returns -1 for a norm that is a NaN or an infinity
+        # DeepSpeed returns -1 if the gradient's norm is a NaN or an infinity.
         return float(norm) if norm >= 0 else float("nan")
 
     def apply(self) -> None:

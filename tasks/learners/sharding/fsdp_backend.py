@@ -130,7 +130,7 @@ class FsdpTensors(ShardingBackend):
         for saved, value in given:
             key, _, name = saved.partition("/")
             if key == MASTER:
-                # copied, because a view would keep the whole file in memory
+                # The shard is copied, because a view of the file would keep the whole file in memory.
                 masters[name] = self.view_shard(name, value).clone()
             else:
                 yield saved, value if key == "step" else self.view_shard(name, value)
@@ -158,7 +158,7 @@ class FsdpTensors(ShardingBackend):
         for parameter in given if self.wide else ():
             parameter.data = parameter.data.float()
         cut: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # add gradients instead of averaging them, because losses are weighted over the minibatch
+        # Gradients are added and not averaged, because losses are weighted over the whole minibatch.
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         patch_all_gather(cut)
