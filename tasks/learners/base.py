@@ -1,18 +1,19 @@
 """The interface of a learner, which trains the policy: it turns a batch of trajectories into the next policy version.
 
-- A train step depends only on the learner's state and the batch. The same state and batch give bit-identical weights on
-  the same kind of machine, so that any train step can be replayed.
-- NaN and infinity never reach the weights. If a batch, a loss or a gradient contains a NaN or an infinity, `step`
-  raises `NotFinite` before the optimizer step. A policy version may take several optimizer steps. If an error occurs
-  between two optimizer steps, `load` restores the state before the first step.
-- The learner's state is everything that `load` needs to continue training without a difference: the optimizer's state,
-  the states of random generators, and the step count.
-- The learner's weights are ordinary Hugging Face safetensors files. Tied tensors are stored once. Names of weight files
-  begin with `weights/`, and names of state files do not.
-- If files belong to another kind of learner or to another model, `load` raises `Corrupt` with a message of one
-  sentence, and the learner stays unchanged.
-- `load` reads one file after the other and keeps no file in memory. `load` gets a mapping of file names to files, and
-  the mapping may read a file only when `load` asks for that file.
+A train step depends only on the learner's state and the batch. The same state and batch give bit-identical weights on
+the same kind of machine, so that any train step can be replayed. NaN and infinity never reach the weights. If a batch,
+a loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` before the optimizer step. A policy
+version may take several optimizer steps. If an error occurs between two optimizer steps, `load` restores the state
+before the first step.
+
+The learner's state is everything that `load` needs to continue training without a difference. The state includes the
+optimizer's state, the states of random generators, and the step count. The learner's weights are ordinary Hugging Face
+safetensors files, in which tied tensors are stored once. Names of weight files begin with `weights/`, and names of
+state files do not.
+
+`load` gets a mapping of file names to files, reads one file after the other, and keeps no file in memory. The mapping
+may read a file only when `load` asks for that file. If files belong to another kind of learner or to another model,
+`load` raises `Corrupt` with a message of one sentence, and the learner stays unchanged.
 
 The content of a weight or state file is given as bytes, or as a sequence of buffers to be joined. The buffers of a
 weight or state file are views of the learner's tensors. The buffers of a file stay valid until the next `load`, or

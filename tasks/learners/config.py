@@ -272,7 +272,7 @@ def with_ranks(train: TrainConfig, ranks: int) -> TrainConfig:
     return TorchTrain.model_validate({name: given[name] for name in TrainBase.model_fields})
 
 
-# Keys of DeepSpeed's config that the learner sets, and the rollflow keys that set them.
+# The keys of DeepSpeed's configuration that the learner sets -> the rollflow keys from which their values come.
 OURS = {
     "train_batch_size": "train.ranks",
     "train_micro_batch_size_per_gpu": "train.micro_tokens",

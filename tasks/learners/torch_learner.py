@@ -53,9 +53,9 @@ KL_WEIGHT = "kl_weight"  # name of the KL penalty's adapted weight in the learne
 def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, attention: str = "exact") -> Any:
     """Load a causal language model from a Hugging Face folder, with or without its weights.
 
-    - If `trained` is set, the folder's weights are loaded. If not, new weights are initialized.
-    - If `blank` is set, weights stay uninitialized, and most of their memory is allocated only when they are written.
-    - `attention` is the value of the option `train.attention`.
+    If `trained` is set, the folder's weights are loaded. If `trained` is not set, new weights are initialized. If
+    `blank` is set, weights stay uninitialized, and most of their memory is allocated only when they are written.
+    `attention` is the value of the option `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -123,8 +123,8 @@ class TorchLearner(TrainedModels):
         return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
-        """Divide the batch into minibatches: return the rows of each minibatch. Whole groups of responses are dealt to
-        the minibatches in turn."""
+        """Divide the batch into minibatches: return the rows of each minibatch. Groups of responses to one prompt stay
+        together, and are assigned to the minibatches in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 

@@ -25,10 +25,11 @@ def compute_advantages(
 
     `groups_R` gives for each trajectory the number of its group of responses to one prompt, counted from 0. `tokens_R`
     gives for each trajectory the number of tokens that the policy sampled. `longest` is the largest number of tokens
-    that the policy may sample in one response. `branches_R` is True for each trajectory that is a branch of another
-    trajectory. A branch gets an advantage, but it does not count in the mean and the standard deviation of its group,
-    so that an episode counts once, however many branches it has. If all rewards of a group (or of the batch, if rewards
-    are compared over the batch) are equal, the advantages are exactly zero.
+    that the policy may sample in one response. `branches_R` is True for each trajectory that is a branch, which means
+    that it begins with the same tokens as another trajectory of its group and was split off from it. A branch gets an
+    advantage, but does not count in the mean and the standard deviation of its group. An episode therefore counts once,
+    however many branches it has. If all rewards of a group (or of the batch, if rewards are compared over the batch)
+    are equal, the advantages are exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     episodes_R = torch.ones_like(groups_R, dtype=torch.bool) if branches_R is None else ~branches_R

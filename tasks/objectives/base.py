@@ -1,20 +1,21 @@
 """The objective interface: computes a loss for each token that the policy sampled, given the log-probs recorded at
 sampling.
 
-In formulas, pi is the policy being trained, pi_p the proximal policy (the learner's policy before the current policy
-version's first update), mu the behaviour policy (its log-probs were recorded at sampling), A the advantage, and sg the
-stop-gradient operator. All tensors of an objective are flat, with one element for each of the M tokens with loss mask 1
-in a micro-batch. All tensors are on the learner's device and in the learner's precision.
+In formulas, pi is the policy being trained, and pi_p is the proximal policy, which is the learner's policy before the
+current policy version's first update. The behaviour policy mu sampled the tokens, and its log-probs were recorded at
+sampling. A is the advantage, and sg the stop-gradient operator. All tensors of an objective are flat, with one element
+for each of the M tokens with loss mask 1 in a micro-batch. All tensors are on the learner's device and in the learner's
+precision.
 
-- An objective returns a loss for each token, which training minimizes. An objective does not aggregate token losses.
-  The module `aggregation` later gives each token's loss a weight.
-- The losses of a row (trajectory) do not depend on the other rows of the batch, nor on the order of rows.
-- An objective gets whole rows, unless it sets `by_token`. An objective with `by_token` set may get some tokens of a row
-  at a time, so that memory holds fewer logits. The attribute `by_token` is not inherited, so a class that changes the
-  loss must set `by_token` again.
-- The same tokens give bit-identical losses, so that any train step can be replayed.
-- A row whose advantage is zero contributes nothing to the gradient and is skipped, unless the objective sets
-  `every_row`.
+An objective returns a loss for each token, which training minimizes. An objective does not aggregate token losses. The
+learner later gives each token's loss a weight (see `aggregation`). The losses of a row (trajectory) do not depend on
+the other rows of the batch, nor on the order of rows. The same tokens give bit-identical losses, so that any train step
+can be replayed. A row whose advantage is zero contributes nothing to the gradient and is skipped, unless the objective
+sets `every_row`.
+
+An objective gets whole rows, unless it sets `by_token`. An objective with `by_token` set may get some tokens of a row
+at a time, so that memory holds fewer logits. The attribute `by_token` is not inherited, so a class that changes the
+loss must set `by_token` again.
 
 `tests/contracts/test_objectives.py` tests each sentence of this docstring for all objectives.
 """

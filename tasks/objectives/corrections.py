@@ -21,10 +21,10 @@ def correction_weights(part: Correction, tokens: MaskedTokens, new_M: Tensor) ->
     """Return the factor by which each token's loss is multiplied, and for each token whether its ratio r was out of
     range.
 
-    - With the correction `clamp`, the factor is min(max(r, low), high), as in decoupled PPO.
-    - With the correction `mask`, the factor is r if low <= r <= high, else 0 (MIS, IcePop). If the option `weigh` is
-      false, the factor of a token in the range is 1 instead of its ratio r. If `judge` is given, the ratio of the level
-      `judge` is compared with the range (geometric sequence masks).
+    With the correction `clamp`, the factor is min(max(r, low), high), as in decoupled PPO. With the correction `mask`,
+    the factor is r if low <= r <= high, else 0, as in MIS and IcePop. If the option `weigh` is false, the factor of a
+    token in the range is 1 instead of its ratio r. If the option `judge` is given, the range applies to the ratio at
+    the level `judge` (geometric sequence masks).
     """
     ratio_M = log_ratio(new_M.detach(), tokens.behaviour_M, tokens.row_M, part.level).exp()
     if part.outside == "clamp":

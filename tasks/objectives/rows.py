@@ -17,7 +17,7 @@ from rollflow.storage.model_input import refuse
 @dataclass(frozen=True, slots=True)
 class BatchRows:
     """A whole batch as flat arrays, with the offset of each row (trajectory). An array is a view of an Arrow buffer,
-    without a copy, if the array's data type allows it.
+    and not a copy, if the array's data type allows a view.
 
     B is the number of tokens with loss mask 1 in the batch. Values for the B tokens with loss mask 1 are a flat array
     or tensor of length B, one row of the batch after the other.

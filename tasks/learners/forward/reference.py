@@ -79,7 +79,7 @@ class Reference:
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:
-    """Return a policy's tensors by Hugging Face name; tied tensors appear once."""
+    """Return a policy's tensors by their names in Hugging Face files. Tied tensors appear once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
     keep = {} if not model.config.tie_word_embeddings else tied
     return {n: t.detach().contiguous() for n, t in model.state_dict().items() if n not in keep}

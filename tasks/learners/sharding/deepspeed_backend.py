@@ -48,7 +48,7 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces `linear` for the rest of the process, which makes the gradient of a bias arrive after its weight's.
+    # ZeRO 3 replaces `linear` in the whole process, so that the gradient of a bias arrives after that of the weight.
     # ZeRO 2 adds up gradients in the order in which they arrive, so all ranks must use the original `linear`.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)

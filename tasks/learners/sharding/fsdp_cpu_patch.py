@@ -3,12 +3,14 @@
 FSDP2 gathers a group of parameters into one buffer, in which the shards of all parameters are interleaved, and then
 copies each parameter out of the buffer. On a CPU, the patch saves memory in three ways.
 
-- If a group consists of one parameter, the gathered parameter itself is used as the buffer, so nothing is copied. The
-  embeddings are a group of one parameter, and the largest group: 100,000 tokens of 2,048 numbers in bfloat16 take
-  0.4 GB.
-- The embeddings are gathered by gloo's broadcast, because gloo's all-gather would allocate a buffer of its own.
-- The buffer of a layer is freed before the buffer of the next layer is allocated. FSDP itself frees a layer's buffer
-  later, because work on a GPU may still read the buffer.
+If a group consists of one parameter, the gathered parameter itself is used as the buffer, so nothing is copied. The
+embeddings are a group of one parameter, and the largest group. Embeddings of 100,000 tokens with 2,048 numbers each
+take 0.4 GB in bfloat16.
+
+The embeddings are gathered by gloo's broadcast, because gloo's all-gather would allocate a buffer of its own.
+
+The buffer of a layer is freed before the buffer of the next layer is allocated. FSDP itself frees a layer's buffer
+later, because work on a GPU may still read the buffer.
 
 On a GPU nothing is patched, because only FSDP knows when one CUDA stream may reuse memory that another CUDA stream has
 freed.
