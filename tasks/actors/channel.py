@@ -3,11 +3,11 @@
 A batch is sent as an Arrow buffer or as the name of a local file. A learner that receives the name of a local file
 memory-maps the file. A learner on a machine without the batch's file asks the channel for the bytes. The channel's
 actor itself puts each buffer into Ray's object store, because Ray loses an object when the process that put it ends.
-The channel's actor returns an object reference, so that the learner reads the buffer from shared memory without a copy.
+The channel's actor returns an object reference, so that the learner reads the batch from shared memory without a copy.
 
 If a call to the channel's actor fails because the actor is dead, the client repeats the call on the new actor.
-Repeating a call to the channel neither loses nor duplicates a batch. After a restart, the channel's actor reads the
-batches that it has lost from storage.
+Repeating a call to the channel's actor neither loses nor duplicates a batch. After a restart, the channel's actor reads
+the batches that it has lost from storage.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class StoredBatches:
     async def entry(self, number: int) -> int | None:
         """Find the log entry of a batch; implements `Source.entry`.
 
-        A log in a local folder is read without a thread, because the lookup is quicker than starting a thread.
+        If the log is in a local folder, it is read without a thread, because the lookup is faster than starting a
+        thread.
         """
         if self._is_local:
             return self._entry(number)
@@ -127,11 +128,11 @@ def start_channel(
     lease: Lease | None = None,
     placed: Mapping[str, Any] | None = None,
 ) -> RayChannel:
-    """Start the run's channel actor in the current Ray namespace, or find the running one.
+    """Start the run's channel actor in the current Ray namespace, or find the actor if it is running.
 
     Args:
-        version: the newest published version.
-        placed: Ray's options for the actor, from `placement.actor_options`.
+        version: this is the newest published policy version.
+        placed: these are Ray's options for the actor, from `placement.actor_options`.
     """
     options = {"name": CHANNEL, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 64}
     options |= placed or {"num_cpus": 0}
@@ -223,7 +224,7 @@ class RayChannel:
 
 
 class _ChannelAway(Exception):
-    """Raised if no actor currently has the channel's name."""
+    """Raised if no Ray actor is currently registered under the channel's name."""
 
 
 LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, _ChannelAway)
@@ -255,7 +256,8 @@ class _CallDeadline:
         waited = self._deadline + GRACE_SECONDS
         try:
             yield
-        except ray.exceptions.RayTaskError as error:  # includes a `TimeoutError` that the channel itself raised
+        # this error may be a `TimeoutError` that the channel itself raised
+        except ray.exceptions.RayTaskError as error:
             raise _unwrap(error) from None
         except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
             raise Unreachable(f"the channel actor did not {self._what} within {waited:g} s") from error

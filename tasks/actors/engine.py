@@ -22,7 +22,7 @@ from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.cpu import CpuClock
 
 COALESCE_SECONDS = 0.003  # seconds that a finished response waits, so that several responses are returned in one call
-PROGRESS_SECONDS = 0.25  # seconds between two reports of generated tokens to the client
+PROGRESS_SECONDS = 0.25  # seconds between two reports of newly generated tokens to the client
 
 
 class OwnershipLost(EngineFailed):
@@ -33,7 +33,7 @@ class EngineActor:
     """Ray actor that owns an inference engine, runs requests, and keeps the results until the client collects them."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
-        """Store the arguments without creating the engine, which `start` does.
+        """Create the actor without creating the engine. The method `start` creates the engine.
 
         Args:
             build: this function creates the engine on the actor's node.
@@ -78,7 +78,7 @@ class EngineActor:
 
     async def _start(self) -> None:
         if self._built is not None:
-            self._owner = None  # the dead engine's client must not use the new engine
+            self._owner = None  # the client of the dead engine must not use the new engine
             await self._built.close()
         self._built = await asyncio.to_thread(self._build)
         await self._built.start()
@@ -146,7 +146,7 @@ class EngineActor:
         return pack_generations(finished), errors, pack_partials(report)
 
     def _collect_progress(self, *, now: bool) -> dict[str, TokenSpan]:
-        """Return new tokens of running requests, but at most once in `PROGRESS_SECONDS`.
+        """Return the new tokens of running requests, but at most once in `PROGRESS_SECONDS`.
 
         If `now` is True, the new tokens are returned regardless of the time of the last report.
         """
@@ -179,7 +179,7 @@ class EngineActor:
             await self._engine.update(version, folder)
 
     def _fetch_weights(self, version: int, source: WeightsSource) -> Path:
-        if self._source != source:  # an equal source may already have fetched the weights
+        if self._source != source:  # no fetch is needed if an equal source has already fetched the weights
             self._source = source
         try:
             return self._source.weights(version)

@@ -75,12 +75,12 @@ class RayEngine:
         Args:
             silent_seconds: an engine actor counts as dead if it does not answer, or generates no token, for this many
             seconds.
-            keep_actor: if True, the caller restarts and ends the actor. With `keep_actor`, `close` closes only the
-                engine, and kills the actor only if the actor does not answer.
+            keep_actor: if True, the caller restarts and ends the actor. With `keep_actor`, the method `close` closes
+                only the engine, and kills the actor only if the actor does not answer.
         """
         self._actor = actor
         self._keep_actor = keep_actor
-        self._answers = True  # False once the actor has died or missed a deadline
+        self._answers = True  # False once the engine actor has died or missed a deadline
         self._name = name
         self._silent = silent_seconds
         self._moved = 0.0  # time, on the loop's clock, of the last new token or of the last moment without requests
@@ -192,7 +192,7 @@ class RayEngine:
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
-            with suppress(EngineFailed):  # the actor is killed below if it does not answer
+            with suppress(EngineFailed):  # ignore the failure here: an actor that does not answer is killed below
                 await self._ask_as_owner(CLOSE_SECONDS, "close")
         failure = self._fail(EngineFailed(f"{self._name} is closed"))
         if self._attached is None or isinstance(failure, OwnershipLost):

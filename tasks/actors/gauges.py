@@ -54,7 +54,7 @@ def collects_metrics() -> bool:
 
 
 class Gauges:
-    """Prometheus gauges of one actor. A gauge that gets no new value is set to zero."""
+    """Prometheus gauges of one actor. A Prometheus gauge that gets no new value is set to zero."""
 
     def __init__(self, role: str, uri: str) -> None:
         """Create the gauges of an actor. `uri`, the address of the run's storage, contains the run's id."""
@@ -64,7 +64,7 @@ class Gauges:
 
     @cached_property
     def on(self) -> bool:
-        """True if this process sets gauges."""
+        """True if this process sets Prometheus gauges."""
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:

@@ -59,7 +59,7 @@ from rollflow.tasks.runtime.spans import Spans, open_spans
 LEARNER = "learner"
 LEASE_SECONDS = 10.0
 MAKINGS = 8  # number of times that a batch may be damaged or make weights NaN before the run fails
-# largest number of concurrent calls to the actor: `run` by old and new flows, and `status` by observers
+# largest number of concurrent calls to the learner's actor, from old and new Prefect flows and from observers
 CALLS = 32
 
 
@@ -101,7 +101,7 @@ class LearnerActor:
         self.reached = -1  # policy version of the learner's tensors, which may not be published yet
         self.trained = 0  # number of policy versions that this actor has trained
         self.phase, self.note = LearnerPhase.STARTING, "starting"
-        self.steps = 0  # number of finished steps of work, which shows that the learner is alive
+        self.steps = 0  # number of finished steps of work; a growing number shows that the learner is alive
         self.restored: RestoredVersion | None = None
         self._metrics: Mapping[str, float] = {}  # metrics of the newest trained policy version
         self._gauges = Gauges(LEARNER, context.uri)
@@ -194,7 +194,8 @@ class LearnerActor:
         self.version = self.policies.newest()
         ranks = rank_hosts(self.context) if self.config.train.multi_node else NEAR
         if self.version < 0:
-            cold = self.config.policy.cold_start is not None  # without a cold start, the policy folder has the weights
+            # without supervised training (cold start), the policy folder already has the weights
+            cold = self.config.policy.cold_start is not None
             self.learner = new_learner(self.context, None if cold else self.context.first_weights, ranks=ranks)
             self._make_first()
         else:
@@ -235,7 +236,7 @@ class LearnerActor:
         After the cold start, the policy folder can be the `policy.path` of another run.
         """
         for name, data in self.learner.weights().items():
-            self.writer.check()  # raises `Deposed` if another learner has claimed the run
+            self.writer.check()  # raise `Deposed` if a newer process has replaced this learner
             self.context.store.put(f"policy/{name.rpartition('/')[2]}", data)
 
     def _restore(self, newest: int) -> None:
@@ -263,7 +264,8 @@ class LearnerActor:
                 self._settle()
                 reason = str(error)
                 self._step(f"batch {number} is damaged and is formed again: {reason}")
-                self.batches.void(self.writer, number, reason)  # no effect if the stored batch is intact
+                # reject the batch; this call has no effect if the stored batch is intact
+                self.batches.void(self.writer, number, reason)
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:

@@ -35,7 +35,7 @@ STATUS = "status.json"  # name of the supervisor's status file in the run's stor
 LOOKS = 20  # number of times that an actor reads the supervisor's status during one lease
 # an actor ends after this multiple of the lease, so that the Prefect flow that watches the actor ends first
 ACTOR_SHARE = 1.15
-READ_SECONDS = 5.0  # seconds to wait for a store that does not answer
+READ_SECONDS = 5.0  # seconds to wait for the run's store if it does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class LeaseWatch:
         self._read, self._clock = read or self._status, clock
         self._seen: bytes | None = None
         self._looked = clock()
-        self._unwatched = 0.0  # seconds in which the status did not change
+        self._unwatched = 0.0  # number of seconds in which the supervisor's status did not change
 
     def check_expiry(self) -> bool:
         """Read the supervisor's status if it is time to do so. Return whether the lease has expired."""

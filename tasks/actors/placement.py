@@ -1,10 +1,12 @@
 """Places a run's actors on a Ray cluster by choosing their nodes, reserved resources and environment.
 
-- Without `cluster.placement` an actor reserves its GPUs and almost no CPU. Reserving a little CPU keeps actors off
-  hosts that joined the cluster without CPUs, such as the supervisor's host.
-- With `reserve_cpus` an actor reserves the CPUs that the actor's threads use, so no other actor gets these CPUs.
-- A role with labels or a custom resource runs only on nodes with these labels or this resource.
-- With the strategy "spread", engines are distributed over the nodes, so that the loss of a node costs few engines.
+- Without the config section `cluster.placement`, an actor reserves its GPUs and almost no CPU. Reserving a little CPU
+  keeps actors off hosts that joined the cluster without CPUs, such as the supervisor's host.
+- With the config key `reserve_cpus`, an actor reserves all CPUs that the actor's threads use.
+- An actor whose role is configured with labels or a custom resource runs only on nodes that have the labels or the
+  resource.
+- With the strategy "spread", inference engines are distributed over the nodes, so that the loss of a node costs few
+  engines.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ def actor_options(
     """Return the options with which Ray starts an actor of the run.
 
     Args:
-        cpus: number of CPUs that the actor's threads use.
-        gpus: number of GPUs that the actor reserves.
-        imports: the kind of worker process, with early imports, in which the actor starts on a private cluster.
+        cpus: the actor's threads use this number of CPUs.
+        gpus: the actor reserves this number of GPUs.
+        imports: on a private cluster, the actor starts in a worker process that has imported the modules of this kind.
     """
     placement = config.cluster.placement
     own = getattr(placement, role)

@@ -99,7 +99,7 @@ class RolloutActor:
         """Create the actor without reading storage, so that `status` can report that the actor waits for storage.
 
         Args:
-            address: the address of the Ray cluster.
+            address: the address of the Ray cluster on which the actor runs.
         """
         if lease:
             lease.hold(ROLLOUT)
@@ -109,7 +109,7 @@ class RolloutActor:
         self._gauges = Gauges(ROLLOUT, context.uri)
         self._evaluating = asyncio.Event()  # set once the engine that runs only evaluations has started
         self._own: RayEngine | None = None  # the engine that runs only evaluations, if the run has one
-        self._judged = 0  # number of evaluation responses that were scored
+        self._judged = 0  # number of responses of evaluations that were scored
         self.began: float | None = None
         self._notes: set[asyncio.Task[None]] = set()
         self._paused = 0.0  # seconds of weight updates that are already recorded in storage
@@ -122,7 +122,7 @@ class RolloutActor:
         self._spans = Spans()
 
     async def begin(self) -> None:
-        """Read the prompts, the slowest part of the start, before any engine is ready."""
+        """Read the prompts before any engine is ready. Reading prompts takes most of the actor's start."""
         await self._read.get()
 
     def _prepare(self) -> None:
@@ -354,7 +354,7 @@ class RolloutActor:
         return await asyncio.to_thread(self.prompts.epochs.start, self.writer, source, position)
 
     async def _commit(self, staged: StagedBatch) -> None:
-        """Commit a batch to storage, then put the batch into the channel for the learner."""
+        """Write a batch to storage and to the run's log, then put the batch into the channel for the learner."""
         # Writing a batch to the log is not cancelled halfway, because a new scheduler must find the batch in the log.
         self._committing = asyncio.ensure_future(asyncio.to_thread(self.context.batches.commit, self.writer, staged))
         entry, payload = await asyncio.shield(self._committing)
@@ -363,7 +363,7 @@ class RolloutActor:
     async def _hand_over(self, number: int, payload: Path | pa.Buffer, entry: int) -> None:
         """Put a batch into the channel. Wait at most `patience` seconds until the channel has room for the batch.
 
-        Time in which storage does not answer does not count towards `patience`.
+        Time in which storage does not answer is not counted towards `patience`.
         """
         waited, why = 0.0, ""
         while waited < self.patience:

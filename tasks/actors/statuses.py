@@ -2,9 +2,10 @@
 
 An actor is considered stuck if the `progress` of its status stays the same for too long. `progress` contains the fields
 of a status that change only when the actor has done work. `TICKING` names the fields of a status that may change
-although the actor does no work. A test checks that each field of a status is either in `progress` or in `TICKING`.
+although the actor does no work. A test checks that each field of a status is in exactly one of `progress` and
+`TICKING`.
 
-This module imports neither Ray nor torch, so that a process that only reads statuses starts quickly.
+The module `statuses` imports neither Ray nor torch, so that a process that only reads statuses starts quickly.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ActorStatus(ABC):
     warned: Sequence[ActorWarning] = ()
     attended: bool = field(default=True, kw_only=True)
 
-    # names of the fields that may change although the actor does no work
+    # names of the status fields that may change although the actor does no work
     TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended"})
 
     @property

@@ -1,8 +1,8 @@
 """Packs generation requests and their results for sending between processes: a few flat columns per batch.
 
 Packing and unpacking a batch of requests preserves all values exactly. Pickling requests one by one would cost several
-times as much CPU time, both in the sender and in the receiver. No function of this module processes tokens one by one.
-A packed batch of requests consists only of tuples, lists and bytes, because a dataclass takes ten times as long to
+times as much CPU time, both in the sender and in the receiver. No function of the module `wire` processes tokens one by
+one. A packed batch of requests consists only of tuples, lists and bytes, because a dataclass takes ten times as long to
 pickle.
 
 Notation: N is the number of requests or responses in a batch, and T is the number of their tokens.
@@ -23,7 +23,8 @@ ENDINGS = tuple(StopReason)
 
 # columns of unfinished responses: ids_N, tokens_T (int32), logprobs_T (float32), versions_T (int32), lengths_N
 PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
-Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]  # max_new_tokens, temperature, seed, stop
+# (max_new_tokens, temperature, seed, stop strings) of a request
+Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]
 # (position, kind, sha256, length) of each part of a prompt that is not text
 PackedParts: TypeAlias = list[tuple[int, str, str, int]]
 # columns of requests: ids_N, prompts_T (int32), lengths_N, settings_N; then prefixes and non-text parts of prompts

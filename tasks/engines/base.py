@@ -1,10 +1,10 @@
 """Defines the contract of inference engines, which generate tokens with the weights of one policy version at a time.
 
-Guarantees, each tested once for all engines in `tests/contracts/test_engines.py`:
+Every engine gives these guarantees, which `tests/contracts/test_engines.py` tests.
 
-- Every token of a `Generation` has its log-probability under the distribution from which the token was sampled
-  (temperature applied), and the policy version whose weights produced the token. Within a response, the policy versions
-  of the tokens never decrease.
+- Every token of a response has its log-probability under the distribution from which the token was sampled, after
+  temperature is applied. Every token also has the policy version whose weights produced the token. Within a response,
+  the policy versions of the tokens never decrease.
 - An engine generates no token between `suspend` and `resume`. After `suspend("continue")` running requests keep their
   tokens and continue after `resume`; after `suspend("restart")` running requests end as `ABORTED`.
 - After `update(v, weights)` every new token is computed with `weights` and labelled with the policy version `v`. A
@@ -176,7 +176,8 @@ class Engine(Protocol):
     async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...] | None:
         """Compute the log-probability (in nats, at temperature 1) of each of tokens[1:], given the tokens before it.
 
-        A suspended engine can compute log-probabilities, too. Returns None if the engine has no model.
+        A suspended engine can compute log-probabilities, too. Returns None if the engine has no model, as in a
+        simulation.
         """
 
     def check(self) -> None:

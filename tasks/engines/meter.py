@@ -26,8 +26,8 @@ class EngineStats:
     busy_seconds: float
     prompt_tokens: int = 0
     cached: int = 0
-    costs: tuple[CpuCost, ...] = ()  # CPU time of the engine's actor and its child processes
-    warned: tuple[ActorWarning, ...] = ()  # warnings of the engine's actor
+    costs: tuple[CpuCost, ...] = ()  # CPU time that the engine's actor and its child processes have used
+    warned: tuple[ActorWarning, ...] = ()  # newest warnings of the engine's actor
 
 
 class EngineMeter:

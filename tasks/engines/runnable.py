@@ -1,4 +1,7 @@
-"""Checks whether an engine can run a policy, from the policy's config alone, before a run starts. Imports no torch."""
+"""Checks whether an inference engine can run a policy, from the policy's config alone, before a run starts.
+
+The module `runnable` does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
 
 
 def find_hindrance(config: Any) -> str | None:
-    """Return the reason why the transformers engine cannot run a policy with this config, or None.
+    """Return the reason why the transformers engine cannot run a policy with this config, or None if it can.
 
     The transformers engine keeps attention state (KV cache) of the same shape in all layers (see `fixed_shape`). The
     transformers engine needs full attention in every layer, and a config that gives the number of key-value heads.

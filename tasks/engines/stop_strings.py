@@ -57,7 +57,7 @@ def watch_stops(strings: Sequence[str], folder: Path | None, tokens: Iterable[in
     """Create a `StopWatch` with the tokenizer in `folder`. Without a folder, each token is a Unicode code point.
 
     Raises:
-        ConfigError: there are stop strings, and the folder has no tokenizer.
+        ConfigError: a request has stop strings, and the policy's folder has no tokenizer.
     """
     return StopWatch(strings, _read_decoder(folder) if folder and strings else _decode_code_points, tokens)
 

@@ -91,16 +91,17 @@ class TimedEngine:
         self._version = -1
         self._suspended = False
         self._dead: str | None = None
-        self._runs: dict[str, _Run] = {}  # requests that have not ended: running, queued, or left by a dead engine
+        # requests that have not ended: they are running, queued, or left by a dead engine
+        self._runs: dict[str, _Run] = {}
         self._queue: deque[_Run] = deque()  # may include aborted requests
-        self._heap: list[tuple[float, int, _Run]] = []  # may include aborted or preempted requests
+        self._heap: list[tuple[float, int, _Run]] = []  # this heap may include requests that were aborted or preempted
         self._started: dict[_Run, None] = {}  # the running requests, in the order of their start
         self._order = count()
         self._active = 0
         self._work = 0.0
         self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens per unit of work
         self._bound = config.kv_tokens
-        self._base = 0.0  # number of cached tokens minus active * work * growth
+        self._base = 0.0  # number of tokens in the KV cache, minus active * work * growth
         self._held_up = 0.0  # remaining seconds of prefill that delay all requests
         self._since = 0.0  # time, on the event loop's clock, to which the work was last updated
         self._updates: list[tuple[float, int]] = []  # (engine's work before the update, new version) of each update
@@ -114,7 +115,7 @@ class TimedEngine:
 
     @property
     def usage(self) -> EngineUsage:
-        """Counters of the engine's work, up to the present time."""
+        """Counters of the timed engine's work, up to the present time."""
         self._advance()
         return self._usage
 
@@ -162,7 +163,7 @@ class TimedEngine:
         await asyncio.sleep(self._config.update_seconds)
         self.check()
         self._advance()
-        if self._active == 0:  # no running request refers to an earlier update
+        if self._active == 0:  # the list is cleared, because no running request started before the last update
             self._updates.clear()
             self._work = self._base = 0.0
         self._updates.append((self._work, version))

@@ -144,7 +144,7 @@ class VllmEngine:
             "block_size": None if gpu else CPU_BLOCK_TOKENS,
             "tensor_parallel_size": config.tensor_parallel,
             "generation_config": "vllm",  # makes vLLM ignore the policy's top_p and top_k
-            "disable_log_stats": True,  # vLLM prints no stats; a logger passed to it still gets them
+            "disable_log_stats": True,  # vLLM prints no statistics, but still passes statistics to its loggers
             "served_model_name": self._told_as or None,
             "worker_extension_cls": f"{WORKER}.PolicyWorker",
             "distributed_executor_backend": f"{WORKER}.{executor}",
@@ -345,7 +345,7 @@ def _environment(threads: int) -> Iterator[None]:
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # vLLM itself chooses "spawn" inside a Ray actor
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # vLLM itself would choose "spawn" inside a Ray actor
     }
     if not is_available():
         os.environ |= {

@@ -46,7 +46,7 @@ class Response:
         """
         self.request, self._watch = request, watch
         self.done: asyncio.Future[StopReason] = asyncio.get_running_loop().create_future()
-        self.cached = 0  # number of prompt tokens that vLLM read from the prefix cache
+        self.cached = 0  # number of prompt tokens that vLLM read from its prefix cache
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans: list[tuple[str, int]] = []  # pairs of a policy version and the index of its first token
@@ -141,7 +141,7 @@ class Responses(OutputProcessor):  # type: ignore[misc]
         Requests with different values of `salt` share no attention state (KV cache).
 
         Raises:
-            ValueError: vLLM rejects the prompt.
+            ValueError: vLLM rejects the request's prompt.
         """
         tokens, params = list(prompt), self._params(max_new_tokens, temperature)
         if not 0 < len(tokens) < self._longest or not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
@@ -196,7 +196,8 @@ class Responses(OutputProcessor):  # type: ignore[misc]
             if response.stopped and output.finish_reason is None:
                 stopped.append(output.request_id)
         done = super().process_outputs(others, timestamp, None, weight_version)  # the outputs of probes
-        done.reqs_to_abort.extend(stopped)  # vLLM's core knows no stop strings, so it must abort these requests
+        # vLLM's core must abort these requests, because vLLM's core does not know their stop strings
+        done.reqs_to_abort.extend(stopped)
         return done
 
     def propagate_error(self, error: Exception) -> None:

@@ -1,8 +1,8 @@
 """Runs inside vLLM's own processes, to end them in time, to load weights and to compute log-probs.
 
 - **No orphans**: when the process that created the engine dies, vLLM's EngineCore process and its workers end within
-  about `POLL_SECONDS`. The executors in this module start a watchdog thread in EngineCore before a model is loaded. So
-  no process of vLLM is left behind even if the creating process is killed while the engine starts.
+  about `POLL_SECONDS`. Before a model is loaded, a thread in EngineCore starts to watch the creating process. So no
+  process of vLLM is left behind even if the creating process is killed while the engine starts.
 - **No stale head**: after every load of weights, the model's output head uses the new weights. On a CPU, vLLM keeps a
   packed copy of the output head, which vLLM does not refresh when it reloads a *tied* embedding.
 - **No compilation at the first batch**: vLLM's computation of the sampled token's rank is disabled, because rollflow

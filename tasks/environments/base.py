@@ -73,7 +73,7 @@ class Episode(Protocol):
         """
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score these tokens with the prompt's scorer, without ending the episode.
+        """Score these tokens with the prompt's scorer. The episode goes on.
 
         If `reference` is given, the scorer uses `reference` instead of the prompt's own reference answer.
         """

@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         """Return the tokens of a text, without adding special tokens at its beginning or end."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, including special tokens."""
+        """Convert tokens to text, including special tokens."""
 
     def decode_response(self, tokens: Sequence[int]) -> str:
         """Decode a response to the text that a scorer reads. A stop token at the end is left out."""
@@ -44,7 +44,7 @@ class Renderer(Protocol):
         The prompt and `response` are not tokenized again, so the tokens that the policy sampled stay unchanged.
 
         Raises:
-            ConfigError: the chat template rejects the messages.
+            ConfigError: the policy's chat template rejects the messages.
         """
 
     def parse(self, tokens: Sequence[int]) -> Message:

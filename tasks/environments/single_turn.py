@@ -10,7 +10,7 @@ class SingleTurn(Environment):
     """Environment in which each episode is one prompt and one response."""
 
     async def play(self, episode: Episode) -> Score | None:
-        """Generate one response and score it."""
+        """Generate one response to the prompt, and score the response."""
         generation = await episode.generate()
         return None if generation is None else await episode.judge(generation.tokens)
 

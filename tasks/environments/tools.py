@@ -1,7 +1,7 @@
 """Runs tools, which are asynchronous functions that an environment calls when the policy requests them.
 
 If the policy's tool call has a wrong name or wrong arguments, fails or misses its deadline, the policy reads the reason
-as the tool's result. A failed tool call is not a failure of the environment.
+as the tool's result. A failed tool call does not make the episode fail.
 """
 
 from __future__ import annotations

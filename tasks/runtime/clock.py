@@ -2,7 +2,7 @@
 
 `run_virtual(coroutine)` runs a coroutine on an event loop whose time jumps to the next timer whenever no task is ready.
 Code that waits by the loop's clock (`asyncio.sleep`, `wait_for`, `timeout`) waits in virtual seconds. The coroutine
-must not use threads or sockets.
+passed to `run_virtual` must not use threads or sockets.
 """
 
 from __future__ import annotations

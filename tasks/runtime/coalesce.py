@@ -2,7 +2,7 @@
 
 A call to a Ray actor costs about a millisecond, however little data the call carries. On a small machine a call may
 take longer than the work that the call requests. `Coalescer` turns concurrent calls of `ask` into one call with a list
-of questions. Each answer is delivered as soon as it arrives, without waiting for the other answers of its call.
+of questions. Each answer is delivered as soon as it arrives, without waiting for all other answers of the call.
 """
 
 from __future__ import annotations

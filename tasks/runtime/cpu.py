@@ -30,7 +30,7 @@ def below_cost(role: str, process: psutil.Process) -> CpuCost:
     return CpuCost(role, _name(process), round(seconds, 2))
 
 
-@lru_cache(maxsize=4096)  # cached, because psutil reports another start time after the system clock was set
+@lru_cache(maxsize=4096)  # cached, because psutil reports another start time once the system clock was set
 def _name(process: psutil.Process) -> str:
     return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
 

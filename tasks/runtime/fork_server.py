@@ -1,8 +1,8 @@
 """Starts a fork server for `multiprocessing` as a copy of this process, so that no module is imported a second time.
 
-The fork server ends with the process that started it, even if that process is killed. If the fork server dies,
-`multiprocessing` starts another fork server: a new interpreter that imports the modules in `otherwise`. The processes
-of the new fork server start more slowly, but compute the same results.
+The fork server ends with the process that started the fork server, even if that process is killed. If the fork server
+dies, `multiprocessing` starts another fork server: a new interpreter that imports the modules in `otherwise`. Processes
+forked from such a new interpreter start more slowly, but compute the same results.
 
 Start the fork server right after the imports, before the process starts threads. If a thread holds a lock while the
 process is forked, the forked copy may wait for this lock forever. The threads that OpenBLAS and jemalloc start during
@@ -37,7 +37,7 @@ def fork_server(otherwise: Sequence[str], *, shown_as: Sequence[str] = ()) -> No
         shown_as: this is the fork server's command line; by default the command line of this process.
 
     Raises:
-        RuntimeError: there is a fork server already, or this process has started threads.
+        RuntimeError: this process already has a fork server, or has started threads.
     """
     if _server._forkserver_pid is not None or threading.active_count() > 1:
         raise RuntimeError("start the fork server once, before this process starts a thread")
@@ -67,7 +67,7 @@ def _serve(listener: int, alive: int) -> NoReturn:
         with contextlib.suppress(SystemExit):  # the normal end of `main`
             forkserver.main(listener, alive, ())
     finally:
-        os._exit(0)  # only the process that started the fork server may run the exit handlers
+        os._exit(0)  # the exit handlers may run only in the process that started the fork server
 
 
 def leave_alive_to_owner() -> None:

@@ -38,7 +38,7 @@ def imported_function(
             `returns`.
 
     Raises:
-        ConfigError: there is no such function, its return annotation is not accepted, or it is a generator.
+        ConfigError: the function does not exist, is a generator, or has a return annotation that is not accepted.
     """
     found = _find_attribute(key, part)
     name = returns.__name__
@@ -57,7 +57,7 @@ def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
     """Import the user-defined class that `part` names. `key` is the part's section of the config.
 
     Raises:
-        ConfigError: there is no such class, or the class does not derive from `contract`.
+        ConfigError: the class does not exist, or does not derive from `contract`.
     """
     found = _find_attribute(key, part)
     if not isinstance(found, type) or contract not in found.__mro__[1:]:
@@ -75,7 +75,7 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
     The user-defined class need not define the method that `optional` names.
 
     Raises:
-        ConfigError: there is no such class, the class rejects the options, or it lacks another method of `contract`.
+        ConfigError: the class does not exist, rejects the options, or lacks a required method of `contract`.
     """
     found: Any = imported_class(key, part, contract)
     own = build_part(key, part, lambda: found(**arguments, **part.options))
@@ -122,7 +122,7 @@ def code_of(key: str, part: Imported) -> str:
     """Return the SHA-256 of the source file of a user-defined part, or "" if there is no source file."""
     try:
         return sha256(Path(inspect.getsourcefile(_find_attribute(key, part)) or "").read_bytes()).hexdigest()
-    except (OSError, TypeError):  # the part was created by a program, or is in an archive
+    except (OSError, TypeError):  # the part has no source file, or its source file is in an archive
         return ""
 
 

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 
 class BusyMeter:
-    """Adds up the busy time since the first call of `begin` or `busy`. Another thread may call `idle_share`."""
+    """Adds up the time in which a stage was busy, since the first call of `begin` or `busy`.
+
+    Another thread may call `idle_share`.
+    """
 
     def __init__(self) -> None:
         self._began: float | None = None

@@ -1,8 +1,8 @@
 """Checks the names that users give to runs and recipes (config files), because names become parts of paths.
 
 A run id is plain ASCII, begins with a letter or a digit, and contains neither "/" nor a space. A path that ends with a
-run id cannot lead out of its folder. A run id that a user enters is checked by `run_id`, or by the types in the form of
-a Prefect deployment. The module `names` imports no third-party package except pydantic.
+run id cannot lead out of the folder that contains the runs. A run id that a user enters is checked by `run_id`, or by
+the types in the form of a Prefect deployment. The module `names` imports no third-party package except pydantic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_number(text: str) -> bool:
 
 
 def run_id(text: str, key: str) -> str:
-    """Check that `text` is a run id, and return it.
+    """Check that `text` is a valid run id, and return it.
 
     Raises:
         ConfigError: `text` is not a run id. The error's message names `key` as the source of the text.

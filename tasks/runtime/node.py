@@ -36,7 +36,7 @@ def cache_in(home: Path) -> Path:
 
 
 def _find_home() -> Path:
-    """Return `ROLLFLOW_HOME` if it is set, else `~/.rollflow` if it can be written, else a temporary folder."""
+    """Return the folder `ROLLFLOW_HOME` if it is set, else `~/.rollflow` if writable, else a temporary folder."""
     if given := os.environ.get("ROLLFLOW_HOME"):
         return Path(given).expanduser().absolute()
     own = Path(os.path.expanduser("~/.rollflow"))  # `Path.expanduser` raises for a user without a home

@@ -1,4 +1,4 @@
-"""Defines base classes and checks for the sections of the config tree.
+"""Defines base classes and checks for the sections of a config file.
 
 The module `sections` imports no third-party package except pydantic.
 """
