@@ -29,13 +29,13 @@ FLAT: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int32(): Int32s, pa.float32
 WHOLE: dict[pa.DataType, type[TokenArray[Any]]] = {
     pa.int32(): Int32s,
     pa.int64(): Int64s,
-}  # if a group has few rows, token arrays pack these types faster than NumPy
+}  # if there are few rows, token arrays pack these data types faster than NumPy
 LONG = 1 << 20  # a column of at least this size in bytes is joined in Arrow's memory pool
 MOST = np.iinfo(LENGTH).max  # largest number of values in a column, because Arrow's offsets have 32 bits
 
 
 def parts_of(groups: Sequence[TrajectoryGroup], schema: pa.Schema) -> tuple[bytes, ...]:
-    """Convert the rows of groups to byte strings; return the byte strings of all columns, in the schema's order."""
+    """Convert groups of trajectories to byte strings; return the byte strings of all columns, in the schema's order."""
     rows = [trajectory for group in groups for trajectory in group.trajectories]
     same: dict[str, list[Any]] = {
         "index": [g.key.prompt for g in groups for _ in g.trajectories],

@@ -50,7 +50,7 @@ class Channel(Generic[Payload]):
         self.version = version  # newest announced policy version
         self._source = source
         self._batches: dict[int, tuple[int, Payload]] = {}  # number -> entry, payload
-        self._done = max(version, 0)  # every batch below this number was trained on
+        self._done = max(version, 0)  # policy versions were trained on all batches with smaller numbers
         self._changed = asyncio.Condition()
 
     @property

@@ -47,12 +47,12 @@ class PolicyVersion:
 
     number: int
     entry: int  # the log entry that published this policy version
-    claim: int  # log entry by which the learner that published this version claimed its role
+    claim: int  # log entry by which the learner that published this policy version claimed the role
     at: float  # seconds since the epoch, by the learner's clock
     batch_entry: int | None  # log entry of the batch that this policy version was trained on; None for version 0
     weights: tuple[StoredObject, ...]
     state: tuple[StoredObject, ...]
-    probe: tuple[float, ...]  # log-probs (nats) of the run's probe tokens under these weights
+    probe: tuple[float, ...]  # log-probs (nats) of the run's `probe_tokens` under these weights
     metrics: Mapping[str, float]
     code_version: str
 
@@ -125,8 +125,8 @@ class PolicyStore:
         return PolicyVersion.of(writer.append(body))
 
     def prune(self, writer: Writer) -> tuple[tuple[int, Kind], ...]:
-        """Delete the objects that the retention rules no longer require, after recording this in the log; return the
-        deleted objects' versions and kinds.
+        """Delete stored objects that the retention rules no longer require, after recording this in the log; return the
+        policy versions and kinds of the deleted objects.
 
         If the log entry of a policy version cannot be read, the version's objects are not deleted, but the objects of
         other versions are.
@@ -284,8 +284,8 @@ def _check(stored: StoredObject, size: int, sha256: str) -> None:
 
 def _is_complete(folder: Path, version: PolicyVersion) -> bool:
     """Return whether all weight files of a policy version exist in a folder and have the sizes that the log records.
-    The hashes of weight files are checked when the files are fetched, and the engines' log-probs of the probe tokens
-    reveal later damage.
+    The hashes of weight files are checked when the files are fetched. Later damage changes the log-probs of the probe
+    tokens, which are compared after each weight update.
     """
     try:
         return all((folder / Path(stored.path).name).stat().st_size == stored.size for stored in version.weights)

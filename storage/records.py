@@ -57,12 +57,13 @@ class DiscardReason(StrEnum):
     # the run's filter removed the group of responses, because its rewards carry no training signal
     FILTERED = "filtered"
     REDUNDANT = "redundant"  # the group was started in addition to the needed groups, and the batch did not need it
-    UNJUDGED = "unjudged"  # a response of the group could not be judged, after several tries
+    UNJUDGED = "unjudged"  # a response of the group could not be judged by the scorer, after several tries
     CORRUPT = "corrupt"  # the group's batch was voided: its file was damaged, or a value was not finite
 
     @property
     def issued_again(self) -> bool:
-        """True if a prompt whose group was discarded for this reason is issued again with the next attempt number."""
+        """True if a prompt whose responses were discarded for this reason is issued again with the next attempt
+        number."""
         return self is not DiscardReason.FILTERED
 
 
@@ -85,14 +86,14 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The progress of each prompt source: `issued[s]` prompts of source s were sent to the engines, and the groups of
-    `filtered[s]` of these prompts were filtered out.
+    """The progress of each prompt source: `issued[s]` prompts of source s were sent to the engines, and `filtered[s]`
+    of these prompts were removed by the run's filter.
 
     A `Cursor` without arguments has no prompt source and covers no prompt.
     """
 
     issued: tuple[int, ...] = ()  # per prompt source: the number of prompts that were sent to the engines
-    filtered: tuple[int, ...] = ()  # per prompt source: the number of groups that were discarded as filtered
+    filtered: tuple[int, ...] = ()  # per prompt source: the number of prompts that the run's filter removed
 
     def __post_init__(self) -> None:
         """Raise `ValueError` if the tuples `issued` and `filtered` have different lengths."""
@@ -206,7 +207,7 @@ class Trajectory:
 
 class PassRate(NamedTuple):
     """The number of correct responses in a finished group of responses to one prompt. The field `prompt` is the index
-    of the group's prompt."""
+    of the prompt that the group answers."""
 
     prompt: int
     correct: int
@@ -233,7 +234,8 @@ class TrajectoryGroup:
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that sampled a token of the group; `started_version` if no token was sampled."""
+        """The newest policy version that sampled a token of the group's trajectories; `started_version` if no token was
+        sampled."""
         newest = Int32s.concatenate([Int32s.of(t.versions) for t in self.trajectories]).array.max(initial=-1)
         return max(int(newest), self.started_version)
 
@@ -244,8 +246,8 @@ class TrajectoryGroup:
 
     @property
     def pass_rate(self) -> PassRate | None:
-        """The pass rate of the group (the number of correct responses); None if it is unknown whether a response is
-        correct. In the pass rate, an episode counts once, no matter how many branches the episode has.
+        """The numbers of correct and of all responses in the group; None if it is unknown whether a response is
+        correct. In the pass rate, an episode counts once, even if several trajectories branch off it.
         """
         outcomes = [t.outcome for t in self.trajectories if t.branch is None]
         return None if None in outcomes else PassRate(self.key.prompt, outcomes.count(Outcome.CORRECT), len(outcomes))
@@ -273,8 +275,8 @@ FinishedGroup: TypeAlias = TrajectoryGroup | PackedGroup
 
 
 class Discard(NamedTuple):
-    """The record of a group of responses that was discarded. The response tokens of a discarded group are counted,
-    because discarding mainly long responses would bias training.
+    """The record of a group of responses that was discarded. The response tokens of a discarded group of responses are
+    counted, because discarding mainly long responses would bias training.
     """
 
     key: GroupKey
@@ -284,5 +286,5 @@ class Discard(NamedTuple):
 
     @property
     def slow(self) -> bool:
-        """True if the group was discarded as stale or redundant after the policy had sampled tokens for the group."""
+        """True if the responses were discarded as stale or redundant after the policy had sampled tokens for them."""
         return self.reason in (DiscardReason.REDUNDANT, DiscardReason.STALE) and self.response_tokens > 0

@@ -40,7 +40,7 @@ class StagedBatch:
     groups: tuple[FinishedGroup, ...]
     issued: tuple[int, ...] = ()  # prompts that were sent to the engines for the first time, in this order
     discards: tuple[Discard, ...] = ()
-    filtered_rates: tuple[PassRate, ...] = ()  # pass rates of the filtered groups among `discards`
+    filtered_rates: tuple[PassRate, ...] = ()  # pass rates of the groups in `discards` that the run's filter removed
 
 
 class TrajectoryStore:
@@ -101,8 +101,8 @@ class TrajectoryStore:
         """List the groups that were discarded while the batch of log entry `entry` was formed, including the groups
         that earlier, voided commits of this batch discarded.
 
-        The list of discarded groups ends early at a log entry that cannot be read. The list of discarded groups is used
-        only for metrics and for display.
+        If a log entry cannot be read, the list of discarded groups of responses is incomplete. The list of discarded
+        groups of responses is used only for metrics and for display.
 
         Raises:
             Corrupt: log entry `entry` does not commit a batch.

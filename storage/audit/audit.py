@@ -235,7 +235,8 @@ class _Audit:
             )
 
     def _redundant_responses(self, config: Mapping[str, Any], n: int) -> int:
-        """Return the number of redundant responses per prompt in a config; return 0 if the config has no such key."""
+        """Return how many responses per prompt a config starts in addition to the needed ones (`redundant_responses`),
+        0 by default."""
         rollout = config.get("rollout", {})
         known = rollout if isinstance(rollout, Mapping) else {"redundant_responses": None}
         redundant = known.get("redundant_responses", known.get("extra_responses", 0))  # an earlier name of the key

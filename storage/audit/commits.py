@@ -58,8 +58,8 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
 
 
 def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
-    """Check that a discarded group was started under an existing policy version, and that its token count is not
-    negative."""
+    """Check that a discarded group of responses was started under an existing policy version, and has no negative token
+    count."""
     if not 0 <= discard.started_version <= after.version or discard.response_tokens < 0:
         what = f"a start under version {discard.started_version} and {discard.response_tokens} response tokens"
         yield (
@@ -69,8 +69,8 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
-    """Check that the config allows the reason for which a group was discarded, and that a stale or redundant group was
-    too old."""
+    """Check that the config allows the reason for which a group of responses was discarded, and that a group that was
+    discarded as stale or redundant was too old."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"
@@ -91,8 +91,8 @@ def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:
-    """Report faults in the log entry of a policy version: wrong object paths, or impossible log-probs of the probe
-    tokens."""
+    """Report faults in the log entry of a policy version: wrong object paths, or impossible log-probs of the tokens
+    that serve to check the weights."""
     own = f"policies/{body.number:08d}/{claim}/"
     for stored in (*body.weights, *body.state):
         if not stored.path.startswith(own):

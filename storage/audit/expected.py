@@ -25,7 +25,8 @@ class BatchLimits:
     redundant_responses: int  # number of responses per prompt that are started in addition to `group_size`
     max_new_tokens: int
     judges_all: bool  # true: only responses that the scorer could judge are trained on
-    reasons: frozenset[DiscardReason]  # reasons for which a scheduler with this config may discard groups of responses
+    # reasons for which the scheduler may discard groups of responses under this config
+    reasons: frozenset[DiscardReason]
     made_up: bool = False  # true: the engine `timed` invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response, and an environment added none
     oldest_token: bool = False  # true: a trajectory's start version is the policy version of its oldest token

@@ -4,8 +4,8 @@ carries out the steps that the user accepts.
 A damaged or missing log entry that is not the newest is restored from its copy in a segment, if the next log entry
 names the hash of this copy. If the newest log entry is damaged, the entry cannot be restored and is moved away, and the
 log ends with the previous entry. After a repair, the run repeats the work of a log entry that was moved away: the batch
-is formed again, or the policy version is trained again. If an entry in the middle of the log is damaged and has no
-copy, the log cannot be repaired, because later entries cannot be trusted.
+is formed again, or the policy version is trained again. If a log entry that is not the newest is damaged and has no
+copy, the log cannot be repaired, because the later log entries cannot be trusted.
 
 No process may use the run while the run's log is repaired. A log entry that is moved away stays in storage under
 another name.

@@ -56,17 +56,17 @@ class AuditReport:
     entries: int = 0
     versions: int = 0
     trajectories: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)  # maps a staleness to the number of trajectories
+    staleness: Counter[int] = field(default_factory=Counter)  # number of trajectories by staleness, in policy versions
     # number of trajectories by the first policy version of a range of versions, and by staleness
     staleness_by_version: dict[int, Counter[int]] = field(default_factory=dict)
     span: int = 1  # the number of policy versions per range
-    domains: Counter[str] = field(default_factory=Counter)  # maps a domain to the number of trained groups
+    domains: Counter[str] = field(default_factory=Counter)  # number of groups trained on, by domain of the prompt
     # trajectories that were scored, by domain and version of the scorer; trajectories of older runs have no scorer
     # version
     scorers: dict[str, dict[str, ScorerSpan]] = field(default_factory=dict)
     fates: Counter[str] = field(default_factory=Counter)  # number of prompt dispatches by how they ended
     discarded_tokens: int = 0
-    surplus_tokens: int = 0  # number of tokens in the surplus responses of trained groups
+    surplus_tokens: int = 0  # tokens in surplus (unused) responses of the groups that were trained on
     trained_tokens: int = 0
     objects: int = 0  # the number of stored objects that were read and hashed
     bytes: int = 0  # the total size in bytes of the objects that this audit read

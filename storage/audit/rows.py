@@ -132,7 +132,8 @@ def _sums(batch: TrajectoryBatch, body: BatchCommitted, tokens: _Tokens) -> Iter
     counts = np.bincount(group_C, minlength=len(body.groups)).tolist()
     oldest_N = np.full(len(body.groups), starts_R.max())
     np.minimum.at(oldest_N, group_R, starts_R)
-    newest_N = oldest_N.copy()  # without sampled tokens, a group's newest version is its start version
+    # if no token of a group was sampled, the start version counts as the newest policy version
+    newest_N = oldest_N.copy()
     np.maximum.at(newest_N, group_C, tokens.version_C)
     for group, *found in zip(body.groups, oldest_N.tolist(), newest_N.tolist(), counts, strict=True):
         recorded = (group.started, group.newest, group.tokens)

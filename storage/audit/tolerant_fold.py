@@ -1,11 +1,11 @@
 """Computes a run's state from the log for an audit, and continues after invalid log entries, which are reported.
 
 Every log entry that violates the log's rules (the function `apply`) is reported. A log entry with a wrong hash of the
-previous entry, or with a wrong version or batch number, is reported and applied to the state nevertheless. The commit
-of a batch with groups that are too old, or with tokens of policy versions that did not exist, is applied to the state
-as if the groups were fresh. A log entry that violates any other rule is skipped, so that the run's state does not
-change. After a log entry that is missing or damaged and has no copy, the run's state is unknown, so later entries are
-read but not applied.
+previous log entry, or with a wrong number of the policy version or batch, is applied to the run's state although it is
+reported. The commit of a batch with groups that are too old, or with tokens of policy versions that did not exist, is
+applied to the state as if the groups were fresh. A log entry with a fault that cannot be ignored is skipped, so that
+the entry does not change the run's state. After a log entry that is missing or damaged and has no copy, the run's state
+is unknown, so later entries are read but not applied.
 """
 
 from __future__ import annotations

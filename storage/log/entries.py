@@ -88,8 +88,9 @@ class BatchCommitted:
     """The commit of batch `number`, on which policy version `number` is trained to become policy version `number + 1`.
 
     The field `issued` lists the prompts that were sent to the engines for the first time since the scheduler's last
-    commit, in this order. The field `discards` lists the groups that were discarded since the scheduler's last commit.
-    The field `rates` has the known pass rates of the groups in the batch and of the filtered groups among `discards`.
+    commit, in this order. The field `discards` lists the groups of responses that were discarded since the scheduler's
+    last commit. The field `rates` has the known pass rates of the groups in the batch and of the filtered groups among
+    `discards`.
     """
 
     number: int
@@ -151,7 +152,7 @@ class VersionPublished:
     batch_entry: int | None
     weights: tuple[StoredObject, ...]
     state: tuple[StoredObject, ...] = ()
-    probe: tuple[float, ...] = ()  # log-probs (nats) of the run's probe tokens under these weights
+    probe: tuple[float, ...] = ()  # log-probs (nats) of the run's `probe_tokens` under these weights
     metrics: Mapping[str, float] = field(default_factory=dict)
     code_version: str = ""
     kind: Literal["version-published"] = "version-published"

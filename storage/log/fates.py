@@ -1,4 +1,5 @@
-"""The rules for what may happen to a dispatched prompt: the prompt's group is discarded, or committed and trained on.
+"""The rules of the log for what may happen to a prompt that was issued: its group of responses is discarded, or
+committed in a batch and trained on.
 
 A batch has thousands of groups, so the rules for dispatched prompts build an error message only if a rule is violated.
 """
@@ -25,14 +26,15 @@ def issue_prompt(s: RunState, prompt: int) -> None:
 
 
 def close_dispatch(s: RunState, prompt: int, attempt: int) -> None:
-    """Remove a prompt from the prompts in flight, because the prompt's group was committed or discarded."""
+    """Remove a prompt from the prompts in flight, because the prompt's group of responses was committed or
+    discarded."""
     if s.open.get(prompt) != attempt:
         raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
     del s.open[prompt]
 
 
 def follow_discard(s: RunState, discard: Discard) -> None:
-    """Start the next attempt for a prompt whose group was discarded, or count the prompt as filtered."""
+    """Start the next attempt for a prompt whose group of responses was discarded, or count the prompt as filtered."""
     prompt = discard.key.prompt
     if discard.reason.issued_again:
         s.open[prompt] = discard.key.attempt + 1

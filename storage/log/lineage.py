@@ -1,9 +1,9 @@
 """Finds in a run's log what happened to each attempt to answer a prompt, and which entry published a policy version.
 
 A dispatch (one attempt to answer a prompt) is in flight from the moment when the prompt is issued until the group of
-responses is discarded or committed in a batch. A dispatch that is committed in a batch waits until a policy version is
-trained on the batch. If a batch is voided, the dispatches in the batch are quarantined and their prompts are issued
-again.
+responses is discarded or committed in a batch. If the responses of a dispatch are committed in a batch, the dispatch
+waits until a policy version is trained on the batch. If a batch is voided, the dispatches in the batch are quarantined
+and their prompts are issued again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collects the pass rates of prompts (the share of correct responses) from a range of a run's log.
 
 The log entry of a batch has the pass rates of the batch's groups, and of the groups that were filtered since the last
-commit of the scheduler. If several groups of responses answer a prompt, the pass rate of the newest group counts. The
-pass rates of groups in a voided batch do not count.
+commit of the scheduler. If several groups of responses to a prompt have been generated, the pass rate of the newest
+group counts. The pass rates of groups in a voided batch do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollflow.storage.records import PassRate
 class PassRates:
     """The known pass rates of prompts, collected from the log entries that were added."""
 
-    rates: dict[int, PassRate] = field(default_factory=dict)  # maps a prompt to the pass rate of its newest group
+    rates: dict[int, PassRate] = field(default_factory=dict)  # pass rate of each prompt's newest group of responses
     _batches: dict[int, set[int]] = field(default_factory=dict)  # maps a batch's log entry to the batch's prompts
 
     @classmethod

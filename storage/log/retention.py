@@ -54,8 +54,8 @@ class Retention:
         return self.keep_last + self.state_every + 1
 
     def _is_base(self, version: int, latest: int) -> bool:
-        """Return whether policy version `version` is the start of the replay of a kept version, or of the next version
-        that will be kept.
+        """Return whether training must restart from policy version `version` to recompute a kept version, or the next
+        version that will be kept.
         """
         if not self.stores_state(version):
             return False

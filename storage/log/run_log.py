@@ -57,7 +57,7 @@ from rollflow.storage.records import StoredObject
 TRIES = 1_000  # largest number of tries of one append to the log; most tries fail because another process appends first
 # largest number of unanswered writes of one append to the log; each write is itself retried by the store
 UNANSWERED = 20
-# first and longest pause, in seconds, before an append to the log is retried; used if no other entry has the number
+# first and longest pause, in seconds, before an append to the log is retried, unless another process was faster
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
 READERS = 16  # number of log entries that are read in parallel from a remote store
 WINDOW = 1_024  # largest number of log entries in memory if a long log has no readable snapshot

@@ -75,7 +75,7 @@ class CommittedBatch:
     rows: int
     groups: tuple[TrainedGroup, ...]
     surplus_tokens: int
-    behind: Mapping[int, int]  # for each prompt: how often its group was discarded before as stale or redundant
+    behind: Mapping[int, int]  # for each prompt: how often earlier responses were discarded as stale or redundant
 
 
 @dataclass(slots=True)
@@ -83,10 +83,11 @@ class RunTotals:
     """Counts over the whole run. The staleness of a group of trajectories is the staleness of the group's oldest
     trajectory."""
 
-    groups: Counter[str] = field(default_factory=Counter)  # number of prompt dispatches by how they ended
-    tokens: Counter[str] = field(default_factory=Counter)  # number of response tokens by how the dispatches ended
-    staleness: Counter[int] = field(default_factory=Counter)  # maps a staleness to the number of trained groups
-    surplus_tokens: int = 0  # number of tokens in the surplus responses of trained groups
+    groups: Counter[str] = field(default_factory=Counter)  # number of attempts to answer a prompt, by how they ended
+    # response tokens of attempts to answer a prompt, by how they ended
+    tokens: Counter[str] = field(default_factory=Counter)
+    staleness: Counter[int] = field(default_factory=Counter)  # groups trained on, by staleness in policy versions
+    surplus_tokens: int = 0  # tokens in surplus (unused) responses of the groups that were trained on
     rows: int = 0  # number of trajectories that policy versions were trained on
 
     def copy(self) -> RunTotals:
@@ -118,12 +119,13 @@ class RunState:
     published: int = -1  # the log entry that published the newest policy version
     next_batch: int = 0
     issued: list[int] = field(default_factory=list)  # per prompt source: the number of prompts that were issued
-    filtered: list[int] = field(default_factory=list)  # per prompt source: the number of filtered groups
+    # per prompt source: the number of prompts that the run's filter removed
+    filtered: list[int] = field(default_factory=list)
     # newest epoch of each source that skips solved questions
     epochs: dict[int, EpochPlace] = field(default_factory=dict)
     # maps each prompt in flight to its attempt number, in the order in which the prompts were issued
     open: dict[int, int] = field(default_factory=dict)
-    # maps a prompt in flight to how often the prompt's group was discarded as stale or redundant
+    # maps a prompt in flight to how often earlier responses to the prompt were discarded as stale or redundant
     behind: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, CommittedBatch] = field(default_factory=dict)  # maps a batch number to the batch
     holes: list[int] = field(default_factory=list)  # numbers of voided batches that must be formed again, in order

@@ -31,8 +31,8 @@ class Recovery:
 
     From the stored recoveries, the code in `flows/keepalive` decides whether a dead process is restarted once more or
     the run fails. The class `RestartHistory` counts the restarts in all stored recoveries since a user started the run,
-    and `RestartBudget` adds this count to the restarts by the present supervisor process. All other code only shows the
-    stored recoveries to the user.
+    and `RestartBudget` adds this count to the restarts by the present supervisor process. Apart from `flows/keepalive`,
+    code that reads the stored recoveries only shows them to the user.
 
     The times in a recovery are seconds since the epoch, by the clock of the process that restarted the dead process.
     """
