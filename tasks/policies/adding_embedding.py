@@ -56,7 +56,7 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        # not an input of the autograd function, so autograd runs no hooks of the weight
+        # autograd does not see the weight, so the weight's hooks do not run
         ctx.weight_VH = embedding.weight
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)

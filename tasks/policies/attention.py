@@ -1,6 +1,6 @@
 """Chooses an attention implementation that supports all features in a policy's config.
 
-By default, transformers uses PyTorch's `scaled_dot_product_attention` for models that allow it.
+By default, transformers uses PyTorch's `scaled_dot_product_attention` for models that support this function.
 `scaled_dot_product_attention` silently ignores unsupported terms, such as the soft-cap of Gemma 2's attention scores.
 Models with attention sinks do not allow `scaled_dot_product_attention`.
 """

@@ -1,4 +1,5 @@
-"""Cold start: trains a small new policy on demonstrations until it answers some questions correctly, but not all.
+"""Cold start: trains a small new policy on demonstrations until the policy answers some questions correctly, but not
+all.
 
 The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. During
 cold start, the policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two
@@ -178,7 +179,9 @@ class _Demonstrations:
 
 
 def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Return the mean cross-entropy, in nats, of the answers' tokens under the model with this decoder and head."""
+    """Return the mean cross-entropy of the answers' tokens, in nats, under the model that `decoder` and `head` make
+    up.
+    """
     longest = max(len(p) + len(a) for p, a in pairs)
     tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
     mask = torch.zeros((len(pairs), longest), dtype=torch.bool)

@@ -88,7 +88,9 @@ def check_window(config: Mapping[str, Any]) -> None:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config with the keys of its text model at the top level; some configs nest them in `text_config`."""
+    """Return a config with the keys of the text model at the top level, because some configs nest these keys in
+    `text_config`.
+    """
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, Mapping) else config
 

@@ -35,14 +35,13 @@ COPIED = (
 def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]:
     """Build the files of a small Llama policy with tied embeddings and a byte-level BPE tokenizer trained on `texts`.
 
-    The architecture is Llama, because every tool reads the `tokenizer.json` of a Llama model unchanged. For some other
-    model types, such as Qwen2, transformers ignores the pre-tokenizer in the folder.
+    The architecture is Llama, because every tool reads the `tokenizer.json` of a Llama model unchanged. For some model
+    types other than Llama, such as Qwen2, transformers ignores the pre-tokenizer in the policy folder.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    # Each digit is a token, so that the policy can learn to add. Text is not split into words, so that a phrase can be
-    # one token.
+    # Each digit is a token, so that the policy can learn to add. A token may span several words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -95,7 +94,8 @@ def _llama(cold: ColdStart, vocabulary: int) -> dict[str, Any]:
 
 
 def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
-    """Return the folder `path`, after checking its files, or None if `path` is the name of a model on the hub.
+    """Return the folder `path` after checking its files, or None if `path` is the name of a model on the Hugging Face
+    hub.
 
     Error messages name `key`, the config key that the path comes from.
     """
@@ -193,7 +193,7 @@ def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files of a policy folder with `dtype`, the data type of training, in config.json.
 
     Other tools, such as vLLM, load weights in the data type that config.json names. A tool that loads weights in
-    another data type than that of training would compute other log-probs.
+    another data type than the data type of training would compute different log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))

@@ -51,8 +51,8 @@ class LMHead:
         `judged` says whether to compare log-probs, and must be False for a model without weights.
 
         Raises:
-            ConfigError: the decoder and the head of the model cannot be run separately. With `judged`, this error is
-            also raised if the log-probs of the two differ from those of the model's forward pass.
+            ConfigError: the decoder and the head of the model cannot be run separately. With `judged`, the error is
+            also raised if the head's log-probs differ from those of the model's forward pass.
         """
         self._given = _FixedDecoder()
         try:
@@ -112,7 +112,9 @@ def measure_distance(one: Tensor, other: Tensor) -> float:
 
 
 def _replace_module(model: Any, module: nn.Module, other: nn.Module) -> Any:
-    """Return a copy of a model in which `other` replaces `module`. The copy shares all other modules with the model."""
+    """Return a copy of a model in which the module `other` replaces `module`. The copy shares all remaining modules
+    with the model.
+    """
     path = next(name for name, found in model.named_modules() if found is module)
     if not path:
         raise TypeError("the model has no head, because its decoder is the model itself")

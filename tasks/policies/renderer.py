@@ -11,13 +11,13 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 class PolicyRenderer:
     """Renders the messages that follow a response, with the chat template or as plain text.
 
-    Only the new messages are tokenized; the tokens of the response before them stay as the policy generated them. An
-    end token that the chat template writes between response and messages is not repeated if the response already ends
-    with it.
+    Only the new messages are tokenized; the tokens of the earlier response stay as the policy generated them. An end
+    token that the chat template writes between response and messages is not repeated if the response already ends with
+    it.
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
-        """Render with the chat template for prompts of `chat_domains`, and as plain text for other prompts."""
+        """Use the chat template for prompts whose domain is in `chat_domains`, and plain text for other prompts."""
         self._tokenizer, self._chat_domains = tokenizer, frozenset(chat_domains)
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Mapping[str, str]]) -> Sequence[int]:

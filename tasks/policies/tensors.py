@@ -54,7 +54,7 @@ def check_tensors(folder: Path, dtype: str) -> int:
 
 
 def _read_headers(folder: Path) -> dict[str, Path]:
-    """Read the headers of the weight files; map each tensor's name to its file.
+    """Read the headers of the weight files; return a mapping from each tensor's name to its file.
 
     Raises:
         ConfigError: the weight files do not match the index of the weights, or a file is truncated.
@@ -156,7 +156,7 @@ def _is_finite(dtype: torch.dtype) -> Any:
 
 
 def _pieces(file: Path, name: str) -> Iterator[Tensor]:
-    """Yield the values of a tensor in a file, some rows at a time."""
+    """Yield the values of a tensor in a weight file, some rows at a time."""
     with safe_open(file, "pt") as opened:
         part = opened.get_slice(name)
         shape = part.get_shape()

@@ -114,7 +114,7 @@ class PolicyTokenizer:
 
     @cached_property
     def special(self) -> Mapping[str, int]:
-        """Special and other added tokens, with their ids."""
+        """Special tokens and other added tokens, with their ids."""
         return {token.content: id for id, token in self._fast.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -163,7 +163,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _ends(self) -> frozenset[int]:
-        """End tokens of the tokenizer and of config.json, with which no prompt may end.
+        """End tokens of the tokenizer and of config.json. No prompt may end with one of these tokens.
 
         A prompt may end with an end token of generation_config.json, where some chat models also list the token that
         begins an answer.
@@ -221,7 +221,7 @@ def _refuse_errors() -> Iterator[None]:
 
 
 def _open_as_others(folder: Path) -> Any:
-    """Open the tokenizer with transformers' `AutoTokenizer`, as other tools do.
+    """Open the tokenizer with transformers' `AutoTokenizer`, as tools other than rollflow do.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot open the tokenizer.
@@ -236,7 +236,7 @@ def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """Describe how `AutoTokenizer`'s tokenizer differs from tokenizer.json, or return None.
 
     The function compares the vocabulary of `AutoTokenizer`'s tokenizer with that of tokenizer.json. The function also
-    encodes and decodes `texts`, special tokens and combinations of `PIECES` with both tokenizers.
+    compares how both tokenizers encode and decode `texts`, special tokens and combinations of `PIECES`.
 
     Raises:
         ConfigError: `AutoTokenizer` cannot read the folder.

@@ -1,4 +1,6 @@
-"""Question sources, which produce the questions of a run's prompts. The module `base` defines their interface."""
+"""Question sources, which produce the questions of a run's prompts. The module `base` defines the interface of question
+sources.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held: HeldOut) -> QuestionSource:
     """Build the question source of one `[[prompts]]` section, which holds out `count` questions for evaluation.
 
-    The source adds its held-out questions to `held`, and never uses a question in `held` for training.
+    The question source adds its held-out questions to `held`, and never trains on a question in `held`.
 
     Raises:
         ConfigError: the `[[prompts]]` section is invalid; the message says what the user must change.

@@ -25,7 +25,7 @@ DEFAULT_SPLIT = "train"
 def read_arrow(
     config: FilePrompts, chosen: Literal["parquet", "saved", "hub"], path: Path
 ) -> tuple[Sequence[str], Iterator[tuple[int, dict[str, Any]]]]:
-    """Return the column names of a table and its rows, which are numbered from 1.
+    """Return the column names and the rows of an Arrow table, with rows numbered from 1.
 
     Raises:
         ConfigError: the table cannot be read.
@@ -65,7 +65,7 @@ def _number_rows(config: FilePrompts, table: Any) -> Iterator[tuple[int, dict[st
 
 
 def _locate(column: Any, why: str) -> str:
-    """Return words that locate the row which an Arrow error names, or "" if the error names no row.
+    """Return a phrase that locates the table row which an Arrow error names, or "" if the error names no row.
 
     The function reads no values of the damaged column, because reading values through damaged offsets would crash the
     process.

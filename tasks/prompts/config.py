@@ -270,7 +270,7 @@ class FilePrompts(FileBase):
         return f"column {self.columns[name]!r}" if name in self.columns else name
 
     def split_refusal(self, what: str) -> ConfigError:
-        """Build the error that names the data-set split and says what is wrong."""
+        """Build the error that names the split of the data set and says what is wrong."""
         return ConfigError(f"{self.split_key} = {self.split!r}: {self.path!r} {what}")
 
     @model_validator(mode="after")
@@ -295,7 +295,7 @@ class HeldOutFile(FilePrompts):
     """The file or data-set split with the held-out questions of another question source."""
 
     split_key: ClassVar[str] = "prompts.held_out_split"
-    section: str = ""  # config section of the evaluation set; "" for the held-out questions of the source itself
+    section: str = ""  # config section of the evaluation set; "" if the file has the source's held-out questions
 
     @property
     def key(self) -> str:

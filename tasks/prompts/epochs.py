@@ -167,8 +167,8 @@ class Epochs:
 
 
 class _Decision:
-    """Computes the `EpochStarted` entry of a source's next epoch from earlier log entries. An append calls this object
-    at each attempt.
+    """Computes the `EpochStarted` log entry of a prompt source's next epoch from earlier log entries. An append to the
+    log calls a `_Decision` at each attempt.
     """
 
     def __init__(self, epochs: Epochs, log: Log, source: int, newest: EpochPlace) -> None:
@@ -178,7 +178,7 @@ class _Decision:
         self._rates, self._read = PassRates(), newest.entry
 
     def read_rates(self, n: int) -> None:
-        """Read the pass rates of prompts from the log up to entry `n`."""
+        """Read the pass rates of prompts from the run's log, up to log entry `n`."""
         if self._last is not None:
             for written in iterate_written(self._log, self._read + 1, n):
                 self._rates.add(written.entry)

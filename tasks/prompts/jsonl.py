@@ -31,7 +31,7 @@ def read_bytes(config: FileBase, path: str) -> bytes:
     try:
         file = Path(path).expanduser()
         if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError("it is no regular file")  # a pipe or a device may never end
+            raise ValueError("it is no regular file")  # reading a pipe or a device might never end
         return file.read_bytes()
     except (OSError, ValueError, RuntimeError) as error:  # an invalid path, or an unknown home directory
         why = getattr(error, "strerror", None) or error

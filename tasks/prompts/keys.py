@@ -14,7 +14,8 @@ WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def normalise_text(text: str) -> str:
-    """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at its ends.
+    """Return a text in Unicode form NFKC and lower case, with single spaces and without punctuation at the ends of the
+    text.
 
     A text that consists only of punctuation stays as it is.
     """
@@ -38,7 +39,7 @@ def split_words(text: str) -> list[str]:
 
 
 def unordered_key(text: str, answer: str) -> str:
-    """Return a key of a text and its answer that ignores the order of words, numbers and signs within each line.
+    """Return a key of a question and its answer that ignores the order of words, numbers and signs within each line.
 
     `3 + 5 + 1` and `1 + 3 + 5` are the same question, but `5 - 3` and `3 - 5` are two questions, because their answers
     differ. A key depends on the order of a text's lines, because lines may be the rows of a grid.

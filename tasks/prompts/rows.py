@@ -20,7 +20,7 @@ from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines, read_diffi
 from rollflow.tasks.prompts.messages import find_question_fault, read_asked
 
 DEEPEST = 100  # deepest nesting of a row; more cannot be sent to another process
-LONGEST_SHOWN = 40  # number of characters of a value that an error message shows
+LONGEST_SHOWN = 40  # largest number of characters of a value that an error message shows
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
 

@@ -54,8 +54,8 @@ class RunPrompts:
         """Open the prompts of a run. Without `encode`, prompts have texts but no tokens.
 
         Args:
-            longest: The largest number of tokens of a prompt. read: A function that returns the content of a source's
-            prompt file. split: The attribute by which questions are compared with held-out questions.
+            longest: The largest number of tokens of a prompt. read: A function that returns the content of a question
+            source's prompt file. split: The attribute by which questions are compared with held-out questions.
 
         Attributes:
             epochs: The epochs in the run's log; None before the run is created.
@@ -124,7 +124,8 @@ class RunPrompts:
         return prompts
 
     def evaluation_sets(self) -> dict[str, list[Prompt]]:
-        """Return the prompts of each evaluation set. Their domain in metrics is the name of the evaluation set.
+        """Return the prompts of each evaluation set. The domain of the prompts in metrics is the name of the evaluation
+        set.
 
         The indices of the prompts in evaluation sets follow the indices of the held-out prompts. A prompt that is too
         long for the policy's context is omitted or raises an error, as `too_long` says.
@@ -208,7 +209,7 @@ class RunPrompts:
     def _first_fit(
         self, which: int, name: str, index: int, ask: Callable[[int], Question], position: int
     ) -> tuple[Prompt, Question]:
-        """Return the prompt at `position`, or at a later position if the prompt at `position` is too long.
+        """Return the prompt at `position` of a question source, or at a later position if the prompt is too long.
 
         All processes of a run try the same later positions, so they all return the same prompt.
         """

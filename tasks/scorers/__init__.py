@@ -1,5 +1,5 @@
-"""Scorers, which compute the rewards of responses. The module `base` defines their interface, and each kind of scorer
-has its own module.
+"""Scorers, which compute the rewards of responses. The module `base` defines the interface of scorers, and each kind of
+scorer has its own module.
 
     verifier     a function that scores texts: `exact`, `reasoning_gym`, those in `text`, or user-defined (`imported`)
     pool         runs a verifier for one response after another, in worker processes
@@ -78,7 +78,7 @@ def build_scorers(
 
 def _add_version(scorer: Scorer, config: RewardConfig, section: str) -> Scorer:
     """Return the scorer, wrapped so that each score has the scorer's version. Worker processes of a pool report the
-    version themselves.
+    version of their scorer themselves.
     """
     from rollflow.tasks.scorers.version import compute_version
     from rollflow.tasks.scorers.versioned import VersionedScorer

@@ -1,7 +1,7 @@
 """The interface of scorers, which get many responses at once and return a score for each response.
 
-- A score has a value, which becomes the reward of the response. It also has a readable reason, optional named parts,
-  and an `Outcome`.
+- A score has a value, which becomes the reward of the response. A score also has a readable reason, optional named
+  parts, and an `Outcome`.
 - Every response gets a score. If scoring failed, the score's outcome says whether the deadline passed, the worker
   process died, or the scorer raised an error.
 - A response that is slow to score delays no other response for long, because each score has its own future.
@@ -38,13 +38,13 @@ ScoreColumns = tuple[float, str, str, dict[str, float], float, str]  # the field
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of scoring a response: its value, which becomes the reward, and a reason.
+    """The result of scoring a response: a value, which becomes the reward, and a reason.
 
-    `parts` optionally maps names to the numbers from which the value was computed. A missing `outcome` is derived from
-    the value of the score: "correct" for 1 or more, "wrong" for 0 or less, and "partial" between 0 and 1. `seconds` is
-    the time that scoring the response took. `version` is the version of the scorer (see the module `version`); a
-    verifier does not set it. `failed` is True if user code failed on the response, as `failure_score` sets it.
-    `to_columns` omits `failed`.
+    `parts` optionally maps names to the numbers from which the value of the score was computed. A missing `outcome` is
+    derived from the value of the score: "correct" for 1 or more, "wrong" for 0 or less, and "partial" between 0 and 1.
+    `seconds` is the time that scoring the response took. `version` is the version of the scorer (see the module
+    `version`), which a verifier does not set. `failed` is True if user code, such as a verifier, failed on the
+    response. `to_columns` omits `failed`.
     """
 
     value: float
@@ -112,10 +112,10 @@ class Scorer(Protocol):
         """Start the scorer; `submit` may be called before the scorer is ready."""
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score these responses, and return a future of each score, in the order of the responses."""
+        """Begin to score the responses in `requests`; return a future of each score, in the order of the responses."""
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """Score these responses and return their scores in the order of the responses."""
+        """Score the responses in `requests`; return the scores in the order of the responses."""
         return list(await asyncio.gather(*self.submit(requests)))
 
     async def serve(self, finished: asyncio.Event) -> None:
@@ -183,10 +183,10 @@ def failure_score(who: str, error: BaseException) -> Score:
     """Return the score of a response on which user code, such as a verifier, failed, and log a warning.
 
     A failure that the response may have caused scores 0, because otherwise the policy could learn to cause failures.
-    The policy cannot have caused the error `Unjudged` or a lost connection, so after one of these errors the outcome is
-    "unjudged". A broken pipe does not count as a lost connection, because the pipe may belong to a program that the
-    policy wrote. HTTP libraries wrap the error of a lost connection in their own error, so the function also looks at
-    the causes of `error`.
+    The error `Unjudged` and lost connections cannot be caused by the policy, so they lead to the outcome "unjudged". A
+    broken pipe does not count as a lost connection, because the pipe may belong to a program that the policy wrote.
+    HTTP libraries wrap the error of a lost connection in their own error, so the function also looks at the causes of
+    `error`.
     """
     reason = make_storable(f"{who}{FAILED}{type(error).__name__}: {error}", LONGEST_FAILURE)
     causes = list_causes(error)

@@ -22,22 +22,24 @@ class CompositeScorer:
     """Scores responses with several verifiers, whose scores are the parts of one score. See the module's docstring."""
 
     def __init__(self, config: CompositeReward, verifiers: Mapping[str, Verifier]) -> None:
-        """Use these verifiers, by the names of the parts in the config."""
+        """Store the verifiers, by the names of the reward parts in the config."""
         self._config = config
         self._verifiers = verifiers
 
     def build(self) -> Verifier:
-        """Return a verifier that combines all parts. The verifier is asynchronous if a part is asynchronous."""
+        """Return a verifier that combines all parts of the composite reward. The verifier is asynchronous if a part is
+        asynchronous.
+        """
         if any(verifier.scores_several for verifier in self._verifiers.values()):
             return Verifier(self.score_later, is_async=True)
         return Verifier(self.score)
 
     def score(self, response: str, reference: Mapping[str, Any]) -> Score:
-        """Score a response with parts that are all synchronous functions."""
+        """Score a response with verifiers that are all synchronous functions."""
         return self.add_up({name: self._score_part(name, response, reference) for name in self._verifiers})
 
     async def score_later(self, response: str, reference: Mapping[str, Any]) -> Score:
-        """Score a response with the parts, one after another, some of which may be asynchronous."""
+        """Score a response with one verifier after another. Verifiers may be asynchronous."""
         scores = dict[str, Score]()
         for name, verifier in self._verifiers.items():
             if not verifier.scores_several:
@@ -51,7 +53,7 @@ class CompositeScorer:
         return self.add_up(scores)
 
     def add_up(self, scores: Mapping[str, Score]) -> Score:
-        """Combine the scores of the parts into the score of a response."""
+        """Combine the scores of all reward parts into the score of a response."""
         parts = {name: score.value for name, score in scores.items()}
         for name, score in scores.items():
             parts |= {f"{name}.{inner}": value for inner, value in score.parts.items()}

@@ -45,8 +45,8 @@ class ConcurrentPool(WorkerPool):
         section: str = "reward",
         anchors: CaseAnchors | None = None,
     ) -> None:
-        """Create a pool without starting its workers. `anchors` decide the adaptive deadlines of test cases; None means
-        that deadlines are fixed.
+        """Create a pool without starting worker processes. `anchors` decide the adaptive deadlines of test cases; None
+        means that deadlines are fixed.
         """
         super().__init__(config, tokenizer_folder, section)
         self._anchors = anchors
@@ -59,8 +59,8 @@ class ConcurrentPool(WorkerPool):
         return [asyncio.create_task(self._run_lane()) for _ in range(self._config.workers)]
 
     async def _run_lane(self) -> None:
-        """Run one worker process after another. Each one runs until it dies or is killed because a response missed its
-        deadline.
+        """Run one worker process after another. Each worker process runs until it dies or is killed because a response
+        missed its deadline.
         """
         worker: WorkerProcess | None = None
         try:
@@ -91,7 +91,9 @@ class ConcurrentPool(WorkerPool):
             report.add_to(self._anchors)
 
     async def take(self, most: int) -> list[ScoringJob]:
-        """Wait for jobs in the queue and remove up to `most` of them. A job whose `alone` is True is removed alone."""
+        """Wait for jobs in the queue and remove up to `most` of them. A job whose `alone` is True is not combined with
+        other jobs.
+        """
         jobs = [(await self._queue.get())[1]]
         while not jobs[0].alone and len(jobs) < most and not self._queue.empty():
             job = self._queue.get_nowait()[1]
@@ -187,8 +189,8 @@ class _Exchange:
         self._busy_since = 0.0
 
     def _recover(self) -> None:
-        """Requeue responses without a score. A response that the worker process was scoring alone fails if it has no
-        try left.
+        """Requeue responses without a score. A response that the worker process was scoring alone fails if the response
+        has no try left.
         """
         jobs = [job for number in list(self._flying) if (job := self._land(number))]
         if len(jobs) == 1 and jobs[0] in self._late:

@@ -42,7 +42,7 @@ def _is_scorer(function: FunctionType, annotation: Any) -> bool:
     """Return whether a function is a verifier, which depends on its return type and, if it returns a number, on its
     argument names.
 
-    A verifier returns a `Score` or a number, or, for several responses, a list or sequence of these types.
+    A verifier returns a `Score` or a number or, for several responses, a list or sequence of scores or numbers.
     """
     element = _read_element(annotation)
     kinds = _list_members(annotation if element is None else element)
@@ -58,6 +58,6 @@ def _read_element(annotation: Any) -> Any:
 
 
 def _list_members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union type; for any other type, return only this type."""
+    """Return the members of a union type; for any other type, return a list with that type."""
     is_union = typing.get_origin(annotation) in (typing.Union, UnionType)
     return typing.get_args(annotation) if is_union else () if annotation is None else (annotation,)

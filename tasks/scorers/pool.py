@@ -1,8 +1,8 @@
 """A pool of worker processes for verifiers that score one response per call.
 
 A worker process that misses the deadline of a response is killed and replaced, and the response scores 0 with the
-outcome "timeout". A worker process that dies is replaced, and the response that it was scoring is tried once more. A
-verifier that hangs therefore cannot block the pool of worker processes.
+outcome "timeout". A worker process that dies is replaced, and the response that the process was scoring is tried once
+more. A verifier that hangs therefore cannot block the pool of worker processes.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
@@ -55,7 +55,8 @@ class RewardPool(WorkerPool):
         return jobs
 
     async def _run_lane(self, *, first: bool) -> None:
-        """Run one worker process after another. Each one runs until it dies or misses the deadline of a response.
+        """Run one worker process after another. Each worker process runs until it dies or misses the deadline of a
+        response.
 
         With `first`, the lane starts a worker process before the first response arrives, so that the response does not
         wait for imports.

@@ -70,8 +70,8 @@ class ReferenceChecker:
         return f"{what}; correct the row, or remove it"
 
     def _start(self, reward: str, config: RewardConfig) -> None:
-        """Start a checking process, and let it check an example, so that it imports the modules that the checks
-        need.
+        """Start a checking process, and let it check an example, so that the process imports all modules before its
+        deadline counts.
         """
         command = [sys.executable, "-m", __name__, reward]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -61,8 +61,8 @@ class Verifier:
 
 
 def runner_of_thread() -> asyncio.Runner:
-    """Return this thread's `asyncio.Runner`. Its event loop stays open between calls, because a verifier may keep
-    processes from call to call.
+    """Return this thread's `asyncio.Runner`. The event loop of the runner stays open, because a verifier may keep
+    processes between two calls.
     """
     if not hasattr(_THREAD, "runner"):
         _THREAD.runner = asyncio.Runner()

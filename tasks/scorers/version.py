@@ -66,7 +66,7 @@ def compute_version(config: RewardConfig, section: str = "reward") -> str:
 
 
 def hash_description(description: Description) -> str:
-    """Return the version of the scorer that this description describes, which is a hash."""
+    """Return the version of a scorer, which is a hash of the scorer's description."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:LENGTH]
 
 

@@ -29,7 +29,9 @@ class VersionedScorer(Scorer):
         await self._scorer.start()
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score these responses. Cancelling a returned future cancels the future of the wrapped scorer."""
+        """Begin to score the responses in `requests`. Cancelling a returned future cancels the future of the wrapped
+        scorer.
+        """
         return [self._add_version(future) for future in self._scorer.submit(requests)]
 
     def _add_version(self, future: asyncio.Future[Score]) -> asyncio.Future[Score]:

@@ -7,9 +7,9 @@ kind of the verifier decides which lines the worker process reads and writes.
   writes one score per line, in the order of the requests.
 - If the verifier scores several responses at a time, each input line is a list of numbered requests. For such a
   verifier, the worker process writes one line per score, with the number of the request, in any order.
-- A request may have the deadline anchors of its data row (see the module `deadlines`). The score of a request with
-  deadline anchors may have a `DeadlineReport`. A `DeadlineReport` about a test case that ran again is sent without a
-  score.
+- A request may have the deadline anchors of its data row (see the module `deadlines`). The worker process may add a
+  `DeadlineReport` to the score of a request with deadline anchors. A `DeadlineReport` about a test case that ran again
+  is sent without a score.
 
 The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
 section as JSON. The worker process sends its warnings to the open socket with the file descriptor `EAR`. The worker
@@ -81,14 +81,14 @@ class _Worker:
         object.__setattr__(self, "rechecks", Rechecks(lambda: not self.tasks, self._write_report))
 
     def run_one_by_one(self) -> None:
-        """Score one response after another until the input ends."""
+        """Read requests and score one response after another, until the input ends."""
         for line in sys.stdin:
             one = self._read_request(0, json.loads(line))
             score = score_response(self.verifier, self.config.answer, one.response, one.reference)
             self._write(self._finish(score, one, score.seconds).to_columns())
 
     async def run_several(self) -> None:
-        """Score several responses at a time until the input ends."""
+        """Read requests and score several responses at a time, until the input ends."""
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             asked = [self._read_request(*one) for one in json.loads(line)]

@@ -38,8 +38,8 @@ Rerun = Callable[[], Awaitable[float | None]]
 
 
 def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float | None) -> float:
-    """Compute the deadline of a program on a test case, in seconds. Without an anchor, the deadline is `longest`
-    (T_max).
+    """Compute the deadline of a program on a test case, in seconds. Without an anchor (`anchor` is None), the deadline
+    is `longest` (T_max).
     """
     if anchor is None:
         return longest

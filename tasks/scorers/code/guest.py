@@ -25,8 +25,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 CHANNEL = 3  # file descriptor of the socket between the two sandboxes of a test case
-# exit codes of tests in a sandbox without channels: a call has no recorded answer yet; a call differs from the recorded
-# call
+# exit codes of the tests: a call has no recorded answer yet, or differs from the recorded call
 ASKS, DIFFERS = 75, 76
 DEEPEST = 100  # largest depth of nested values
 LONGEST_TEXT = 500  # largest number of characters of an error's text
@@ -239,7 +238,7 @@ def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
 
     The tests see the program's functions by their names and in the module `solution`, and the function `entry` as
     `candidate`. A program cannot replace built-ins such as `abs` or `all` in the tests, because the tests use them to
-    decide whether the program passes. Only `entry` may have the name of a built-in.
+    decide whether the program passes. Only the tested function `entry` may have the name of a built-in.
     """
     channel = channel or open_channel()
     line = channel.readline()

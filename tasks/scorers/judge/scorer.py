@@ -210,8 +210,7 @@ class JudgeScorer(Scorer):
 
 
 def choose_opponents(response: str, peers: Sequence[str], most: int | None) -> Sequence[str]:
-    """Choose up to `most` opponents of a response among the other responses to the same prompt, which are the
-    neighbours on a ring of all these responses.
+    """Choose up to `most` opponents of a response: its neighbours on a ring of all responses to the same prompt.
 
     The order of the ring depends only on hashes of the responses, so that every response is an opponent of its own
     opponents.

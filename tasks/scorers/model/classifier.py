@@ -187,7 +187,7 @@ def _open_writer(config: ModelReward, folder: Path, model: Any, section: str, no
 
 
 def _load(config: ModelReward, folder: Path, section: str, *, empty: bool = False) -> Any:
-    """Load the model; with `empty`, load it without the values of the weights."""
+    """Load the reward model; with `empty`, do not load the values of the weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     try:

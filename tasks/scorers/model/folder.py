@@ -1,4 +1,4 @@
-"""Finds the files of a reward model without loading it. The model's folder has safetensors files and a fast
+"""Finds the files of a reward model without loading the model. The model's folder has safetensors files and a fast
 tokenizer.
 """
 

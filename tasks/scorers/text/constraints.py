@@ -81,8 +81,8 @@ def _has_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Return whether a text has this number of paragraphs, which `***` separates. Only the first and the last paragraph
-    may be empty.
+    """Return whether a text has `num_paragraphs` paragraphs that are separated by `***`. Only the first and the last
+    paragraph may be empty.
     """
     paragraphs = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     return all(paragraphs[1:-1]) and len([part for part in paragraphs if part]) == num_paragraphs

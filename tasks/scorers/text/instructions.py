@@ -18,7 +18,7 @@ Constraints = list[tuple[str, Mapping[str, Any]]]
 
 
 def follow_instructions(response: str, reference: Mapping[str, Any], *, strict: bool = False) -> Score:
-    """Score a response by the constraints of its data row. Each constraint is a part of the score."""
+    """Score a response by the constraints of its data row. Each constraint is a named part of the score."""
     parts = dict[str, float]()
     for name, arguments in read_constraints(reference):
         same = sum(part.partition("#")[0] == name for part in parts)

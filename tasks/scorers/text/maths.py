@@ -118,7 +118,7 @@ def is_bare(response: str, gold: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def read_latex(text: str) -> tuple[Any, ...]:
-    """Parse an answer into a list of the sympy expression, if there is one, and the text."""
+    """Parse an answer into a tuple of the sympy expression, if there is one, and the text."""
     return tuple(parse(f"${text}$", LATEX, parsing_timeout=None))
 
 
@@ -151,8 +151,7 @@ def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: 
     """Return whether each number in the reference answer `gold` that rounds to 0 is in `answer`, to `decimals`
     significant digits.
 
-    This check is needed because math-verify rounds to digits after the decimal point, so that all tiny numbers are
-    equal.
+    math-verify rounds to digits after the decimal point and so treats all tiny numbers as equal.
     """
     limit = 10.0**-decimals
     tiny = [number for part in gold for number in _list_numbers(part) if 0 < abs(number) < limit]
