@@ -43,8 +43,8 @@ WaitForPublish = Callable[[], None]
 
 
 def no_wait() -> None:
-    """Return at once. This function is the argument `settle` of a train step that need not wait until the previous
-    policy version is stored."""
+    """Return at once. The function `no_wait` is the argument `settle` of a train step that need not wait until the
+    previous policy version is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Learner(Protocol):
                 stored. If the function `settle` raises an error, `step` ends, and no stored tensor is changed.
 
         Raises:
-            NotFinite: the batch, the loss or the gradient contains a NaN or an infinity; the message names the version,
-                the batch and the value.
+            NotFinite: the batch, the loss or the gradient contains a NaN or an infinity. The error message names the
+                policy version, the batch and the value.
         """
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:

@@ -224,5 +224,5 @@ class TorchLearner(TrainedModels):
 
 
 def _of_stem(stem: str, files: Mapping[str, Data]) -> Files:
-    """Return the name and the content of each file whose name begins with `stem`."""
+    """Return the name and the content of each file whose name begins with the prefix `stem`."""
     return ((name, files[name]) for name in files if name.startswith(stem))

@@ -4,7 +4,7 @@ correction, advantage, penalties).
 A part of an objective is a subsection of a few keys. The part's formula and paper are documented beside the code that
 computes the formula. The key `kind` names a preset objective (see `presets.py`). Parts and keys of an objective that
 the recipe (the run's TOML file) leaves out are taken from the preset. The configuration that is recorded with a run
-contains every key of every part of the objective. This module imports only pydantic, and not torch.
+contains every key of every part of the objective. The module `objectives.config` imports only pydantic, and not torch.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Penalties(Section):
             cure = "kl_target adapts kl_weight, which is 0; set kl_weight, for example to 0.01"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
-            # An explicit weight of 0 is allowed, because a sweep over KL weights may include 0.
+            # An explicit KL weight of 0 is allowed, because a sweep over KL weights may include 0.
             value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
                 cure = f"this key has no effect without {counts_with}; remove it, or set {counts_with}, too"
@@ -259,7 +259,8 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 
 # Keys that the configuration of a recorded run has for an objective.
-# If all of these keys are given, keys without an effect are not rejected, so that the recorded run can be replayed.
+# If an objective has all keys of `RECORDED`, keys without an effect are not rejected, so that the recorded run can be
+# replayed.
 # A form also sends every key, so `check_new` repeats the important checks when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
@@ -301,7 +302,7 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings of an objective that would train something other than they say. Call this function only for new
+    """Reject settings of an objective that would train something other than they say. Call `check_new` only for new
     runs."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
@@ -354,8 +355,8 @@ EARLIER = {
 
 
 def _as_parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the values of keys from older configurations into the parts of an objective. A value of null counts as not
-    set."""
+    """Move the values of keys from older configurations into the parts of an objective. An older key whose value is
+    null counts as not set."""
     found = {name: value for name, value in tree.items() if name not in EARLIER and value is not None}
     for name in EARLIER.keys() & tree.keys():
         part, key = EARLIER[name]

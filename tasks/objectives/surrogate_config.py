@@ -1,8 +1,8 @@
 """The sections `ratio` and `surrogate` of `[train.objective]`, which define the loss of each token.
 
 The formulas of ratios and surrogate losses are in `ratios.py` and `surrogates.py`. In this module, A is the advantage,
-pi the trained policy, and mu the policy that the key `ratio.to` names. This module imports only pydantic, and not
-torch.
+pi the trained policy, and mu the policy that the key `ratio.to` names. The module `surrogate_config` imports only
+pydantic, and not torch.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ NAMES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def to_files(stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, Data]:
-    """Return safetensors files as a mapping of file names to contents. Each file name begins with `stem`, such as
-    "weights/model"."""
+    """Return safetensors files as a mapping of file names to contents. Each file name begins with the prefix `stem`,
+    such as "weights/model"."""
     shards = plan_files(stem, tensors, shard_bytes)
     return {**{name: file_of(shard) for name, shard in shards.items()}, **index_of(stem, shards)}
 

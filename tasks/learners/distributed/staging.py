@@ -131,8 +131,8 @@ class _FileSlots:
 
     @contextmanager
     def reserve(self, *, alone: bool) -> Iterator[None]:
-        """Reserve memory for one file during the block. If `alone` is set, the rank has no other file in memory during
-        the block."""
+        """Reserve a rank's memory for one file while the `with` block runs. If `alone` is set, the rank has no other
+        file in memory while the `with` block runs."""
         places = HELD if alone else 1
         with self._door:  # one caller at a time acquires slots, so that two callers cannot block each other
             for _ in range(places):

@@ -199,7 +199,7 @@ class AdapterReference(Reference):
 
 @contextmanager
 def swap_values(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """While the block runs, give each parameter the values of the tensor that is paired with it."""
+    """While the `with` block runs, give each parameter the values of the tensor that is paired with it."""
     own = [(parameter, parameter.data, other) for parameter, other in pairs]
     try:
         for parameter, _, other in own:

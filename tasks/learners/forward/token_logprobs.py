@@ -81,7 +81,7 @@ class TokenLogprobs:
 
     @contextmanager
     def add_in_place(self) -> Iterator[None]:
-        """Let backward passes in the block add up gradients in place, to save memory; see `LMHead` and
+        """Let backward passes in the `with` block add up gradients in place, to save memory; see `LMHead` and
         `AddingEmbedding`."""
         with self._head.add_in_place(), self._embedding.add_in_place():
             yield

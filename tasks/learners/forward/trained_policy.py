@@ -35,8 +35,8 @@ class TrainedPolicy(TrainedTensors):
 
     @contextmanager
     def use_published(self) -> Iterator[None]:
-        """While the block runs, make the model compute with the published weights. Code in the `with` block must not
-        compute gradients."""
+        """While the `with` block runs, make the model compute with the published weights. Code in the `with` block must
+        not compute gradients."""
         yield
 
     def weights(self) -> dict[str, Tensor]:

@@ -111,7 +111,8 @@ class MultiRankLearner:
                 sharded learner raise `RankFailed`, too.
         """
         if not self._alike:
-            settle()  # wait until the previous version is stored, because the same tensors are sent to the other ranks
+            # wait until the previous policy version is stored, because the stored tensors are sent to the other ranks
+            settle()
         with self._guard_ranks(f"version {version + 1} was trained"):
             if not self._alike:
                 self._share_state()

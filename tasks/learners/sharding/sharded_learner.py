@@ -181,7 +181,7 @@ class ShardedLearner(TorchLearner):
         if not self.sharded:
             return super().logprobs(tokens)
         found = self.policy.run(lambda: torch.tensor(TorchLearner.logprobs(self, tokens), dtype=torch.float64))
-        release_memory(self.model.parameters())  # free the gathered weights before the version is published
+        release_memory(self.model.parameters())  # free the gathered weights before the policy version is published
         return tuple(found.tolist())
 
     def first_nonfinite(self) -> str | None:
