@@ -32,8 +32,8 @@ class ExpectedRows:
 
     limits: BatchLimits | None = None
     prompts: Mapping[int, Prompt] | None = None  # prompt index -> the prompt
-    held: frozenset[int] = frozenset()  # indices of the held-out prompts
-    # maps the tokens of a held-out prompt to its id
+    held: frozenset[int] = frozenset()  # indices of the prompts that are held out from training
+    # maps the tokens of a prompt that is held out from training to the prompt's id
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     vocabulary: int = ANY_TOKEN
     stops: frozenset[int] = frozenset()

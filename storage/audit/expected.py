@@ -38,8 +38,9 @@ class BatchLimits:
 class ExpectedPrompts:
     """The prompts of a run, with the vocabulary size and the stop tokens of the run's policy."""
 
-    ask: Callable[[int], tuple[Prompt, bool]]  # maps the index of a prompt to the prompt, and to whether it is held out
-    # maps the tokens of a held-out prompt to its id
+    # maps an index to the prompt, and to whether the prompt is held out from training
+    ask: Callable[[int], tuple[Prompt, bool]]
+    # maps the tokens of a prompt that is held out from training to the prompt's id
     held_out: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     stops: frozenset[int] = frozenset()  # tokens that end a response

@@ -1,4 +1,5 @@
-"""Finds in a run's log what happened to each attempt to answer a prompt, and which entry published a policy version.
+"""Finds in a run's log what happened to each attempt to answer a prompt, and which log entry published a policy
+version.
 
 A dispatch (one attempt to answer a prompt) is in flight from the moment when the prompt is issued until the group of
 responses is discarded or committed in a batch. If the responses of a dispatch are committed in a batch, the dispatch

@@ -1,5 +1,5 @@
-"""A run's log is a sequence of numbered entries, each of which is created atomically. The log decides what has happened
-in the run.
+"""A run's log is a sequence of numbered entries, each of which is created atomically. If records of a run disagree, the
+run's log is right.
 
     append   state --decide--> entry n + 1 --create--> stored, and so are all objects that it names
                 ^                       |

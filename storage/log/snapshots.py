@@ -1,4 +1,5 @@
-"""Writes snapshots, from which a log is opened fast, and segments, from which damaged log entries are restored.
+"""Writes snapshots of a run's state, which make opening the log fast, and segments (files with copies of log entries),
+from which damaged log entries are restored.
 
     log_snapshots/<n>-<hash of entry n>.json     the state after entry n, sealed
     log_segments/<first>.jsonl                   EVERY entries from `first` on, verbatim

@@ -146,7 +146,7 @@ class S3Connection:
 
     @property
     def late(self) -> str:
-        """A description of the oldest pending request if its answer is late, else ""; any thread may read this
+        """A description of the oldest pending request if the answer is late, else ""; any thread may read this
         property."""
         now = time.monotonic()
         began, method = min(list(self._asked.values()), default=(now, ""))

@@ -3,8 +3,8 @@ each scorer.
 
 After a restart, the reward actor (the Ray actor that scores responses) computes the deadlines of test cases from the
 stored run times. If the record of run times is missing, damaged or old, the deadlines of some test cases begin again at
-the maximum, so no program is killed too early. A score that an adaptive deadline of a test case decided says so, and
-names the deadline.
+the maximum, so no program is killed too early. If an adaptive deadline of a test case decided a score, this is recorded
+with the score, together with the deadline.
 """
 
 from __future__ import annotations
