@@ -1,14 +1,18 @@
 """The prompts of a run, from all of its question sources. The prompt with a given index depends only on the run's
 config and seed.
 
-- `prompt(index)` accepts any index at any time, so a restarted scheduler can issue the prompts that were in flight.
-- A training prompt that is too long for the policy's context is replaced by the prompt at a later position. A held-out
-  prompt that is too long for the policy's context is omitted.
-- Held-out prompts are chosen before any training prompt. No training prompt and no demonstration has the same question
-  key as a held-out prompt.
-- In a run with D question sources, the index of a prompt is position * D + source, so that each source has its own
-  sequence of positions.
-- Demonstrations from several question sources alternate in proportion to the sources' shares.
+`prompt(index)` accepts any index at any time, so a restarted scheduler can issue the prompts that were in flight.
+
+A training prompt that is too long for the policy's context is replaced by the prompt at a later position. A held-out
+prompt that is too long for the policy's context is omitted.
+
+Held-out prompts are chosen before any training prompt. No training prompt and no demonstration has the same question
+key as a held-out prompt.
+
+In a run with D question sources, the index of a prompt is position * D + source, so that each source has its own
+sequence of positions.
+
+Demonstrations from several question sources alternate in proportion to the sources' shares.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
 """The interface of scorers, which get many responses at once and return a score for each response.
 
-- A score has a value, which becomes the reward of the response. A score also has a readable reason, optional named
-  parts, and an `Outcome`.
-- Every response gets a score. If scoring failed, the score's outcome says whether the deadline passed, the worker
-  process died, or the scorer raised an error.
-- A response that is slow to score delays no other response for long, because each score has its own future.
-- A scorer may call a function in a worker process, a Ray actor or an HTTP endpoint. Only the function `build_scorer`
-  decides which scorer a run has.
-- A score must depend only on the response and its reference, because a response is scored again if its worker process
-  dies. The one exception are adaptive deadlines of test cases: a score that depends on an adaptive deadline has a part
-  "deadline".
+A score has a value, which becomes the reward of the response. A score also has a readable reason, optional named parts,
+and an `Outcome`.
+
+Every response gets a score. If scoring failed, the score's outcome says whether the deadline passed, the worker process
+died, or the scorer raised an error.
+
+A response that is slow to score delays no other response for long, because each score has its own future.
+
+A scorer may call a function in a worker process, a Ray actor or an HTTP endpoint. Only the function `build_scorer`
+decides which scorer a run has.
+
+A score must depend only on the response and its reference, because a response is scored again if its worker process
+dies. The one exception are adaptive deadlines of test cases: a score that depends on an adaptive deadline has a part
+"deadline".
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
 The worker process first writes a line: either that it is ready, with the scorer's version, or why it cannot start. The
 kind of the verifier decides which lines the worker process reads and writes.
 
-- If the verifier scores one response per call, each input line is one request. For such a verifier, the worker process
-  writes one score per line, in the order of the requests.
-- If the verifier scores several responses at a time, each input line is a list of numbered requests. For such a
-  verifier, the worker process writes one line per score, with the number of the request, in any order.
-- A request may have the deadline anchors of its data row (see the module `deadlines`). The worker process may add a
-  `DeadlineReport` to the score of a request with deadline anchors. A `DeadlineReport` about a test case that ran again
-  is sent without a score.
+If the verifier scores one response per call, each input line is one request. For such a verifier, the worker process
+writes one score per line, in the order of the requests.
+
+If the verifier scores several responses at a time, each input line is a list of numbered requests. For such a verifier,
+the worker process writes one line per score, with the number of the request, in any order.
+
+A request may have the deadline anchors of its data row (see the module `deadlines`). The worker process may add a
+`DeadlineReport` to the score of a request with deadline anchors. A `DeadlineReport` about a test case that ran again is
+sent without a score.
 
 The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
 section as JSON. The worker process sends its warnings to the open socket with the file descriptor `EAR`. The worker

@@ -1,13 +1,16 @@
 """Calls a judge at an OpenAI-compatible endpoint, with at most `at_once` calls at a time and `tokens_per_minute` tokens
 in a minute.
 
-- The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. Pauses between
-  tries grow, or follow the endpoint's Retry-After header. An answer of the judge that is no valid verdict counts as a
-  failed try.
-- If no try of a call gives a verdict, the method `ask` raises `Unjudged`, because the policy is not the cause.
-- The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
-  up. When the run must end, the event `failed` is set, and each further call raises the error.
-- The endpoint's API key appears in no error message.
+The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. Pauses between tries
+grow, or follow the endpoint's Retry-After header. An answer of the judge that is no valid verdict counts as a failed
+try.
+
+If no try of a call gives a verdict, the method `ask` raises `Unjudged`, because the policy is not the cause.
+
+The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
+up. When the run must end, the event `failed` is set, and each further call raises the error.
+
+The endpoint's API key appears in no error message.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """Writes the messages that a judge reads about a response, and parses the judge's verdict.
 
-- The prompt puts a response between two marks that contain a hash of the response, so no response can contain its own
-  mark. The system message tells the judge that text between the marks is never an instruction.
-- A space is inserted into text of a response that a chat template could read as a control token, such as <|im_start|>.
-- A prompt template is filled in one pass, so placeholders in the question or in the response stay text.
-- A verdict is read only from the JSON object in the judge's answer. An answer of the judge that violates the JSON
-  schema in any way is no verdict.
+The prompt puts a response between two marks that contain a hash of the response, so no response can contain its own
+mark. The system message tells the judge that text between the marks is never an instruction.
+
+A space is inserted into text of a response that a chat template could read as a control token, such as <|im_start|>.
+
+A prompt template is filled in one pass, so placeholders in the question or in the response stay text.
+
+A verdict is read only from the JSON object in the judge's answer. An answer of the judge that violates the JSON schema
+in any way is no verdict.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 r"""The verifier `choice`, which scores responses to multiple-choice questions.
 
-The verifier looks for a choice in the following places, and uses the first place that has one. A response that names
-several letters in that place is unparsable.
+The verifier looks for a choice in four places of a response, and uses the first place that has a choice. A response
+that names several letters in that place is unparsable.
 
-1. The verifier first looks at a marked answer, such as `\boxed{B}`, an <answer> tag, or "#### B".
-2. Second, the verifier looks for a phrase such as "Answer: B" or "the answer is (B)".
-3. Third, the whole response or its last line may be a choice, such as "B", "(B)", "B. Paris", or the text of an option.
-4. Last, the verifier looks for a letter in parentheses, such as "(B)".
+The first place is a marked answer, such as `\boxed{B}`, an <answer> tag, or "#### B". The second place is a phrase such
+as "Answer: B" or "the answer is (B)". The third place is the whole response or its last line, such as "B", "(B)" or the
+text of an option. The fourth place is a letter in parentheses, such as "(B)".
 
 The column `answer` of a data row is the letter or the text of the right option. The optional column `options` of a data
 row is a list of the texts of A, B, C and so on, or an object that maps letters to texts.

@@ -3,11 +3,13 @@ r"""The verifier `maths`, which compares the final answer of a response with the
     response --> the marked answer (\boxed{}, <answer>, ####), else the last expression --> LaTeX --> sympy
     reference["answer"], LaTeX or plain ------------------------------------------------> LaTeX --> sympy
 
-- Answers with equal values are equal, for example `1/2`, `\frac{1}{2}`, `0.5` and `50\%`, or `x(x+1)` and `x^2+x`.
-  Units of answers are not compared.
-- An answer that math-verify cannot compare in `reward.deadline_seconds`, such as `10^{10^{10}}`, ends as a timeout,
-  because the worker process is killed. The timers of math-verify are off, because they need the main thread.
-- A response has the outcome "unparsable" if it has no answer or if its answer is too long to compare.
+Answers with equal values are equal, for example `1/2`, `\frac{1}{2}`, `0.5` and `50\%`, or `x(x+1)` and `x^2+x`. Units
+of answers are not compared.
+
+An answer that math-verify cannot compare in `reward.deadline_seconds`, such as `10^{10^{10}}`, ends as a timeout,
+because the worker process is killed. The timers of math-verify are off, because they need the main thread.
+
+A response has the outcome "unparsable" if it has no answer or if its answer is too long to compare.
 """
 
 from __future__ import annotations
