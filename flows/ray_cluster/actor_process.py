@@ -14,7 +14,7 @@ from rollflow.flows.ray_cluster.lost_workers import explain_lost_worker, list_de
 from rollflow.tasks.actors.early_imports import Kind
 
 CALL_SECONDS = 20.0
-KINDS: dict[str, Kind] = {  # class name of an actor -> the kind of Ray worker that the actor starts in
+KINDS: dict[str, Kind] = {  # class name of a Ray actor -> the kind of Ray worker in which the actor starts
     "EngineActor": "engine",
     "LearnerActor": "learner",
     "RolloutActor": "rollout",

@@ -78,7 +78,7 @@ def note_death(folder: Path, pid: int, kind: str, why: str) -> None:
 
 
 def explain_lost_worker(kind: str) -> str:
-    """Return the reason why a Ray worker for this kind of actor died before it registered; return each death only once.
+    """Return the reason why a Ray worker for this kind of actor died before it registered; report each death only once.
     If no Ray worker of this kind died, or if another worker of this kind is starting, return "".
     """
     for file in list_deaths():
@@ -114,7 +114,7 @@ def _is_starting(kind: str, folder: Path) -> bool:
 
 
 def _list_children(pid: int) -> set[int]:
-    """Return the process ids of a process's children from /proc, which is cheap to read."""
+    """Return the process ids of a process's children, as listed in /proc."""
     found: set[int] = set()
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -77,7 +77,7 @@ def crashed_supervisors(deployment: str, ids: Mapping[str, UUID]) -> Any:
 
 
 def _build_automation(name: str, trigger: Any, action: Any) -> Any:
-    """Build a Prefect automation whose description contains a digest, by which changes are detected."""
+    """Build a Prefect automation whose description contains a digest of its content, so that changes are detected."""
     from prefect.events.schemas.automations import AutomationCore
 
     fields = trigger.model_dump(mode="json", exclude={"id"})

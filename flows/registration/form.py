@@ -76,9 +76,7 @@ def _with_new_names(definitions: Mapping[str, Schema]) -> dict[str, Schema]:
 
 
 def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
-    """Return the names of the config sections that may stand at a dotted path of a recipe, such as
-    "train.objective".
-    """
+    """Return the names of the config sections that a recipe may contain at a dotted path such as "train.objective"."""
     found = [name for name in definitions if name == "RunConfig"]
     for part in place.split("."):
         nodes = [definitions[name]["properties"].get(part) for name in found]
@@ -87,7 +85,7 @@ def _sections_at(place: str, definitions: Mapping[str, Schema]) -> list[str]:
 
 
 def form_values(config: RunConfig) -> Schema:
-    """Return the values that fill the form of a recipe (a run's config file): every key that is not null. A part of the
+    """Return the values that fill the form of a recipe (a run's config file), without keys that are null. A part of the
     training objective that the recipe does not set is null, which means "as in the preset".
     """
     tree: Schema = config.model_dump(mode="json", exclude_none=True)

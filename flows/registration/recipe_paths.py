@@ -31,8 +31,8 @@ Anchor = Callable[[str, Path], str]
 
 
 def recipe_folder(recipe: Path) -> Path:
-    """Return the folder to which paths in a recipe are relative: the recipe's own folder, or the working folder if the
-    recipe comes from a pipe.
+    """Return the folder to which the paths in a recipe (a run's config file) are relative: the recipe's folder, or the
+    working folder if the recipe comes from a pipe.
     """
     return recipe.parent.resolve() if recipe.is_file() else Path.cwd()
 
@@ -43,8 +43,8 @@ def path_values(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def anchor_paths(tree: Mapping[str, Any], folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Make the relative paths in a config absolute, relative to `folder`, except values that are equal in the config
-    `known`.
+    """Make the relative paths in a config absolute, relative to `folder`, except paths that `known` contains under the
+    same key.
 
     Raises:
         ConfigError: the path `policy.path` exists in the working folder, but not in `folder`.

@@ -3,7 +3,7 @@
 Prefect's own upsert replaces a deployment's schedules, default parameters, description and tags. This module follows
 three rules when a Prefect deployment is registered again.
 
-* The flag `paused` is never sent.
+* The flag `paused` of a deployment is never sent to Prefect.
 * The parameters, description, tags, concurrency limit and schedules of a deployment are sent only if no user has
   changed them since the last registration. The version field of a Prefect deployment contains a digest of each
   registered value.

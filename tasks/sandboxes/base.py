@@ -109,7 +109,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of one sandbox below the limits in the config; None means the limit in the config."""
+    """Limits for one sandbox that are stricter than those in the config; None means the limit in the config."""
 
     memory_bytes: int | None = None
     folder_bytes: int | None = None
@@ -131,7 +131,7 @@ class SessionResult:
     """What one run of a session did.
 
     `output` is stdout and stderr in the order in which they were written, including the output of background processes
-    of earlier runs. `return_code` is the exit code of the last command in a shell; in a Python session it is 0 for
+    of earlier runs. `return_code` is the exit code of the last command in a shell; a Python session returns 0 for
     success and 1 for an error. `lost` is empty if the session keeps its state (variables, working folder, functions).
     If the state is lost, `lost` says why; the files remain, and the next run starts a new session.
     """

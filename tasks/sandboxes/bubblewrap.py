@@ -210,7 +210,7 @@ class BoxSandboxes:
 
 
 class NamespaceSandbox:
-    """A sandbox in a box; its keeper process at the other end of the socket `keeper` runs the programs."""
+    """A sandbox in a box; the sandbox's keeper process, at the other end of the socket `keeper`, runs the programs."""
 
     def __init__(self, keeper: socket.socket, kill: Callable[[], None]) -> None:
         self._keeper, self._kill = keeper, kill

@@ -125,7 +125,7 @@ class RockSandbox(Section):
     )
 
 
-ServerSandbox = RunCodeSandbox | RockSandbox  # kinds whose sandboxes run on a remote server
+ServerSandbox = RunCodeSandbox | RockSandbox  # kinds of sandbox that run on a remote server
 SandboxConfig = Annotated[
     BubblewrapSandbox | SandlockSandbox | UnsafeProcessSandbox | RunCodeSandbox | RockSandbox,
     Field(discriminator="kind"),

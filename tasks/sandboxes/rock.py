@@ -1,9 +1,9 @@
 """Sandboxes on a server that speaks the protocol of ROCK, or on a rocklet, the agent that ROCK runs inside each of its
 sandboxes.
 
-A ROCK server starts a sandbox at each call of `create`, and stops the sandbox when it is closed. A rocklet has no
-separate sandboxes: all programs run on the rocklet's machine, each in its own folder. The protocol carries stdout and
-stderr as text.
+A ROCK server starts a sandbox at each call of `create`, and stops the sandbox when the sandbox is closed. A rocklet has
+no separate sandboxes: all programs run on the rocklet's machine, each in its own folder. The protocol carries stdout
+and stderr as text.
 
 Isolation and limits are enforced only by the sandbox on the server. An infrastructure error raises `SandboxFailed`, and
 `run` then repeats the program in a new sandbox. A killed program counts as timed out if its deadline had passed and the
@@ -279,8 +279,8 @@ class RockRemoteSandbox:
         return not self._is_closed and bool(found.get("is_alive"))
 
     async def close(self) -> None:
-        """Stop the sandbox; if the server does not answer, it will stop the sandbox after `clear_minutes` without a
-        request. See `Sandbox.close`.
+        """Stop the sandbox; a server that does not answer stops the sandbox after `clear_minutes` without a request.
+        See `Sandbox.close`.
         """
         if self._is_closed:
             return

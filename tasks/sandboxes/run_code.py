@@ -1,8 +1,8 @@
 """Sandboxes on a server that speaks the protocol of SandboxFusion: each program is one request `POST /run_code`.
 
-The server runs each program in a new sandbox that contains the uploaded files. The server deletes files that the
-program wrote when it answers. Isolation and limits are enforced only by the server. The protocol carries text only, so
-stdin, stdout and stderr must be UTF-8.
+The server runs each program in a new sandbox that contains the uploaded files. After each answer, the server deletes
+the files that the program wrote. Isolation and limits are enforced only by the server. The protocol carries text only,
+so stdin, stdout and stderr must be UTF-8.
 
 A request that fails with status 5xx, or gets no answer, is sent again after a growing pause. Sending a program twice is
 safe, because a program has no effect outside its sandbox.

@@ -1,4 +1,4 @@
-"""Checks whether this machine can run a kind of sandbox, before a run needs it."""
+"""Checks whether this machine can run a kind of sandbox, before a run needs the sandbox."""
 
 from __future__ import annotations
 

@@ -103,7 +103,9 @@ class Keeper:
         give_up_capabilities()
 
     def serve(self) -> Request:
-        """Answer requests for ever; only a process forked to run Python source returns, with its request."""
+        """Answer requests in an endless loop; only in a process forked to run Python source, return the request of that
+        program.
+        """
         self._answer({"ready": True})
         if own := self._fork_program():
             return own
@@ -141,7 +143,9 @@ class Keeper:
         return self._program is None and bool(list_processes())
 
     def _fork_program(self) -> Request | None:
-        """Fork the process of the next program; only a child that is to run Python source returns a request."""
+        """Fork a process for the next program; only in a child process that is to run Python source, return the
+        program's request.
+        """
         gate, other = socket.socketpair()
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         try:

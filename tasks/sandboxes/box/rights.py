@@ -40,7 +40,7 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE3, NEWEST = 435, 450  # from number 424 on, x86-64 and aarch64 use the same numbers of system calls
 X32 = 0x40000000  # bit that marks system calls of the x32 interface of x86-64
-# number of a system call on x86-64 and on aarch64; None if aarch64 does not have the call
+# number of a system call on x86-64 and on aarch64; None means that aarch64 has no such call
 Numbers = tuple[int, int | None]
 REFUSED: dict[str, Numbers] = {
     "shmget": (29, 194),

@@ -57,7 +57,9 @@ class Parent:
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> Request:
-        """Answer requests to create and kill sandboxes; only a process forked to run Python source returns."""
+        """Create and kill sandboxes on request; only in a process forked to run Python source, return the program's
+        request.
+        """
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
             if self._ended in ready:
@@ -77,8 +79,8 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Start the keeper of a sandbox in new namespaces; only a process forked to run Python source returns a
-        request.
+        """Start a sandbox's keeper in new namespaces; only in a process forked to run Python source, return the
+        program's request.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
@@ -182,7 +184,7 @@ def finish(code: int) -> int:
 
 
 def main() -> Request:
-    """Prepare this process and create sandboxes; only a process forked to run Python source returns, with its
+    """Prepare this process and create sandboxes; only in a process forked to run Python source, return the program's
     request.
     """
     limits = json.loads(sys.argv[1])

@@ -21,13 +21,13 @@ POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory an
 CHUNK = 65536
 NO_CORE = 1  # core file limit in bytes; with 0, the kernel would still start the host's core dump handler
 RESIDENT, FILES = b"RssAnon:", b"FDSize:"
-# fields of memory that belongs to no file
+# fields of /proc/PID/status for memory that belongs to no file
 ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
-# fields that divide each page among the processes that share it
+# fields of smaps_rollup in which each page is divided among the processes that share it
 SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
 SOCKET_KIB = 416  # largest send buffer of a socket in KiB under the kernel's default settings
 WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not SIGCHLD
-COMPARED = 64  # largest number of processes that a process is compared with
+COMPARED = 64  # largest number of processes with which a process is compared to find shared memory
 KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
 
@@ -150,9 +150,9 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
 
     `pids` are the ids of the sandbox's processes; None means all processes in this process namespace.
 
-    Memory pages that processes share are counted once, and of open files only sockets are counted. This exact count is
-    slow, so it is made only if the sum over all processes exceeds the memory limit. If a process hides its open files
-    or its shared pages, all of them are counted.
+    Memory pages that processes share are counted once, and of open files only sockets are counted. The exact count is
+    slow, so it is only made if the sum over all processes exceeds the memory limit. If a process hides its open files
+    or its shared pages, all its files and pages are counted.
     """
     found = {pid: _measure(pid) for pid in (list_processes() if pids is None else pids)}
     if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:

@@ -21,9 +21,10 @@ class GuestProcess:
     def __init__(
         self, roots: set[int], command: Sequence[str], request: Mapping[str, Any], outputs: int, **more: Any
     ) -> None:
-        """Start the process; if `outputs` is 2, stdout and stderr are separate, and if it is 1, they share a pipe.
+        """Start the process; if `outputs` is 2, stdout and stderr get separate pipes, and if `outputs` is 1, a common
+        pipe.
 
-        `roots` contains the ids of the guest's own child processes; this process is a member until `collect` is called.
+        `roots` contains the ids of the guest's own child processes; `collect` removes this process from `roots`.
 
         Raises:
             OSError: the process cannot be started.

@@ -140,7 +140,9 @@ class SandboxGuest:
         return {}, b""
 
     def do_upload(self, request: Header, data: bytes) -> Work:
-        """Write a file and its missing parent folders; with `only_below`, only below the sandbox's folder."""
+        """Write a file and its missing parent folders; if `only_below` is true, reject paths outside the sandbox's
+        folder.
+        """
         path = request["path"]
         if request["only_below"]:
             write_file(*self._split(path), data)
@@ -153,7 +155,7 @@ class SandboxGuest:
         return {}, b""
 
     def do_download(self, request: Header, _: bytes) -> Work:
-        """Read a file of at most `most` bytes; with `only_below`, only below the sandbox's folder."""
+        """Read a file of at most `most` bytes; if `only_below` is true, reject paths outside the sandbox's folder."""
         path, most = request["path"], request["most"]
         data = (
             read_file(*self._split(path), most)

@@ -152,8 +152,8 @@ class GuestSession:
         self._process.take_output(request["most"])  # drop the warning of an interactive shell that it has no terminal
 
     def _run(self, code: str, deadline: float, most: int) -> Work:
-        """Send code to the session and wait for the end of the run; return how the run ended, and its exit code or
-        None.
+        """Send code to the session and wait for the end of the run; return why the run ended, and its exit code or None
+        if unknown.
         """
         assert self._process is not None
         data = memoryview(self._write_order(code))

@@ -12,7 +12,8 @@ from rollflow.tasks.sandboxes.box.watch import WALL
 
 
 def kill_children(list_roots: Callable[[], list[int]]) -> None:
-    """Kill and reap the child processes that `list_roots` returns, with all their descendants, until it returns none.
+    """Kill and reap the child processes that `list_roots` returns and all their descendants, until `list_roots` returns
+    none.
 
     `list_roots` is called repeatedly, because orphans of a killed process become children of this process.
     """

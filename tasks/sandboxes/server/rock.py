@@ -203,7 +203,7 @@ class RockService:
         return {"success": True, "message": "", "file_name": path.rpartition("/")[2]}
 
     async def stop(self, body: SandboxRequest) -> str:
-        """Stop a sandbox; do nothing if it is not running."""
+        """Stop a sandbox; do nothing if no running sandbox has this id."""
         await self._live.stop(body.sandbox_id)
         return f"{body.sandbox_id} stopped"
 

@@ -28,7 +28,7 @@ END_SECONDS = 2  # seconds that running requests get to finish when the server s
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file; if the file is missing, create it with a new token and mode 0600.
+    """Return the token in a file; if the file is missing, create the file with a new token and mode 0600.
 
     Raises:
         ConfigError: the token's file is empty, cannot be written, or can be read by other users.
