@@ -52,7 +52,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     resulting configuration. The module `recipe_paths` defines what relative paths in a recipe are relative to.
 
     Raises:
-        ConfigError: the recipe is invalid. The message has a sentence for each key that must change.
+        ConfigError: the recipe is invalid. The error message has a sentence for each configuration key that must
+        change.
     """
     tree = read_toml(path, "recipe")
     replaced = {override.partition("=")[0].strip() for override in overrides}
@@ -74,7 +75,7 @@ def _is_within(key: str, sections: Iterable[str]) -> bool:
 
 def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunConfig:
     """Apply the overrides (`key.path=value`) to a run's recorded configuration, and check the result. Raise
-    `ConfigError` if the result is invalid.
+    `ConfigError` if the changed configuration is invalid.
     """
     given = _without_nulls(tree)
     recorded = path_values(given)
@@ -96,7 +97,7 @@ def check_new_run(config: RunConfig, recorded: RunConfig | None = None) -> None:
     older runs were recorded with them.
 
     Args:
-        recorded: the recorded configuration of an existing run. Values that the run already has are accepted.
+        recorded: the recorded configuration of an existing run. Values that an existing run already has are accepted.
 
     Raises:
         ConfigError: a configuration value is not allowed in a new run.
@@ -140,7 +141,8 @@ def load_hardware(path: Path) -> Hardware:
     that rollflow ships.
 
     Raises:
-        ConfigError: the hardware file is invalid. The message has a sentence for each key that must change.
+        ConfigError: the hardware file is invalid. The error message has a sentence for each key of the file that must
+        change.
     """
     from rollflow.tasks.simulation.hardware import Hardware
 
@@ -261,7 +263,7 @@ def describe_errors(
 
 
 def _errors_behind(section: type[Section], tree: Mapping[str, Any]) -> list[ErrorDetails]:
-    """Return the errors that a configuration tree has even after its renamed keys get their present names."""
+    """Return the errors of a configuration tree that remain after its renamed keys get their present names."""
     renamed = section.renames.apply(tree)
     if renamed == tree:
         return []
@@ -306,7 +308,8 @@ def _place_refusal(place: str, error: ErrorDetails) -> str:
     """Return the sentence of a rejected configuration value, with the complete dotted name of its key.
 
     The section of a scorer names its keys as if it were `reward`, or without a section. The section may also be
-    `rewards.<name>`, or a part of a composite scorer. Every other kind of section has only one place in a recipe.
+    `rewards.<name>`, or a part of a composite scorer. Every configuration section that is not a scorer's has only one
+    place in a recipe.
     """
     if place.partition(".")[0] not in ("reward", "rewards"):
         return error["msg"]
@@ -354,7 +357,9 @@ def _suggest_key(key: str, given: object, section: type[Section], tree: Mapping[
 
 
 def _find_similar(key: str, known: Iterable[str]) -> list[str]:
-    """Return the known configuration keys that resemble a given key. Keys of the same section come first."""
+    """Return the known configuration keys that resemble a given key. Known keys of the same configuration section come
+    first.
+    """
     import difflib
 
     def likeness(one: str, other: str) -> float:
@@ -374,7 +379,9 @@ def _find_similar(key: str, known: Iterable[str]) -> list[str]:
 
 
 def _accepts(info: FieldInfo, given: object) -> bool:
-    """Return whether a given value has the shape of a configuration field, such as a table or a list of tables."""
+    """Return whether a given value has the shape that a configuration field needs, such as a table or a list of
+    tables.
+    """
     sections = any(True for _ in sections_of(info.annotation))
     if isinstance(given, Mapping):
         return (sections and not is_list(info)) or get_origin(info.annotation) is dict

@@ -1,5 +1,5 @@
-"""Lists the configuration keys of a recipe, with their defaults, allowed values and meanings. All information comes
-from the types of the configuration.
+"""Lists the configuration keys of a recipe, with their defaults, allowed values and meanings. All information about the
+keys comes from the types of the configuration.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def list_keys(section: type[Section]) -> Iterable[str]:
 
 
 def has_key(section: type[Section], key: str) -> bool:
-    """Return whether some kind of a configuration section has this dotted key. Parts of the key may be list positions
-    and user-defined names in tables.
+    """Return whether some kind of a configuration section has this dotted key. Parts of a dotted key may be list
+    positions and user-defined names in tables.
     """
     parts = [part for part in key.split(".") if not part.isdecimal()]
     named = {".".join([*parts[:place], "NAME", *parts[place + 1 :]]) for place in range(len(parts))}

@@ -1,10 +1,11 @@
-"""Runs a Prefect runner, which serves rollflow's flows as deployments. Deployments can be started from the Prefect UI
-or by a schedule.
+"""Runs a Prefect runner, which serves rollflow's flows as deployments. Users start a deployment from the Prefect UI, or
+a schedule starts it.
 
 `python -m rollflow.flows.deployments [--ready FILE] [--no-automations]` serves the flows until the process is stopped.
-The runner asks Prefect for scheduled flow runs every second. With Prefect's default of ten seconds, the flows of a run
-would start late. A command such as `rollflow run` watches its own runner and restarts crashed runs. If no command
-watches a runner, Prefect automations restart crashed runs (see `registration/automations.py`).
+The Prefect runner asks for scheduled flow runs every second. With Prefect's default of ten seconds between such
+requests, the flows of a run would start late. A command such as `rollflow run` watches its own runner and restarts
+crashed runs. If no command watches a runner, Prefect automations restart crashed runs (see
+`registration/automations.py`).
 
 The runner of `rollflow run` serves six flows, whose deployments have the name of the run. The runner of
 `rollflow serve` serves the six flows in deployments with the name "rollflow". For each recipe that rollflow ships or
@@ -92,8 +93,8 @@ def offer_nightly(plan: Nightly) -> DeploymentOffer:
 
 
 def offer_recipes() -> list[DeploymentOffer]:
-    """Return the Prefect deployments of all served recipes and nightly files. Invalid files are reported and
-    skipped.
+    """Return the Prefect deployments of all served recipes and nightly files. Invalid recipes and nightly files are
+    reported and skipped.
     """
 
     def tell(error: object) -> None:
@@ -151,8 +152,8 @@ async def serve(
 
 
 async def _follow_recipes(add: Any) -> None:
-    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. After a failure, report it
-    and try again.
+    """Serve each recipe that `rollflow deploy` adds while this Prefect runner is running. If a new recipe cannot be
+    served, report the failure and try again.
     """
     seen, reported = _modified_at(), ""
     while True:

@@ -26,15 +26,15 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 
 @flow(name="evaluate")
 def evaluate(run: RunPlace, version: NonNegativeInt) -> dict[str, Any]:
-    """Return the held-out evaluation of the policy version `version`. If no evaluation is stored, evaluate the version
-    on a new engine.
+    """Return the held-out evaluation of the policy version `version`. If no evaluation of the policy version is stored,
+    evaluate the version on a new inference engine.
     """
     return asdict(evaluate_version(await_run(run), version))
 
 
 def evaluate_version(context: RunContext, version: int, note: Callable[[], None] = lambda: None) -> Evaluation:
-    """Return the stored held-out evaluation of a policy version. If there is none, evaluate the version and store the
-    result.
+    """Return the stored held-out evaluation of a policy version. If no evaluation is stored, evaluate the policy
+    version and store the result.
     """
     if stored := read_evaluation(context.store, version):
         return stored

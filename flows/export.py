@@ -1,4 +1,4 @@
-"""Exports one policy version of a run as an ordinary Hugging Face model folder. Only the run's storage is read.
+"""Exports one policy version of a run as an ordinary Hugging Face model folder. An export reads only the run's storage.
 
 The exported weights are checked against the hashes in the run's log. In the exported folder, Hugging Face's
 `AutoTokenizer` gives the same tokens as in the run. An exported folder appears under its final name only after all its
@@ -61,8 +61,8 @@ def _create_folder(folder: Path) -> Iterator[Path]:
 
 
 def _check_kept(context: RunContext, version: PolicyVersion) -> None:
-    """Raise `ConfigError` if the weights of this policy version were deleted. The error lists the versions that can be
-    exported.
+    """Raise `ConfigError` if the weights of this policy version were deleted. The error lists the policy versions that
+    can be exported.
     """
     stored = set(context.store.list("policies"))
     if _has_weights(stored, version):

@@ -70,8 +70,8 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
 
 
 def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: Any) -> Iterator[str]:
-    """Yield the Markdown lines of a configuration section with its heading. If there are several kinds of the section,
-    the heading names the kind.
+    """Yield the Markdown lines of a configuration section with its heading. If a configuration section has several
+    kinds, the heading names the kind.
     """
     if is_table(info):
         path = f"{path}.NAME"
@@ -88,7 +88,9 @@ def _headed_lines(section: type[Section], info: FieldInfo, path: str, default: A
 
 
 def _fixed_kind(section: type[Section]) -> str | None:
-    """Return the kind of a configuration section that has only one kind. Return None if the user chooses the kind."""
+    """Return the kind of a configuration section that has only one kind. Return None if the user chooses the kind of
+    the section.
+    """
     field = section.model_fields.get("kind")
     choices = get_args(field.annotation) if field else ()
     return choices[0] if len(choices) == 1 else None

@@ -116,7 +116,8 @@ def read_nightly(file: Path) -> Nightly:
     folder.
 
     Raises:
-        ConfigError: the nightly file is invalid. The message has a sentence for each key that must change.
+        ConfigError: the nightly file is invalid. The error message has a sentence for each key of the file that must
+        change.
     """
     tree = read_toml(file, "nightly file")
     try:

@@ -155,8 +155,8 @@ def _format_accuracies(accuracies: list[float]) -> str:
 
 
 def _evaluate(writer: StatusWriter) -> list[float]:
-    """Return the held-out accuracies of the first and the last policy version. A version without a stored evaluation is
-    evaluated now.
+    """Return the held-out accuracies of the first and the last policy version. A policy version without a stored
+    evaluation is evaluated now.
     """
     context, note = writer.context, functools.partial(writer.note_progress, "evaluating")
     left_out = {

@@ -87,7 +87,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     contacted. `tell` is called with messages about the progress of the checks.
 
     Raises:
-        ConfigError: the run would fail. The message says what the user must change.
+        ConfigError: the run would fail. The error message says what the user must change in the recipe.
     """
     check_new_run(config)
     check_own_parts(config)
@@ -134,7 +134,7 @@ def recheck(config: RunConfig, context: RunContext) -> None:
 
 
     Raises:
-        ConfigError: the run would fail. The message says what the user must change.
+        ConfigError: the run would fail. The error message says what the user must change in the recipe.
     """
     check_new_run(config, context.config)
     check_own_parts(config)

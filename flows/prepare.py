@@ -32,7 +32,7 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
     """Create the run in its store. `tell` is called with progress messages and notes for the user.
 
     Raises:
-        ConfigError: the run would fail. The message says what the user must change.
+        ConfigError: the run would fail. The error message says what the user must change in the recipe.
     """
     if is_number(run_id):
         raise ConfigError(f"run id = {run_id!r}: a number means a version of the newest run; add a letter to it")

@@ -71,8 +71,8 @@ class Session:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def submit(self, context: RunContext, began: float) -> UUID:
-        """Create the Prefect flow run that supervises the training run. Its scheduled time is `began`, the start of the
-        command in seconds since the epoch.
+        """Create the Prefect flow run that supervises the training run. The scheduled time of the flow run is `began`,
+        the start of the command in seconds since the epoch.
         """
         parameters = {"config": context.config.model_dump(mode="json"), "storage": context.uri}
         key = uuid4().hex
@@ -88,8 +88,8 @@ class Session:
     def follow(self, context: RunContext, flow_run: UUID) -> Iterator[RunStatus]:
         """Yield the training run's status repeatedly until the run has ended.
 
-        Meanwhile, dead services (`keepalive.services`) and a crashed supervising flow run (`keepalive.supervisor`) are
-        restarted.
+        While the status is followed, dead services (`keepalive.services`) and a crashed supervising flow run
+        (`keepalive.supervisor`) are restarted.
         """
         from rollflow.flows.keepalive.supervisor import SupervisorKeeper
 
@@ -185,11 +185,11 @@ def session_of(context: RunContext) -> Iterator[Session]:
 def open_session(
     name: str, ray_address: str, *extra: Service, ray_port: int | None = None, spares: Sequence[Kind] = ()
 ) -> Iterator[Session]:
-    """Start the services that the user does not provide, and serve the flows as deployments named `name`. Everything is
-    stopped after the `with` block.
+    """Start the services that the user does not provide, and serve the flows as deployments named `name`. All started
+    services are stopped after the `with` block.
 
     `spares` are the kinds of Ray worker processes that are started before an actor needs them. After a run has used
-    such a worker process, `rollflow serve` starts a new one.
+    such a worker process of Ray, `rollflow serve` starts a new one.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)

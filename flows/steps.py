@@ -90,9 +90,7 @@ def run_name() -> str:
 
 
 def build_tags(config: RunConfig, run_id: str, role: str) -> list[str]:
-    """Return the tags of a flow run. By these tags, a user can find the flow runs of a training run in the Prefect
-    UI.
-    """
+    """Return the tags of a flow run, by which a user finds the flow runs of a training run in the Prefect UI."""
     return [f"recipe:{config.name}", f"run:{run_id}", f"role:{role}"]
 
 
@@ -132,11 +130,11 @@ def suspend() -> State:
 
 
 def create_stand_in(client: SyncPrefectClient, name: str, key: str) -> UUID | None:
-    """Create a task run that stands for another flow run, and return its id. The page of this flow run in Prefect then
-    shows the other flow run below it.
+    """Create a task run that stands for another flow run, and return its id. On the page of this flow run in Prefect,
+    the other flow run is shown below this one.
 
     Prefect's own function `run_deployment` links two flow runs by such a task run, too. Several calls with the same
-    `key` create only one task run. If this function is called outside a flow run, it creates nothing and returns None.
+    `key` create only one task run. Outside a flow run, `create_stand_in` creates nothing and returns None.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if flow is None or flow.flow_run is None:

@@ -50,8 +50,8 @@ def _audit(context: RunContext, options: argparse.Namespace) -> bool:
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchor (number and hash of a log entry) that the user gives. For "mlflow", return all anchors that are
-    stored in the run's MLflow.
+    """Return the anchor (number and hash of a log entry) that the user gives. If the user gives "mlflow" instead,
+    return all anchors that are stored in the run's MLflow.
     """
     if said != "mlflow":
         return [parse_anchor(said)]
@@ -72,8 +72,7 @@ def _read_shares(context: RunContext) -> dict[str, float]:
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Print how the run's log can be repaired, and repair the log if `agreed` is true. Return whether the log is
-    undamaged afterwards.
+    """Print how the run's log can be repaired, and repair the log if `agreed` is true. Return True if the log is undamaged now.
 
     Raises:
         Missing: the run does not exist.

@@ -13,8 +13,8 @@ from rollflow.flows.served_recipes import ServedRecipe, deploy_recipes, recipes_
 
 
 def command(options: argparse.Namespace) -> int:
-    """Check the recipes of a folder. Then add the folder to the folders that `rollflow serve` serves, or print a
-    `prefect.yaml` for a Prefect work pool.
+    """Check the recipes of a folder. Add the folder to the folders that `rollflow serve` serves. With `--work-pool`,
+    print a `prefect.yaml` for a Prefect work pool instead.
     """
     recipes = recipes_of(options.folder)
     if options.work_pool:

@@ -3,8 +3,8 @@ inference engine a run would use.
 
 With `--settings FILE`, `rollflow doctor` checks a settings file, and contacts each service that the file names.
 
-`rollflow doctor` imports no large library, because it reads version numbers from package metadata. Every wait has a
-time limit, and no secret is shown.
+`rollflow doctor` imports no large library, because it reads version numbers from package metadata. `rollflow doctor`
+limits every wait to a fixed time, and shows no secret.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Check:
 
 
 def run_checks(home: Path, settings: Settings | None = None) -> list[Check]:
-    """Check everything that a run on this machine needs, including its folder for local files (`home`). Check the
-    services that `settings` names, too.
+    """Check everything that a run on this machine needs, including its folder for local files (`home`). If `settings`
+    is given, check the services that the settings file names, too.
     """
     return [
         _check_python(),
@@ -196,8 +196,8 @@ def _check_file(variable: str, path: str) -> Check:
 
 
 def _check_unused(name: str, variable: str, key: str, otherwise: str) -> Check:
-    """Report a service whose address is set only by an environment variable. Runs use the service only if their recipe
-    names it.
+    """Report a service whose address is set only by an environment variable, because runs use a service only if their
+    recipe names it.
     """
     if value := os.environ.get(variable):
         return Check(f"{name} server", "note", f"{variable} = {redact(value)!r} is not used; name it in {key}")

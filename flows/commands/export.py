@@ -1,5 +1,5 @@
-"""Implements `rollflow export`, which writes one policy version of a run as an ordinary Hugging Face model folder. Only
-the run's storage is read.
+"""Implements `rollflow export`, which writes one policy version of a run as an ordinary Hugging Face model folder.
+`rollflow export` reads only the run's storage.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Implements `rollflow inspect`, which shows a run, a policy version or a trajectory, and where it comes from. Only the
-run's storage is read.
+"""Implements `rollflow inspect`, which shows a run, a policy version or a trajectory, and where it comes from.
+`rollflow inspect` reads only the run's storage.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def _read_question(context: RunContext, prompt: int) -> str:
 def _show_trajectories(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
 ) -> Table | None:
-    """Add rows about one trajectory to `table`. If `sample` is None, return a table of all trajectories of the group of
-    responses.
+    """Add rows about one trajectory to the table `table`. If `sample` is None, return a table of all trajectories in
+    the group of responses to one prompt.
     """
     chosen = trajectories_of(context, key, batch, sample)
     one = chosen[0]

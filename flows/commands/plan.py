@@ -2,9 +2,9 @@
 `--gpus`, `rollflow plan` searches for the best split of the GPUs between rollout and training, and for the best limit
 on the age of samples (`async_ratio`, called alpha).
 
-The search prints the best candidates, and for each candidate a proven bound on the time of a train step. With
-`--write`, the search writes a recipe and a hardware file for the recommended plan. Comments of the original files are
-kept. This module imports neither Ray nor torch.
+A search by `rollflow plan` prints the best candidates, and for each candidate a proven bound on the time of a train
+step. With `--write`, the search writes a recipe and a hardware file for the recommended plan. `rollflow plan --write`
+keeps the comments of the original recipe and hardware file. This module imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def _console() -> Console:
 
 @contextmanager
 def _show_progress(most: int) -> Iterator[Callable[[int, CandidateOutcome], None]]:
-    """Show the progress of a search on standard error. A terminal gets a progress bar; any other output gets one line
-    for each simulation.
+    """Show the progress of a search for the best plan on standard error. A terminal gets a progress bar; any other
+    output gets one line for each simulation.
     """
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:

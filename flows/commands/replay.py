@@ -1,15 +1,16 @@
-"""Implements `rollflow replay`, which repeats the training of published policy versions and compares the results. Only
-the run's storage is read.
+"""Implements `rollflow replay`, which repeats the training of published policy versions and compares the results.
+`rollflow replay` reads only the run's storage.
 
 A replay does not use Ray, Prefect or an inference engine, and writes nothing. To replay a policy version, the version
-before it is restored and trained on the batch that the run's log names. Each resulting weight file is compared with the
-published weight file.
+before it is restored and trained on the batch that the run's log names. Each weight file that the replay gives is
+compared with the published weight file.
 
 Each policy version is trained with the configuration that the run had at that version. A replay with the same number of
-training processes (ranks) as the run gives exactly the published weights. With another number of ranks, gradients are
-added in another order, so the weights differ by rounding. With another number of ranks, each policy version is trained
-from the published version before it, and must come close to its published weights (`replay_diff`). A policy version is
-skipped if its published weights, or the earlier weights that its replay needs, are not stored.
+training processes (ranks) as the run gives exactly the published weights. With another number of ranks than in the run,
+gradients are added in another order, so the weights differ by rounding. With another number of ranks than in the run,
+each policy version is trained from the published version before it, and must come close to its published weights
+(`replay_diff`). A policy version is skipped if its published weights, or the earlier weights that its replay needs, are
+not stored.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _select_comparable(policies: PolicyStore, numbers: Sequence[int], say: Calla
 
 
 def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion) -> ReplayDistance | None:
-    """Return the distance between the replayed and the published weights. Return None if the weights are equal, or if
+    """Return the distance between the replayed and the published weights. Return None if both weights are equal, or if
     the published weights are not stored.
     """
     from rollflow.tasks.run.replay_diff import measure_distance

@@ -1,5 +1,5 @@
-"""Implements `rollflow resume`, which continues a run that was stopped or has ended. `--set` changes the run's
-configuration before it continues.
+"""Implements `rollflow resume`, which continues a run that was stopped or has ended. `rollflow resume --set` changes
+the run's configuration before the run continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def command(options: argparse.Namespace) -> int:
             print(note, file=sys.stderr)
         for change in list_changed_scorers(context):
             print(f"{change}; `rollflow rejudge` shows what it decides differently", file=sys.stderr)
-        context.prompts()  # raises an error if the prompts have changed since the run's start
+        context.prompts()  # This raises an error if the prompts have changed since the run's start.
         return run.drive(context)
 
 

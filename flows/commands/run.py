@@ -56,7 +56,7 @@ def drive(context: RunContext) -> int:
     except RollflowError as error:  # a service does not start
         record_end(context, "failed", str(error))
         raise
-    if status.phase == "stopped":  # the user stopped the run with `rollflow stop`
+    if status.phase == "stopped":  # The user stopped the run with `rollflow stop`.
         return _report_stop(context)
     if status.phase == "failed":
         reason = status.messages[-1] if status.messages else "no reason was recorded"
@@ -84,8 +84,8 @@ def _suggest_next_step(reason: str, uri: str) -> str:
 
 
 def _complete_summary(context: RunContext) -> dict[str, Any]:
-    """Update the CPU seconds in the run's summary, and return the summary. Some Prefect flows were still running when
-    the summary was written.
+    """Update the CPU seconds in the run's summary, which was written while some Prefect flows were still running.
+    Return the summary.
     """
     summary: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     summary["cpu_seconds"] = read_usage(context.store).totals()
@@ -117,7 +117,8 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                # An unchanged status is not saved again, because its age must grow while the store does not answer.
+                # An unchanged status is not stored again, so that the stored status gets older while the storage does
+                # not answer.
                 if status != kept:
                     save_last_status(run_home(), context.uri, status)
                     kept = status

@@ -27,7 +27,7 @@ from rollflow.flows.services.stop_flag import StopFlag
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import MODULES
 
-START_SECONDS = 300.0  # longest wait in seconds for servers that start in the background
+START_SECONDS = 300.0  # Longest wait in seconds for servers that start in the background.
 POLL_SECONDS = 0.1
 
 
@@ -122,8 +122,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def requested_addresses(options: argparse.Namespace) -> dict[str, int | str]:
-    """Return the ports and the database that the user requests. The run home stores them for later starts of the
-    servers.
+    """Return the ports and the database that the user requests for the servers. The requested ports and database are
+    stored in the run home for later starts of the servers.
 
     Raises:
         ConfigError: a port or the database cannot be used.

@@ -1,5 +1,5 @@
-"""Implements `rollflow status`, which shows the status of a run. With `--watch`, the status is shown until the run
-ends. `rollflow status --all` lists all runs of a store.
+"""Implements `rollflow status`, which shows the status of a run. `rollflow status --watch` shows the status until the
+run ends. `rollflow status --all` lists all runs of a store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.run.context import RunContext
 
-# longest time in seconds for all reads together, so that the whole command takes at most ten seconds
+# Longest time in seconds for all reads together, so that the command takes at most ten seconds.
 STORE_SECONDS = 6.0
 # Age in seconds from which a status counts as old. A run's supervisor writes a status once a second.
 SILENT_SECONDS = 60.0

@@ -83,7 +83,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def points_of(options: argparse.Namespace) -> list[SweepRun]:
-    """Return the runs of a study in order. All seeds of the first combination of values come first.
+    """Return the runs of a study in order. The runs with the first combination of values come first, one for each seed.
 
     Raises:
         ConfigError: a value or the name of the study is invalid.
@@ -169,8 +169,8 @@ def _list_fixed(sets: Sequence[str]) -> list[str]:
 
 
 def _is_begun(point: SweepRun) -> bool:
-    """Return whether the run exists. Raise `ConfigError` if a run of that name exists with other configuration
-    values.
+    """Return whether the run exists. Raise `ConfigError` if a run with the same run id exists that has other
+    configuration values.
     """
     context = point.context
     if not context.store.exists(entry_path(0)):
@@ -196,8 +196,8 @@ def _complete_run(point: SweepRun, number: int, count: int) -> bool:
 
 
 def drive(context: RunContext) -> int:
-    """Run `rollflow resume` in a child process, and return its exit code. If the user interrupts this process, return
-    `INTERRUPTED`.
+    """Run `rollflow resume` in a child process, and return its exit code. If the user interrupts the parent process,
+    return `INTERRUPTED`.
 
     The child process starts its own Prefect server and Ray cluster. The child process is stopped together with this
     process.

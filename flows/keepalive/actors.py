@@ -1,5 +1,5 @@
 """Keeps one Ray actor alive: checks whether the actor lives and makes progress, and restarts it from storage. The
-number of restarts is limited.
+number of restarts of an actor is limited.
 
     start --> watch --ended--> result
       ^         |
@@ -34,12 +34,13 @@ Status = TypeVar("Status", bound=ActorStatus)
 
 @dataclass(frozen=True)
 class WatchedActor(Generic[Status]):
-    """A Ray actor that an `ActorKeeper` watches and restarts. Its `name` is unique in the run.
+    """A Ray actor that an `ActorKeeper` watches and restarts. The `name` of a watched Ray actor is unique in the run.
 
     `start` creates the Ray actor, or returns the actor if it exists already. `redone(status)` describes the work that a
     restarted actor must repeat, if the old actor died after reporting `status`. `patience` is the longest time in
     seconds for which the actor's status may stay unchanged; after this time the actor is restarted. `poll` is the
-    number of seconds between two status calls to the actor. After a restart, this number is `POLL_SECONDS`.
+    number of seconds between two status calls to the actor. After a restart, the status of the actor is read every
+    `POLL_SECONDS`.
     """
 
     name: str
@@ -50,8 +51,8 @@ class WatchedActor(Generic[Status]):
 
 
 class SupervisorGone(RollflowError):
-    """Raised if no supervisor process has watched the run for `cluster.lease_seconds`. In this case no process would
-    stop a restarted actor.
+    """Raised if no supervisor process has watched the run for `cluster.lease_seconds`. Without a supervisor, no process
+    would stop a restarted actor.
     """
 
 

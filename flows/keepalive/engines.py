@@ -159,7 +159,8 @@ class Engines:
 
     def _schedule_restart(self, engine: _Engine, reason: str, *, within: bool = False) -> None:
         """Schedule a restart of the inference engine, which takes place after a pause. If `within` is true, the
-        engine's Ray actor stays alive and restarts the engine. Otherwise the actor is killed and replaced.
+        engine's Ray actor stays alive and restarts the engine. If `within` is false, the engine's Ray actor is killed
+        and replaced.
         """
         self.reporter.report_restart(
             self.restarts.mark_down(engine.name, reason, "the engine's start; requests continue on other engines")

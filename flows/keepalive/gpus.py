@@ -73,8 +73,8 @@ def divide_gpus(config: RunConfig, nodes: Sequence[float]) -> GpuShares:
 
 
 def _count_model_gpus(config: RunConfig, have: float) -> float:
-    """Return the number of GPUs that reward models reserve. Raise `ConfigError` if this leaves none of the `have` GPUs
-    for engines and the learner.
+    """Return the number of GPUs that reward models reserve. Raise `ConfigError` if the reward models leave none of the
+    `have` GPUs for inference engines and the learner.
     """
     needed = model_gpus(config)
     if needed and needed >= have:

@@ -1,6 +1,6 @@
 """Compares the resources that a run's Ray actors require with the resources of the cluster's nodes. If a required
-resource is missing but a new node may bring it, the user gets a note. If no node can bring the resource, an error is
-raised.
+resource is missing but a new node may bring it, the user gets a note. If no node can bring a required resource, an
+error is raised.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rollflow.tasks.run.reward_models import model_cpus
 
 
 def check_private_placement(config: RunConfig) -> None:
-    """Reject custom labels and custom resources for a private Ray cluster. Its only node has
-    none of them, so actors that require them would never start.
+    """Reject custom labels and custom resources for a private Ray cluster. The only node of a private cluster has none
+    of them, so actors that require them would never start.
 
     Raises:
         ConfigError: the configuration requires a custom label or resource for a role such as the learner.

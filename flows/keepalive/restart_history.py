@@ -1,11 +1,12 @@
 """Counts from a run's recovery records how often earlier processes restarted each part of the run.
 
-A keeper is an object that restarts a run's actors, engines or Prefect flows. When the keeper's process is restarted,
-the earlier restarts still count against the limit. When a user starts or resumes a run, the earlier restarts of the run
-no longer count against the limit.
+A keeper is an object that restarts a run's actors, engines or Prefect flows. When a keeper's process is restarted, its
+earlier restarts of actors, engines or flows still count against the limit. When a user starts or resumes a run, the
+earlier restarts of the run no longer count against the limit.
 
-A background thread reads the recovery records. The first restart waits for this thread, but at most `WAIT_SECONDS`.
-Until the storage answers, a keeper counts only the restarts that it made itself. A damaged record is skipped.
+A background thread reads the recovery records. The first restart waits for the recovery records, but at most
+`WAIT_SECONDS`. Until the storage answers, a keeper counts only the restarts that it made itself. A damaged record is
+skipped.
 
 A restart is recorded when its recovery is complete, that is, when the component works again. If a keeper dies before
 the recovery of a component is complete, the component's restart is not recorded.
@@ -50,8 +51,8 @@ def reset_budgets(run: ObjectStore) -> None:
 
 
 def read_reset_time(run: ObjectStore) -> float:
-    """Return the time in seconds since the epoch at which a user last started the run. Return 0 if this time is
-    unknown.
+    """Return the time in seconds since the epoch at which a user last started the run. Return 0 if the time of the
+    start is unknown.
     """
     try:
         return float(json.loads(run.get(BEGUN))["at"])

@@ -41,7 +41,7 @@ class RestartBudget:
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
-        """Create a counter of restarts. The restarts in `earlier` are counted, too."""
+        """Create a counter of restarts. The restarts that `earlier` records are counted, too."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()
@@ -75,8 +75,8 @@ class PendingRecovery:
     """The recovery of a failed component that is not finished yet. A recovery has three events: the failure is noticed,
     the component is restored, and the component continues its work.
 
-    Only `noticed_at` is read from the wall clock. Every later time is `noticed_at` plus the time that has passed on
-    `clock`.
+    Only the time `noticed_at`, when the failure was noticed, is read from the wall clock. Every later time is
+    `noticed_at` plus the time that has passed on `clock`.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""Keeps the Ray actors of a run's reward models alive. Each actor is watched in a thread of its own.
+"""Keeps the Ray actors of a run's reward models alive. Each actor of a reward model is watched in a thread of its own.
 
     reward actor's keeper --after each status--> check: did a keeper give up?
     model 0's keeper   } started before the reward actor's keeper, and ended after it

@@ -1,5 +1,5 @@
-"""Keeps `rollflow serve` running in the background: restarts it when its process dies. The number of restarts is
-limited.
+"""Keeps `rollflow serve` running in the background: restarts it when its process dies. The number of restarts of
+`rollflow serve` is limited.
 
     serve --background --> this process --> serve --> Prefect server, MLflow, Ray cluster, runner
 
@@ -71,8 +71,8 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def _await_ports(place: Path) -> None:
-    """Wait until the ports of MLflow and Ray are free, so that a restarted `rollflow serve` can use them. The wait ends
-    after `PORT_SECONDS`.
+    """Wait until the ports of MLflow and Ray are free, so that a restarted `rollflow serve` can use them. The wait for
+    free ports ends after `PORT_SECONDS`.
     """
     limit, known = time.monotonic() + PORT_SECONDS, read_addresses(place)
     while time.monotonic() < limit and not all(is_free(known[name]) for name in ("mlflow", "ray") if name in known):

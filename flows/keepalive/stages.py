@@ -1,5 +1,5 @@
-"""Starts and watches the three stages of a run (rollout, reward and train) for the run's supervisor process. Each stage
-consists of a Prefect flow run and a Ray actor.
+"""Starts and watches the three stages of a run (rollout, reward and train) for the run's supervisor process. A stage of
+a run consists of a Prefect flow run and a Ray actor.
 
 A stage is restarted if the process of its flow run was killed (the flow run crashed), or if the flow has not restarted
 a lost actor for `UNATTENDED_SECONDS`. The new flow run of a restarted stage uses the Ray actors that are still alive.

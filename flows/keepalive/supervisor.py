@@ -79,8 +79,8 @@ class SupervisorKeeper:
             return _mark_failed(status, str(error))
 
     def await_end(self) -> None:
-        """Wait until the supervisor's flow run has reached its final state. After that, the Prefect server may be
-        stopped.
+        """Wait until the supervisor's flow run has reached its final state. After the final state is stored, the
+        Prefect server may be stopped.
         """
         self._notes.flush()
         limit = time.monotonic() + END_SECONDS

@@ -1,5 +1,5 @@
-"""Restarts the crashed supervisor (supervising Prefect flow run) of a training run. Each crash gives exactly one
-restart, even if several processes notice it.
+"""Restarts the crashed supervisor (supervising Prefect flow run) of a training run. Each crash of a supervisor gives
+exactly one restart, even if several processes notice the crash.
 
     crashed flow run --> its run --> ended, or a newer flow run supervises it?  nothing to do
                                  --> otherwise the same deployment, the same parameters, the same run
@@ -53,7 +53,8 @@ class Successor:
         return Notes(self.context.store)
 
     def check_up(self) -> bool:
-        """Return whether the successor flow run is running or has ended. If so, record the recovery of the supervisor.
+        """Return whether the successor flow run is running or has ended. If the successor is running or has ended,
+        record the recovery of the supervisor.
 
         Raises:
             Unreachable: the Prefect server does not answer.
@@ -107,8 +108,8 @@ class SupervisorRestarter:
 
 
 def is_up(successor: Successor) -> bool:
-    """Return whether the successor flow run is running or has ended. Return False if the Prefect server does not
-    answer.
+    """Return whether the successor flow run is running or has ended. Return False if the Prefect server does not answer
+    the question.
     """
     try:
         return successor.check_up()
@@ -117,8 +118,8 @@ def is_up(successor: Successor) -> bool:
 
 
 def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
-    """Restart the supervisor of the run `context` after its flow run `flow_run` crashed. If a successor flow run exists
-    already, return that one.
+    """Restart the supervisor of the run `context` after its flow run `flow_run` crashed. If a successor of the crashed
+    flow run exists already, return the existing successor.
 
     Return None if the training run has ended, or if the flow run did not crash. Crashes before a user or a schedule
     last started the run do not count against the limit on restarts.
@@ -165,7 +166,9 @@ def follows_another(flow_run: UUID) -> bool:
 
 
 def list_successors(attempts: Sequence[FlowRun], first: UUID) -> list[FlowRun]:
-    """Return the flow run `first` and its successors. They are ordered by their idempotency keys, not by time."""
+    """Return the flow run `first` and its successors. The returned flow runs are ordered by their idempotency keys, not
+    by time.
+    """
     after = {run.idempotency_key: run for run in attempts}
     found = [run for run in attempts if run.id == first]
     while found and (successor := after.get(f"after:{found[-1].id}")):
@@ -229,8 +232,8 @@ def crash_reason(crashed: FlowRun) -> str:
 
 
 def run_uri(flow_run: FlowRun) -> str:
-    """Return the storage URI of the training run that a Prefect flow run supervises. Return "" if the flow run's
-    parameters name none.
+    """Return the storage URI of the training run that a Prefect flow run supervises. Return "" if the parameters of the
+    flow run name no storage URI.
     """
     given = _parameters(flow_run)
     if given.get("storage"):

@@ -27,7 +27,7 @@ def write_first_anchor(context: RunContext, tracker: Tracker, page: Page) -> Non
     """Write the anchors (number and hash) of log entry 0 and of the newest log entry to MLflow and to the run's page in
     Prefect, in the background.
 
-    If the storage cannot be read, the anchor of entry 0 is left out, because later anchors prove entry 0, too.
+    If the storage cannot be read, the anchor of log entry 0 is left out, because later anchors prove this entry, too.
     """
     with contextlib.suppress(RollflowError, OSError):
         first = first_anchor(context.store)

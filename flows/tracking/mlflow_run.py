@@ -50,8 +50,8 @@ PARAMETERS_A_CALL = 100  # largest number of parameters that MLflow accepts in o
 class MetricPoint:
     """The metrics of one policy version, one evaluation or one recovery from a crash. `marker` says which of the three.
 
-    The step number of a logged metric is the number of its policy version (or recovery). By these numbers, a resumed
-    run finds in MLflow which metrics were logged.
+    The step number of a logged metric is the number of its policy version (or recovery). From the step numbers in
+    MLflow, a resumed run finds which metrics were logged.
     """
 
     marker: str
@@ -269,7 +269,7 @@ def _build_view() -> str:
 
 def _open_study(client: MlflowClient, experiment_id: str, name: str) -> str:
     """Return the MLflow run that represents a study (set of compared runs), and create it if it does not exist. If two
-    processes have created one, return the older one.
+    processes have each created an MLflow run for the study, return the older one.
     """
 
     def found() -> list[str]:

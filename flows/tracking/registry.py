@@ -1,7 +1,7 @@
 """Registers trained policies in MLflow's model registry, and marks the best policy of each recipe with an alias.
 
-The source of a registered model version is the folder of its exported weights. Its tags have its run and its
-evaluation.
+The source of a registered model version is the folder of its exported weights. The tags of a registered model version
+name its training run and its evaluation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class RegisteredVersion:
 
 
 def z_score(new: EvaluationScore, old: EvaluationScore) -> float:
-    """Return the z-score by which the accuracy of `new` exceeds that of `old`. Return 0 if the standard error is 0.
+    """Return the z-score by which the accuracy of `new` exceeds that of `old`. Return a z-score of 0 if the standard
+    error is 0.
 
     The two-proportion z-test gives z = (p1 - p0) / sqrt(p (1 - p) (1 / n1 + 1 / n0)), where p1 and p0 are the
     accuracies, n1 and n0 are the numbers of responses, and p is the accuracy over all responses. The z-test assumes
@@ -79,8 +80,8 @@ class Registry:
         return self._read_version(found)
 
     def list_aliases(self) -> set[str]:
-        """Return the run ids of all registered model versions that have an alias. Aliases that a user set count,
-        too.
+        """Return the run ids of all registered model versions that have an alias. Aliases of model versions that a user
+        set count, too.
         """
         with self._translate_errors():
             numbers = set(self._client.get_registered_model(self._model).aliases.values())

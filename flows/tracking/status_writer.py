@@ -112,8 +112,8 @@ class StatusWriter:
                 self.refresh(phase)
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
-        """Return the metrics of a policy version. `system/` figures are added unless it is the first version that this
-        process sees, and so are counts of adaptive time limits.
+        """Return the metrics of a policy version. Figures with the prefix `system/` are added unless the policy version
+        is the first one that this process sees. Counts of adaptive time limits are added if there are any.
         """
         reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
         if reward.kills:
@@ -143,8 +143,8 @@ class StatusWriter:
         self.no_signal = found
 
     def _update_alarms(self, newest: int) -> None:
-        """Find the signs of reward hacking at one of the newest policy versions. The version is given by its place from
-        the end, which is 0 for the newest.
+        """Find the signs of reward hacking at one of the newest policy versions. The policy version is given by its
+        place from the end, which is 0 for the newest version.
         """
         versions = list(self.progress.versions)
         found = find_alarms(versions[: len(versions) + newest], self.context.config.shares)
@@ -241,7 +241,7 @@ class StatusWriter:
 
 def points_of(context: RunContext, marker: str, wanted: range) -> Iterator[MetricPoint]:
     """Yield the MLflow metrics of the policy versions in `wanted`. For the marker `EVALUATED`, yield the metrics of the
-    versions' held-out evaluations.
+    held-out evaluations of these policy versions.
     """
     if marker == EVALUATED:
         for evaluation in read_evaluations(context.store, wanted.start - 1, wanted.stop - 1):

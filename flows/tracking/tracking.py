@@ -3,8 +3,8 @@
 The prefix of a metric's name says where the metric comes from. `rollout/` stands for a batch's trajectories, `train/`
 for the train step, `eval/` for held-out prompts, and `reward/` for the reward actor. Metrics with the prefix `system/`
 measure time and discarded work. Metrics with the prefix `recovery/` measure restarts after crashes. The step number of
-such a metric is the number of the restart. The final results of a run are tags of its MLflow run (`final.accuracy`,
-...).
+a `recovery/` metric is the number of the restart. The final results of a run are tags of its MLflow run
+(`final.accuracy`, ...).
 
 * Tracking never delays or ends a run. Every method of `Tracker` except `flush` and `finish` returns immediately. One
   background thread imports MLflow, connects to it, and writes the metrics of many policy versions in one call.
@@ -131,16 +131,16 @@ class Tracker:
         self._queue.put(lambda: self._log_ending(ending))
 
     def flush(self, deadline_seconds: float = 10.0) -> bool:
-        """Wait until everything that was logged so far is written or has failed. Return False if this takes too
-        long.
+        """Wait until everything that was logged so far is written or has failed. Return False if writing takes longer
+        than `deadline_seconds`.
         """
         done = threading.Event()
         self._queue.put(done.set)
         return done.wait(deadline_seconds)
 
     def finish(self, status: Status, deadline_seconds: float = 20.0) -> bool:
-        """Write the remaining metrics, close the MLflow run and end the background thread. Return False if this takes
-        too long.
+        """Write the remaining metrics, close the MLflow run and end the background thread. Return False if writing
+        takes longer than `deadline_seconds`.
         """
         self._queue.put(lambda: self._terminate(status))
         self._queue.put(STOP)
@@ -199,7 +199,7 @@ class Tracker:
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
-        """Yield the metrics of the policy versions between the last one in MLflow and the first of `new`. These
+        """Yield the metrics of the policy versions between the last one in MLflow and the first of `new`. Such policy
         versions were published while no supervising process ran.
         """
         for marker in (VERSION, EVALUATED):

@@ -1,5 +1,5 @@
-"""Logs the warnings of a run's Ray actors in the log of the supervising Prefect flow run. Each warning is logged once,
-and without secrets.
+"""Logs the warnings of a run's Ray actors in the log of the supervising Prefect flow run. Each warning of an actor is
+logged once, and without secrets.
 
 A restarted Ray actor is a new process, whose warnings are numbered from 1 again. If the supervising flow run is
 restarted, the new flow run logs the newest warnings again.
@@ -36,6 +36,8 @@ class ActorWarnings:
 
 
 def without_secrets(text: str) -> str:
-    """Return a copy of the text without secrets. User names, passwords and queries are removed from addresses, too."""
+    """Return a copy of the text without secrets. User names, passwords and queries are removed from addresses in the
+    text, too.
+    """
     text = URL.sub(lambda found: redact(found[0]), text)
     return NAMED.sub(lambda found: f"{found[1]}{found[2]}***" if names_secret(found[1]) else found[0], text)

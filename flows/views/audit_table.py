@@ -1,6 +1,4 @@
-"""Shows the audit of a run to users. A progress line is shown during the audit, and tables with the results after
-it.
-"""
+"""Shows the audit of a run to users. A progress line is shown during the audit, and tables with the results after the audit."""
 
 from __future__ import annotations
 
@@ -73,8 +71,8 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
 
 
 def read_line(report: AuditReport) -> str:
-    """Return a sentence that says how much of the run's storage this audit read. Parts that an earlier audit had read
-    are skipped.
+    """Return a sentence that says how much of the run's storage this audit read. Parts of the storage that an earlier
+    audit had read are skipped.
     """
     read = f"read {report.entries - report.since:,} entries and {report.bytes:,} bytes of objects"
     return (

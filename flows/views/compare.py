@@ -66,8 +66,8 @@ class ComparedRun:
 
     @property
     def recipe(self) -> tuple[tuple[str, str], ...]:
-        """The run's configuration without seed, names and addresses. It is equal for runs that differ only in their
-        seed.
+        """The run's configuration without seed, names and addresses. The returned configuration is equal for runs that
+        differ only in their seed.
         """
         own = {key: value for key, value in self.config.items() if key not in NO_RECIPE and not key.startswith(PLACES)}
         return tuple(sorted(own.items()))
@@ -99,8 +99,8 @@ def group_seeds(runs: Iterable[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def describe_same_weights(runs: Sequence[ComparedRun]) -> list[str]:
-    """Return a sentence for each run after the first. The sentence says with which earlier run the run shares the most
-    policy versions with equal weights, and how many.
+    """Return a sentence for each run after the first. Each sentence names the earlier run with which the run shares the
+    most policy versions with equal weights, and their number.
     """
     lines = []
     for place, run in enumerate(runs[1:], 1):

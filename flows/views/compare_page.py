@@ -1,7 +1,8 @@
-"""Writes a comparison of runs as one HTML file. The page loads nothing, runs no script and works with a screen reader.
+"""Writes a comparison of runs as one HTML file. The page with the comparison loads nothing, runs no script and works
+with a screen reader.
 
 Each chart is an SVG picture with a text that describes it. A curve has at most `SHOWN` points, so that the page of a
-long run stays small. Each point is the mean of neighbouring policy versions.
+long run stays small. Each point of a curve is the mean of neighbouring policy versions.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _label_group(group: Sequence[ComparedRun]) -> str:
-    """Return the label of a group of runs that differ only in their seed. The label counts different seeds. If two runs
-    have the same seed, the label counts runs.
+    """Return the label of a group of runs that differ only in their seed. The label of the group counts different
+    seeds. If two runs of the group have the same seed, the label counts runs.
     """
     own = {run.config.get("seed") for run in group}
     what = "seed" if len(own) == len(group) else "run"
@@ -97,8 +98,8 @@ def _label_group(group: Sequence[ComparedRun]) -> str:
 
 
 def _draw_figure(runs: Sequence[ComparedRun], what: str, axis: Axis) -> dict[str, str] | None:
-    """Draw the chart of the curve `what`, and return its picture, caption and description. Return None if no run has
-    this curve.
+    """Draw the chart of the curve `what`, and return its picture, caption and description. Return None if no compared
+    run has this curve.
     """
     bands = []
     for n, group in enumerate(group_seeds(runs)):

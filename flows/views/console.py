@@ -276,8 +276,8 @@ def plain_line(status: RunStatus) -> list[str]:
 
 
 def open_view(stream: TextIO) -> LiveView | PlainView:
-    """Return a live view if `stream` is a terminal that can redraw lines. Otherwise return a view that writes plain
-    lines.
+    """Return a live view if `stream` is a terminal that can redraw lines. For any other `stream`, return a view that
+    writes plain lines.
     """
     console = Console(file=stream)
     return LiveView(console=console) if console.is_terminal and not console.is_dumb_terminal else PlainView(stream)
@@ -307,7 +307,7 @@ def cpu_line(seconds: Mapping[str, float]) -> str:
 
 
 def _change_rows(label: str, before: float | None, after: float | None) -> list[tuple[str, Text]]:
-    """Return a row of the summary with an old and a new value. Return no row if one of the values is unknown."""
+    """Return a row of the summary with an old and a new value. Return no row if the old or the new value is unknown."""
     if before is None or after is None:
         return []
     now = Text(f"{after:.1%}", style="bold green" if after > before else "bold red")
@@ -316,7 +316,7 @@ def _change_rows(label: str, before: float | None, after: float | None) -> list[
 
 def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     """Return the row of the summary that counts policy versions in which nothing was learned. Return no row if there
-    are none.
+    are no such policy versions.
     """
     if not (lost := (summary.get("no_signal") or {}).get("versions")):
         return []

@@ -47,8 +47,8 @@ def run_value(context: RunContext) -> dict[str, Any]:
 
 
 def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]:
-    """Return a policy version as JSON values, with its training batch. The values say which stored objects of the
-    version still exist.
+    """Return a policy version as JSON values, with its training batch. The returned values say which stored objects of
+    the policy version still exist.
     """
     batch = context.batches.read_commit(version.batch_entry).number if version.batch_entry is not None else None
     stored = {one.path: context.store.exists(one.path) for one in version.objects}
@@ -58,8 +58,8 @@ def version_value(context: RunContext, version: PolicyVersion) -> dict[str, Any]
 
 
 def trajectory_value(context: RunContext, prompt: int, attempt: int, sample: int | None = None) -> dict[str, Any]:
-    """Return the outcome of a group of responses as JSON values. If the group was committed, its trajectories with
-    their texts are included; with `sample`, only that trajectory.
+    """Return the outcome of a group of responses as JSON values. If the group of responses was committed, its
+    trajectories with their texts are included. With `sample`, only the trajectory of this number is included.
 
     Raises:
         ConfigError: the run has no such group of responses, or the group has no trajectory `sample`.
@@ -105,8 +105,8 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
 def trajectories_of(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None
 ) -> Sequence[Trajectory]:
-    """Return all trajectories of a group of responses, or only trajectory number `sample`. Raise `ConfigError` if this
-    trajectory does not exist.
+    """Return all trajectories of a group of responses, or only trajectory number `sample`. Raise `ConfigError` if the
+    trajectory number `sample` does not exist.
     """
     group = next(one for one in groups_of(context, batch.file) if one.key == key)
     chosen = [one for one in group.trajectories if sample in (None, one.sample)]

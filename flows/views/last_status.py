@@ -1,5 +1,5 @@
-"""Stores in the run home the last status of each run that this machine has seen. This status is shown if the run's own
-storage does not answer.
+"""Stores in the run home the last status of each run that this machine has seen. The stored status is shown if the
+run's own storage does not answer.
 
 The run home (rollflow's folder of local files) has one small status file for each run, whose name is a hash of the
 run's address. Each command that shows a run's status updates the local status file of this run.

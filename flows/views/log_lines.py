@@ -1,5 +1,5 @@
-"""Formats log lines for other programs. With `ROLLFLOW_LOG_FORMAT=json`, each log line is a JSON object with the
-message, its author and its run.
+"""Formats log lines so that other programs can read them. With `ROLLFLOW_LOG_FORMAT=json`, each log line is a JSON
+object with the message, its author and its run.
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "run": "one", "stage": "train", "actor": "learner",
      "version": 7, "attempt": 1, "message": "recovered ..."}

@@ -17,8 +17,8 @@ CAUSE = (
 
 
 def lacks_signal(version: PolicyVersion) -> bool:
-    """Return whether a policy version has no learning signal. Return False for versions of older runs, which did not
-    record this.
+    """Return whether a policy version has no learning signal. Return False for policy versions of older releases, which
+    did not record the learning signal.
     """
     return version.number > 0 and version.metrics.get("rows_with_signal", 1.0) == 0.0
 

@@ -13,8 +13,8 @@ from rollflow.tasks.run.context import RunContext
 
 
 def list_rates(context: RunContext) -> list[dict[str, Any]]:
-    """List the questions that a run's policy was asked, in the order in which they were first asked. The columns are
-    those of a prompt file.
+    """List the questions that a run's policy was asked, in the order in which they were first asked. The columns of the
+    list are those of a prompt file.
 
     The pass rate of a question is the share of correct responses over all its groups of responses, including groups
     that were not trained on.

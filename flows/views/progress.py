@@ -1,7 +1,7 @@
 """Computes the progress of a run from its log, for the live view, MLflow and the summary.
 
-The cost of an update does not grow with the run's length. Totals are part of the log's state, and only new policy
-versions are read.
+The cost of an update of the progress does not grow with the run's length. Totals are part of the log's state, so only
+new policy versions are read.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class RunProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """The number of trained response tokens per second of training. It is 0 if the machine's clock was set back."""
+        """The number of trained response tokens per second of training. The rate is 0 if the machine's clock was set
+        back.
+        """
         return self.tokens / self.training_seconds if self.training_seconds else 0.0
 
     @property
@@ -131,7 +133,7 @@ def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float 
 
 def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: float) -> float:
     """Return the relative difference between the mean length of trained groups of responses and that of all generated
-    groups. It is negative if trained groups are shorter.
+    groups. The length bias is negative if trained groups are shorter.
 
     A discarded group of responses counts with the tokens that it had when it was discarded, so the true bias may be
     larger. Surplus responses, which were generated beyond the size of a group, are not counted.
@@ -141,8 +143,8 @@ def length_bias(tokens: float, groups: float, lost_tokens: float, lost_groups: f
 
 
 def trained_domains(state: RunState, config: RunConfig) -> Counter[str]:
-    """Count the trained groups of responses by prompt domain. These are all issued prompts except those that were
-    filtered, are in progress or are in a waiting batch.
+    """Count the trained groups of responses by prompt domain. Trained groups are all issued prompts except those that
+    were filtered, are in progress or are in a waiting batch.
     """
     waiting = (group.prompt for batch in state.waiting.values() for group in batch.groups)
     elsewhere = _count_by_source((*state.open, *waiting), len(config.prompts))

@@ -1,4 +1,6 @@
-"""Computes the rows of the progress table on a run's page in Prefect. Each row covers a block of policy versions."""
+"""Computes the rows of the progress table on a run's page in Prefect. Each row of the progress table covers a block of
+policy versions.
+"""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def has_drifted(length: Ends) -> bool:
 
 
 def list_parts(versions: Sequence[PolicyVersion], domain: str, domains: Collection[str]) -> dict[str, str]:
-    """Return the parts of the reward of a prompt domain, with the names of their metrics. Parts that belong to another
-    part are left out.
+    """Return the parts of the reward of a prompt domain, with the names of their metrics. Parts of the reward that
+    belong to another part are left out.
     """
     prefix = f"part_{safe_name(domain)}_"
     longer = [other for name in domains if (other := f"part_{safe_name(name)}_").startswith(prefix) and other != prefix]
@@ -179,7 +179,7 @@ def _has_room(part: str, ends: Ends) -> bool:
 
 def _measure(versions: Sequence[PolicyVersion], name: str) -> Ends | None:
     """Return the means of a metric over the first and over the last policy versions. Return None if fewer than `LEAST`
-    versions have the metric.
+    policy versions have the metric.
     """
     values = [version.metrics[name] for version in versions if name in version.metrics]
     if len(values) < LEAST:

@@ -1,4 +1,5 @@
-"""Defines the status of a run. The live view and `rollflow status` show the status, and `status.json` stores it.
+"""Defines the status of a run. The live view and `rollflow status` show the status of a run, and `status.json` stores
+it.
 
 `RunStatus.from_json` reads what `RunStatus.to_json` has written. `from_json` ignores unknown keys, so that an older
 rollflow can show a newer run.

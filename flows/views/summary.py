@@ -36,8 +36,8 @@ def summarize(
     """Write the run's summary to its storage, and return the summary.
 
     `report` is the report of the run's audit, and `idle` has the share of time in which each stage of the run was idle.
-    `rollout` is the last status of the rollout actor. Its shares of time cover the whole run. `pages` has the addresses
-    of the run's pages in Prefect and MLflow.
+    `rollout` is the last status of the rollout actor. The shares of time in `rollout` cover the whole run. `pages` has
+    the addresses of the run's pages in Prefect and MLflow.
     """
     summary = {**_collect(context, report), **_measure(idle, rollout), **pages}
     context.store.put(SUMMARY, json.dumps(summary, indent=2).encode())
@@ -123,7 +123,7 @@ def _measure(idle: Mapping[str, float], rollout: RolloutStatus) -> dict[str, Any
 
 
 def read_summary(context: RunContext) -> dict[str, Any]:
-    """Return the summary of a run. Return an empty mapping if the run has none because it has not finished."""
+    """Return the summary of a run. Return an empty mapping if the run has no summary, because it has not finished."""
     try:
         found: dict[str, Any] = json.loads(context.store.get(SUMMARY))
     except (Missing, Corrupt, ValueError):

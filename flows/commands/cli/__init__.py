@@ -63,8 +63,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _prepare_environment(options: argparse.Namespace) -> None:
-    """Apply the settings file, if the user gave one. For commands that start services, check the environment
-    variables.
+    """Apply the installation's settings file, if the user gave one. If the command starts services, check the
+    environment variables, too.
     """
     from rollflow.flows.locations import run_home
     from rollflow.flows.services.variables import bypass_proxies, check_variables, create_home, give_home
@@ -92,8 +92,8 @@ def _apply_settings(options: argparse.Namespace) -> None:
 
 
 def _open_streams() -> None:
-    """Open the null device for each standard stream that is closed. Otherwise the next file that this process opens
-    would become the standard stream.
+    """Open the null device for each standard stream that is closed, so that no file that is opened later becomes a
+    standard stream.
     """
     while (null := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass

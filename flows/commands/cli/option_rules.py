@@ -46,7 +46,7 @@ SECOND = {
     "inspect": "what",
     "replay": "version",
     "rejudge": "version",
-}  # command -> the argument after RUN, which may be given without RUN
+}  # Maps a command to its argument after RUN, which may be given without RUN.
 
 
 def check_earlier_name(arguments: Sequence[str]) -> None:

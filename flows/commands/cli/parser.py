@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
     _mixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._mixed:  # this call comes from `parse_known_intermixed_args`
+        if self._mixed:  # This call comes from `parse_known_intermixed_args`.
             return super().parse_known_args(args, namespace)
         self._mixed = True
         return self.parse_known_intermixed_args(args, namespace)

@@ -43,9 +43,7 @@ def print_process_log(context: RunContext, *, follow: bool, as_json: bool) -> No
 
 
 def _log_files(context: RunContext) -> dict[Path, Callable[[str], bool]]:
-    """Return the log files that may contain lines of the run. Each file comes with a function that selects the run's
-    lines.
-    """
+    """Return the log files that may contain lines of the run, each with a function that selects the run's lines."""
     logs = run_home() / "logs"
     wanted = {
         logs / context.key / "runner.log": lambda line: True,

@@ -1,5 +1,5 @@
-"""Implements `rollflow serve --sandboxes`, an HTTP server that runs untrusted programs in sandboxes. Clients use the
-protocol of SandboxFusion or of ROCK.
+"""Implements `rollflow serve --sandboxes`, an HTTP server that runs untrusted programs in sandboxes. Clients send
+programs in the protocol of SandboxFusion or of ROCK.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Reads settings files. Reads a settings file, which has the settings of an installation for all runs. The file is
-written by Terraform (`infra/terraform`) or by a user.
+"""Reads settings files. Reads a settings file, which has the settings of an installation for all runs. A settings file
+is written by Terraform (`infra/terraform`) or by a user.
 
     [variables]                                     # environment variables of a command
     PREFECT_API_URL = "http://127.0.0.1:4200/api"

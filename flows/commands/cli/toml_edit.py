@@ -20,7 +20,8 @@ def to_toml(tree: Mapping[str, Any]) -> str:
 
 
 def rewrite_toml(text: str, tree: Mapping[str, Any]) -> str:
-    """Return the TOML document `text` with the values of `tree`. Comments and the layout of unchanged parts are kept.
+    """Return the TOML document `text` with the values of `tree`. Comments of the document, and the layout of its
+    unchanged parts, are kept.
 
     Keys of the document are removed if `tree` does not have them, or if their value in `tree` is None. If the layout of
     the document cannot be kept, a new document without comments is returned. The returned document, parsed as TOML,
@@ -75,7 +76,7 @@ def _detach_comments(document: Container) -> list[tuple[Table, str]]:
 
 
 def _iterate_items(body: Container) -> Iterator[tuple[Container, int, Item]]:
-    """Yield the items of the TOML document in the order of its lines. Tables without a heading are left out."""
+    """Yield the items of the TOML document in the order of its lines, without tables that have no heading."""
     for index, (key, item) in enumerate(list(body.body)):
         for part in item.body if isinstance(item, AoT) else [item]:
             shown = not (isinstance(part, Table) and (part.is_super_table() or (key is not None and key.is_dotted())))
