@@ -72,7 +72,8 @@ def _read_shares(context: RunContext) -> dict[str, float]:
 
 
 def repair_log(context: RunContext, *, agreed: bool, console: Console | None = None) -> bool:
-    """Print how the run's log can be repaired, and repair the log if `agreed` is true. Return True if the log is undamaged now.
+    """Print how the run's log can be repaired, and repair the log if `agreed` is true. Return True if the log is
+    undamaged now.
 
     Raises:
         Missing: the run does not exist.

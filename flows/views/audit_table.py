@@ -1,4 +1,4 @@
-"""Shows the audit of a run to users. A progress line is shown during the audit, and tables with the results after the audit."""
+"""Shows the audit of a run to users: a progress line during the audit, and then tables with the results."""
 
 from __future__ import annotations
 
