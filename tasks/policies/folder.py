@@ -192,8 +192,8 @@ def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files of a policy folder with `dtype`, the data type of training, in config.json.
 
-    Other tools, such as vLLM, load weights in the data type that config.json names. A tool that loads weights in
-    another data type than the data type of training would compute different log-probs.
+    Tools other than rollflow, such as vLLM, load weights in the data type that config.json names. A tool that loads
+    weights in another data type than the data type of training would compute different log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))

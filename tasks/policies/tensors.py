@@ -27,7 +27,7 @@ from rollflow.tasks.policies.head import LMHead
 
 PIECE = 2**22  # largest number of a tensor's values in memory at a time
 SHOWN = 4  # largest number of tensor names in one error message
-TRIED_BYTES = 2**28  # size in bytes up to which a model is tried out before a run starts
+TRIED_BYTES = 2**28  # largest size, in bytes, of a model that is tried out before a run starts
 TRIED_TOKENS = 8  # number of tokens with which a model is tried out
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAVE = "save the policy again (save_pretrained)"

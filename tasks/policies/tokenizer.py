@@ -1,6 +1,6 @@
 """The tokenizer of a policy, which uses the library `tokenizers` for text and `transformers` for chat templates.
 
-Other tools, such as vLLM, open a policy folder with transformers' `AutoTokenizer`. For some model types,
+Tools other than rollflow, such as vLLM, open a policy folder with transformers' `AutoTokenizer`. For some model types,
 `AutoTokenizer` builds a tokenizer that differs from `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s
 tokenizer with the one in `tokenizer.json`. A policy is neither trained nor exported if `AutoTokenizer` and
 `tokenizer.json` give different tokenizers.

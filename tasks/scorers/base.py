@@ -12,8 +12,8 @@ A scorer may call a function in a worker process, a Ray actor or an HTTP endpoin
 decides which scorer a run has.
 
 A score must depend only on the response and its reference, because a response is scored again if its worker process
-dies. The one exception are adaptive deadlines of test cases: a score that depends on an adaptive deadline has a part
-"deadline".
+dies. Adaptive deadlines of test cases are the one exception to this rule. A score that depends on an adaptive deadline
+has a part named "deadline".
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RoutedScorer(Scorer):
         """Begin to score these responses, each with the scorer that its request names.
 
         Raises:
-            ConfigError: the run has no scorer with one of the names.
+            ConfigError: a request names a scorer that the run does not have.
         """
         if unknown := {request.scorer for request in requests} - self._scorers.keys():
             section = name_section(unknown.pop())

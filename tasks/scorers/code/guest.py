@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 CHANNEL = 3  # file descriptor of the socket between the two sandboxes of a test case
 # exit codes of the tests: a call has no recorded answer yet, or differs from the recorded call
 ASKS, DIFFERS = 75, 76
-DEEPEST = 100  # largest depth of nested values
+DEEPEST = 100  # deepest nesting of values that the tests and the program may exchange
 LONGEST_TEXT = 500  # largest number of characters of an error's text
 PLAIN = (type(None), bool, int, str)
 ATTRIBUTE = "__getattr__"  # the method name that means reading an attribute

@@ -49,14 +49,15 @@ class CodeScorer:
         self._config = config
         self._sandboxes = sandboxes
         self._starting = asyncio.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the sandboxes were started
+        # the asyncio event loop in which the sandboxes were started
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def score(self, response: str, reference: Mapping[str, Any]) -> Score:
         """Score one response.
 
         Raises:
-            Unjudged: the sandboxes did not start, for example because their server is away.
-            ValueError: the reference has no valid test cases.
+            Unjudged: the sandboxes did not start, for example because the sandbox server is not reachable.
+            ValueError: the response's reference has no valid test cases.
         """
         cases = read_cases(reference)
         if (program := find_program(response, fenced=self._config.fenced)) is None:

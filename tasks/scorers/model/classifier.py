@@ -25,7 +25,7 @@ from rollflow.tasks.scorers.model.inputs import Conversation, GraderInput, Input
 
 SAVE = "save the model again (save_pretrained)"
 TRIED: Conversation = ([{"role": "user", "content": "What is the colour of snow?"}], "White.")
-TRIED_BYTES = 2**28  # size in bytes up to which a model is tried out before a run starts
+TRIED_BYTES = 2**28  # largest size, in bytes, of a reward model that is tried out before a run starts
 SHOWN = 4  # largest number of labels or tensor names in one error message
 
 

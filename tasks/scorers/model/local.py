@@ -22,7 +22,7 @@ class ModelVerifier:
         self._config = config
 
     def score(self, responses: Sequence[str], references: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Score responses in one call of the model."""
+        """Score responses in one call of the reward model."""
         prompts = [str(reference["question"]) for reference in references]
         chats = [[{"role": "user", "content": prompt}] if prompt else [] for prompt in prompts]
         grades = self._classifier.grade(list(zip(chats, responses, strict=True)))
