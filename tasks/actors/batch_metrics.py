@@ -45,11 +45,11 @@ def compute_batch_metrics(
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
-    """Compute each domain's number of groups in a batch, and the means of its reward parts.
+    """Compute, for each domain, the number of groups of responses in a batch and the mean of each part of the reward.
 
-    With several domains, compute each domain's mean reward, accuracy and response length, too. Over many batches, the
-    numbers of groups per domain approach the configured shares. A domain without responses in the batch gets no reward
-    and no accuracy.
+    If the run has several domains, compute each domain's mean reward, accuracy and response length, too. Over many
+    batches, the numbers of groups of responses per domain approach the configured shares. A domain without responses in
+    the batch gets no reward and no accuracy.
     """
     found = batch.domains
     metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)
@@ -66,14 +66,14 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
 
 
 def part_metric(domain: str, part: str) -> str:
-    """Return the name of the metric that holds the mean of a part of the reward in a domain."""
+    """Return the name of the metric for the mean of one part of the reward in a domain."""
     return f"part_{safe_name(domain)}_{safe_name(part)}"
 
 
 def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
     """Compute the mean of each part of the reward, separately for each domain.
 
-    For a domain, at most `MOST_PARTS` parts of the reward are included.
+    At most `MOST_PARTS` parts of the reward are included for each domain.
     """
     if (column := batch.optional("reward_parts")) is None:
         return {}
@@ -98,13 +98,16 @@ def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
 
 
 def compute_skip_metrics(state: RunState, config: RunConfig) -> dict[str, float]:
-    """Compute, for each domain, the share of the prompts that its newest epoch skips because they are solved."""
+    """Compute, for each domain, the share of the prompts that the newest epoch skips because the policy solves them."""
     shares = share_skipped(state, [source.domain for source in config.prompts])
     return {f"skipped_{safe_name(domain)}": share for domain, share in shares.items()}
 
 
 def _find_correct(batch: TrajectoryBatch) -> npt.NDArray[np.bool_]:
-    """Return which responses of a batch are correct. A response without an outcome is correct if its reward is 1."""
+    """Return which responses of a batch are correct.
+
+    A response without a recorded outcome is correct if its reward is 1.
+    """
     correct: npt.NDArray[np.bool_] = np.array(batch.table["reward"].to_pylist(), dtype=np.float32) == 1.0
     if "outcome" in batch.table.column_names:
         for row, outcome in enumerate(batch.table["outcome"].to_pylist()):

@@ -7,7 +7,7 @@ The channel's actor returns an object reference, so that the learner reads the b
 
 If a call to the channel's actor fails because the actor is dead, the client repeats the call on the new actor.
 Repeating a call to the channel's actor neither loses nor duplicates a batch. After a restart, the channel's actor reads
-the batches that it has lost from storage.
+lost batches from storage.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ def start_channel(
 
 
 class RayChannel:
-    """Client of the channel's actor. While the actor is being restarted, a call waits until its time limit."""
+    """Client of the channel's actor.
+
+    While the channel's actor is being restarted, a call waits until the call's time limit.
+    """
 
     def __init__(self, actor: Any = None) -> None:
         self._actor = actor
@@ -159,7 +162,7 @@ class RayChannel:
         return int(await self._wait(lambda a, _: a.count_waiting.remote(), 0, "count its batches"))
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer:
-        """Lease a batch to the learner. The call blocks its thread until the batch arrives.
+        """Lease a batch to the learner. A call of `lease` blocks its thread until the batch arrives.
 
         The returned buffer is a view of shared memory, not a copy.
         """
@@ -273,7 +276,10 @@ def _unwrap(error: ray.exceptions.RayTaskError) -> Exception:
 
 
 class BatchFeed(Protocol):
-    """The methods of the channel that the learner calls. `RayChannel` implements these methods."""
+    """The methods of the channel that the learner calls.
+
+    The class `RayChannel` implements the methods of `BatchFeed`.
+    """
 
     def lease(self, number: int, deadline: float, *, afresh: bool = False) -> pa.Buffer: ...
 

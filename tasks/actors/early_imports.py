@@ -1,9 +1,9 @@
 """Imports modules in a Ray worker process before an actor starts in the process.
 
 A *spare* is a worker process that Ray starts before any run needs the process (`flows.services.spares`). A spare
-imports all modules that one kind of actor needs. Later, an actor of this kind starts in the spare. If Ray starts a
-worker process for an actor that already waits, only the worker of an engine imports modules early. Actors that are not
-engines start without early imports, because callers wait only a short time for their status.
+imports all modules that one kind of actor needs. An actor of this kind later starts in the spare worker process. If Ray
+starts a worker process for an actor that already waits, only the worker of an engine imports modules early. Actors that
+are not engines start without early imports, because callers wait only a short time for their status.
 
 On a machine with GPUs no module is imported early, because libraries read the list of GPUs when they are imported,
 before Ray has assigned GPUs to the actor.
@@ -121,7 +121,10 @@ def _hold_import_lock(file: Path) -> Iterator[None]:
 
 
 def _wait_for_spare(kind: Kind, file: Path) -> bool:
-    """Wait while another worker of this kind imports modules. Return whether the actor can start in that worker."""
+    """Wait while another worker process for this kind of actor imports modules.
+
+    Return whether the waiting actor can start in that other worker process.
+    """
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:
         limit = time.monotonic() + (LONGEST_SECONDS if kind == "engine" else SHORT_SECONDS)

@@ -59,9 +59,8 @@ class EngineActor:
     async def start(self) -> None:
         """Start the engine. A second call of `start` waits until the engine that the first call started is ready.
 
-        If the engine is dead, `start` replaces the engine by a new one without weights and without a client. The
-        actor's process stays alive when its engine is replaced, because imports and compilation take most of an
-        engine's start.
+        If the engine is dead, `start` replaces the engine by a new one without weights and without a client. The engine
+        actor's process stays alive when its engine is replaced, because imports and compilation take most of the start.
         """
         if self._started is None or self._is_dead():
             self._started = asyncio.create_task(self._start())
@@ -101,7 +100,7 @@ class EngineActor:
         self._have.clear()
 
     async def submit(self, owner: str, packed: PackedRequests) -> None:
-        """Start generating the responses to these requests; `collect` returns the results."""
+        """Start generating the responses to these requests. The method `collect` returns the results."""
         self._check_owner(owner)
         for request in unpack_requests(packed):
             task = asyncio.create_task(self._run(request))

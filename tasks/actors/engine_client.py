@@ -201,7 +201,7 @@ class RayEngine:
             ray.kill(self._actor)
 
     async def owns(self) -> bool:
-        """Return whether the actor still serves this client, and still runs the same engine."""
+        """Return whether the engine actor still serves this client, and still runs the same engine."""
         try:
             await self._ask_as_owner(self._silent, "abort", [])
         except EngineFailed:
@@ -218,7 +218,7 @@ class RayEngine:
                 self._sent[number].submit = task
 
     async def _wait_submitted(self) -> None:
-        """Send all pending requests to the engine actor, and wait until it has received them."""
+        """Send all pending requests to the engine actor, and wait until the actor has received them."""
         self._flush()
         if self._submits:
             # unlike `asyncio.gather`, `asyncio.wait` does not cancel the tasks that send requests
@@ -248,7 +248,7 @@ class RayEngine:
     def _deliver(self, collected: Collected) -> bool:
         """Deliver results and new tokens to the callers of the requests.
 
-        Return False if there was nothing to deliver.
+        Return False if there were no results or tokens to deliver.
         """
         packed, errors, report = collected
         progress = unpack_partials(report)

@@ -49,7 +49,7 @@ def _to_number(value: object) -> float:
 
 
 def collects_metrics() -> bool:
-    """Return whether this process is connected to Ray and Ray collects metrics."""
+    """Return whether this process is connected to Ray, and Ray collects metrics."""
     return ray.is_initialized() and os.environ.get(SWITCH, "1").lower() not in ("0", "false")
 
 

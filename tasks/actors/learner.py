@@ -153,7 +153,7 @@ class LearnerActor:
         return self.version
 
     def _train_one_more(self) -> None:
-        """Train one more policy version. After the last batch, wait until the last version is published.
+        """Train one more policy version. After the last batch, wait until the last policy version is published.
 
         If the batch was rejected, the learner restores the policy version that preceded the batch.
         """
@@ -180,7 +180,7 @@ class LearnerActor:
                 self._settle()  # the responses of the next batch must come from this policy version
 
     def _settle(self) -> None:
-        """Wait until the newest policy version is published. Raise the error if publishing failed."""
+        """Wait until the newest policy version is published. If publishing failed, raise its error."""
         self._publishing.settle()
 
     def _begin(self) -> None:
@@ -246,7 +246,7 @@ class LearnerActor:
         self.phase, self.note = LearnerPhase.TRAINING, self.restored.sentence() or "training"
 
     def _next_batch(self, number: int) -> tuple[TrajectoryBatch, int]:
-        """Return batch `number`, verified against its commit in the run's log, and the number of its log entry.
+        """Return batch `number`, after verifying it against the run's log, and the number of the batch's log entry.
 
         If a batch is damaged, the learner rejects the batch, and the rollout stage forms a new one.
         """
@@ -269,7 +269,7 @@ class LearnerActor:
         raise Corrupt(f"batch {number} was damaged {MAKINGS} times ({reason}); check the store, then resume the run")
 
     def _lease(self, number: int, *, afresh: bool) -> pa.Buffer:
-        """Get batch `number` from the channel. Wait as long as the rollout stage may take to form the batch.
+        """Get batch `number` from the channel. Wait for the batch as long as the rollout stage may take to form it.
 
         Time in which storage does not answer does not count as waiting for the batch.
         """
@@ -325,7 +325,7 @@ class LearnerActor:
     def _publish(self, version: int, batch_entry: int | None, metrics: Mapping[str, float]) -> None:
         """Start publishing the learner's state as policy version `version`.
 
-        The next call of `_settle` waits until the version is published.
+        The next call of `_settle` waits until the policy version is published.
         """
         began = time.monotonic()
         probe = self._check_finite(version)
@@ -371,18 +371,15 @@ class LearnerActor:
             self._prune()
 
     def _prune(self) -> None:
-        """Delete stored weights and states that are no longer retained.
-
-        If a deletion fails, the next call retries it.
-        """
+        """Delete weights and states that are no longer retained. A later call retries a deletion that failed."""
         with contextlib.suppress(Missing, Corrupt, Unreachable, StoreFailed):
             self.policies.prune(self.writer)
 
     def _check_finite(self, version: int) -> tuple[float, ...]:
-        """Return the log-probs of the probe tokens. Raise an error if a weight or a log-prob is not finite.
+        """Return the learner's log-probs of the probe tokens, with which engines verify new weights.
 
         Raises:
-            NotFinite: the policy version has a NaN or an infinity. Nothing of this version has been stored.
+            NotFinite: the policy version has a NaN or an infinity. Nothing of the policy version has been stored.
         """
         broken, probe = self.learner.first_nonfinite(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):

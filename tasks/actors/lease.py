@@ -74,7 +74,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Detects that the supervisor's status has not changed for the time of a lease, on this process's clock."""
+    """Detects that the supervisor's status has not changed for the time of the actors' lease."""
 
     def __init__(
         self,
@@ -98,7 +98,10 @@ class LeaseWatch:
         self._unwatched = 0.0  # number of seconds in which the supervisor's status did not change
 
     def check_expiry(self) -> bool:
-        """Read the supervisor's status if it is time to do so. Return whether the lease has expired."""
+        """Read the supervisor's status, unless it was read a moment ago.
+
+        Return whether the lease of the run's actors has expired.
+        """
         now = self._clock()
         passed = now - self._looked
         if not self.lease.seconds or passed < self.pause:
@@ -111,7 +114,7 @@ class LeaseWatch:
         return self._unwatched >= self._longest
 
     def _note_silence(self, passed: float) -> bool:
-        """Count the time in which storage did not answer. Return whether the lease has expired.
+        """Count the time in which storage did not answer. Return whether the lease of the run's actors has expired.
 
         The count of seconds without a change of the supervisor's status restarts at zero when storage stops or resumes
         answering.

@@ -37,7 +37,10 @@ class Publishing:
             self._job.result()
 
     def forget(self) -> None:
-        """Wait until publishing has ended. Ignore its error, because the learner restores an older version."""
+        """Wait until publishing has ended.
+
+        Ignore an error of publishing, because the learner restores an older policy version.
+        """
         if self._job is not None:
             wait([self._job])
             self._job = None

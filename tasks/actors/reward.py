@@ -54,10 +54,11 @@ PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Scores of responses, each with the position of its request. They are tuples, because tuples are quick to pickle.
+    """Scores of responses, each with the position of its request.
 
-    `ticket` is the argument with which `await_more` returns the missing scores. If no score is missing, `ticket` is
-    None.
+    Scores are sent as tuples, because tuples are quick to pickle.
+
+    `ticket` is the number with which `await_more` returns the missing scores. If no score is missing, `ticket` is None.
     """
 
     scores: list[tuple[int, ScoreColumns]]
@@ -134,7 +135,10 @@ class RewardActor:
             await self._store_anchors()
 
     async def _store_anchors(self) -> None:
-        """Store the `CaseAnchors` that have changed. If storage fails, the next call stores them."""
+        """Store the `CaseAnchors` that have changed.
+
+        If storage fails, the next call of `_store_anchors` stores the `CaseAnchors`.
+        """
         for name, anchors in self._anchors.items():
             record = anchors.encode()
             if record != self._stored.get(name):
@@ -155,7 +159,7 @@ class RewardActor:
         return await self.await_more(ticket)
 
     async def await_more(self, ticket: int) -> Verdicts:
-        """Return further scores of the call that has this ticket, after a short wait for more of them."""
+        """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
         to_come = self._open[ticket]
         done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
         if not done:
@@ -225,7 +229,7 @@ class RewardClient:
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
         """Yield each score with its request's position until all requests are scored.
 
-        If the reward actor dies, use its successor.
+        If the reward actor dies, a new reward actor computes the missing scores.
         """
         left, began = dict(enumerate(requests)), time.monotonic()
         while True:

@@ -1,4 +1,4 @@
-"""Defines the Ray actors of reward models, and the client with which the reward actor calls them.
+"""Defines the Ray actors that run reward models, and the client with which the reward actor calls a reward model.
 
 Each copy of a reward model has its own Ray actor, so that a copy may use a GPU or another node, and is restarted alone.
 The Prefect flow of the reward stage starts and watches the actors of reward models. If a call of a reward model fails
@@ -154,7 +154,7 @@ class RayCopies(ModelCopies):
         self._actors[number] = actor
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
-        """Grade responses with the reward model. Raise `ModelAway` if its actor died or the model failed."""
+        """Grade responses with the reward model. Raise `ModelAway` if the reward model failed or its actor died."""
         try:
             grades: list[Grade] = await self._actors[number].grade.remote(list(conversations))
         except ray.exceptions.RayError as error:

@@ -193,7 +193,7 @@ class RolloutActor:
         return Evaluations(means, self.config.versions)
 
     async def run(self) -> None:
-        """Form all batches and evaluate policy versions. Return once the last version was loaded and evaluated.
+        """Form all batches and evaluate policy versions. Return once the last policy version was loaded and evaluated.
 
         A second call of `run`, from a restarted Prefect flow, waits for the same work.
         """
@@ -330,14 +330,14 @@ class RolloutActor:
 
     @contextlib.asynccontextmanager
     async def _borrow_own_engine(self) -> AsyncIterator[Engine]:
-        """Wait until the engine that runs only evaluations is alive, and yield this engine."""
+        """Wait until the engine that runs only evaluations is alive, and lend this engine to an evaluation."""
         while self._own is None or EVALUATION in self._find_failed():
             self._evaluating.clear()
             await self._evaluating.wait()
         yield self._own
 
     async def _score(self, request: ScoreRequest) -> Score:
-        """Score a response of an evaluation. Its time limits are the same for every policy version."""
+        """Score a response of an evaluation, with time limits that are the same for every policy version."""
         tries = build_limits(self.config).judge_tries(request.scorer)
         score = await judge_repeatedly(self.reward.score, tries)(replace(request, adapts=False))
         self._judged += 1

@@ -58,7 +58,10 @@ class ActorStatus(ABC):
     @property
     @abstractmethod
     def made(self) -> float:
-        """Amount of work that the actor has done. Once this amount grows, a restarted actor counts as recovered."""
+        """Amount of work that the actor has done.
+
+        Once the amount of work grows, a restarted actor counts as recovered.
+        """
 
     @property
     @abstractmethod
@@ -77,9 +80,9 @@ class RolloutStatus(ActorStatus):
     (`async_ratio`) allowed no new prompt. `waited` is the share of the time in which the learner was idle while a full
     batch waited for one slow group of responses. `unscored` counts the responses that wait for a score. `backlogged` is
     the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
-    generated tokens that belong to groups discarded as too slow or not needed. `prefix_hits` is the share of prompt
-    tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the reason why
-    the engine failed.
+    generated tokens that belong to groups of responses discarded as too slow or not needed. `prefix_hits` is the share
+    of prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the
+    reason why the engine failed.
     """
 
     version: int = -1
@@ -154,8 +157,8 @@ class LearnerStatus(ActorStatus):
     `version` is the newest policy version that the learner has published, or -1. `trained` counts the policy versions
     that this learner actor has trained. `steps` counts the finished steps of work between two policy versions, such as
     an accuracy check during the supervised training of a cold start. `restored_from` is the policy version that the
-    learner loaded at its start. `replayed` is the number of later versions that the learner recomputed from their
-    batches. `note` describes in words what the learner is doing.
+    learner loaded at its start. `replayed` is the number of later policy versions that the learner recomputed from
+    their batches. `note` describes in words what the learner is doing.
     """
 
     phase: LearnerPhase = LearnerPhase.STARTING

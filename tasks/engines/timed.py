@@ -104,7 +104,8 @@ class TimedEngine:
         self._base = 0.0  # number of tokens in the KV cache, minus active * work * growth
         self._held_up = 0.0  # remaining seconds of prefill that delay all requests
         self._since = 0.0  # time, on the event loop's clock, to which the work was last updated
-        self._updates: list[tuple[float, int]] = []  # (engine's work before the update, new version) of each update
+        # (engine's work before a weight update, new policy version), for each update
+        self._updates: list[tuple[float, int]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0  # time, on the event loop's clock, for which the timer is set
         self._usage = EngineUsage()

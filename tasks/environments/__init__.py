@@ -1,6 +1,6 @@
 """Builds environments.
 
-The module `base` has the contract of all environments, and each kind has a module of its own.
+The module `base` has the contract of all environments. Each kind of environment has a module of its own.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class Episode(Protocol):
-    """One response in progress. Through its episode, an environment generates tokens and has them scored."""
+    """One response in progress. Through an `Episode`, an environment generates tokens and has the tokens scored."""
 
     @property
     def prompt(self) -> Prompt:
@@ -61,7 +61,7 @@ class Episode(Protocol):
     def add(self, tokens: Sequence[int]) -> None:
         """Append at most `room` tokens to the response.
 
-        The policy did not generate these tokens and is not trained on them.
+        The policy did not generate the added tokens and is not trained on them.
         """
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:

@@ -23,7 +23,7 @@ class AsyncOnce(Generic[Made]):
         self._task: asyncio.Task[Made] | None = None
 
     async def get(self) -> Made:
-        """Wait for the value and return it. Raise the error if the computation failed."""
+        """Wait until the value is computed, and return the value. Raise the error if the computation failed."""
         if self._task is None or self._has_failed(self._task):
             self._task = asyncio.create_task(self._make())
         return await asyncio.shield(self._task)

@@ -76,7 +76,7 @@ def leave_alive_to_owner() -> None:
 
 
 def be_named(*line: str) -> None:
-    """Set the name (at most 15 bytes) of this forked process, and its command line if there is room for the new one.
+    """Set the name (at most 15 bytes) of this forked process, and its command line if there is room for it.
 
     The package setproctitle cannot be used: it does nothing if the first environment variable was changed since the
     process started.

@@ -18,7 +18,7 @@ OLDER = 20  # number of collections of a generation of objects for each collecti
 def spare_collector() -> None:
     """Make the garbage collector run less often and ignore all present objects.
 
-    Call this function after all imports.
+    Call `spare_collector` after all imports.
     """
     gc.collect()
     gc.freeze()

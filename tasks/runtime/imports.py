@@ -30,7 +30,7 @@ T = TypeVar("T")
 def imported_function(
     key: str, part: Imported, returns: type, accepts: Callable[[FunctionType, Any], bool] | None = None
 ) -> FunctionType:
-    """Import the user-defined function that `part` names. `key` is the part's section of the config.
+    """Import the user-defined function that `part` names. `key` is the config section of the user-defined part.
 
     Args:
         returns: the function must be annotated to return this type.
@@ -54,7 +54,7 @@ def imported_function(
 
 
 def imported_class(key: str, part: Imported, contract: type[T]) -> type[T]:
-    """Import the user-defined class that `part` names. `key` is the part's section of the config.
+    """Import the user-defined class that `part` names. `key` is the config section of the user-defined part.
 
     Raises:
         ConfigError: the class does not exist, or does not derive from `contract`.
@@ -91,7 +91,10 @@ def imported_object(key: str, part: Imported, contract: type[T], *, optional: st
 
 
 def _check_method(key: str, part: Imported, own: object, promised: FunctionType) -> None:
-    """Check that a user-defined class has a method with the right arguments. Without it, every response would fail."""
+    """Check that a user-defined class has a method with the right arguments.
+
+    Without the method, every response would fail.
+    """
     name = promised.__name__
     method = getattr(own, name)
     if getattr(method, "__func__", None) is promised:

@@ -39,7 +39,7 @@ Attribute = str | int | float | bool
 
 
 class Spans:
-    """Records the OpenTelemetry spans of one process of a run. Without a provider, no span is recorded."""
+    """Records the OpenTelemetry spans of one process of a run. If `provider` is None, no span is recorded."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Spans:
 
 
 def open_spans(collector: str | None, share: float, run: str, run_id: str, role: str) -> Spans:
-    """Create the `Spans` object of one process of a run. Without a collector, no span is recorded.
+    """Create the `Spans` object of one process of a run. If `collector` is None, no span is recorded.
 
     `collector` is the address of an OTLP receiver over HTTP (`http://host:4318`). `share` is the share of the prompts
     (0 to 1) whose spans are recorded. Every process records the same prompts. `run` identifies the run, and `role` is
@@ -147,7 +147,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
         reserved: tuple[int, int] | None = None
 
         def reserve(self, trace_id: int, span_id: int) -> None:
-            """Reserve these ids for the next root span."""
+            """Reserve a trace id and a span id for the next root span."""
             self.reserved = trace_id, span_id
 
         def generate_trace_id(self) -> int:
