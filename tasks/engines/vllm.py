@@ -259,7 +259,7 @@ class VllmEngine:
         return results
 
     async def _wait_answer(self, call: Awaitable[Any], seconds: float = CALL_SECONDS) -> Any:
-        """Wait for an answer of vLLM. Check that its process is alive, because vLLM waits forever for a dead process."""
+        """Wait for vLLM to answer, and check that its process is alive: vLLM waits forever for a dead process."""
         asked = asyncio.ensure_future(call)
         try:
             with self._translate_death():
