@@ -254,7 +254,7 @@ class _CallDeadline:
     def translate_errors(self) -> Iterator[None]:
         """Translate Ray's errors into our own.
 
-        Ignore the loss of the actor or of a batch until the call's time limit.
+        The loss of the channel's actor or of a batch is ignored until the call's time limit.
         """
         waited = self._deadline + GRACE_SECONDS
         try:

@@ -33,7 +33,7 @@ class EngineActor:
     """Ray actor that owns an inference engine, runs requests, and keeps the results until the client collects them."""
 
     def __init__(self, build: Callable[[], Engine], lease: Lease | None = None) -> None:
-        """Create the actor without creating the engine. The method `start` creates the engine.
+        """Create the Ray actor without creating the inference engine. The method `start` creates the engine.
 
         Args:
             build: this function creates the engine on the actor's node.

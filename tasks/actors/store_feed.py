@@ -31,7 +31,7 @@ class StoreFeed:
         return self.newest
 
     async def newer(self, version: int) -> int:
-        """Wait until a policy version newer than `version` is published, and return the newest one."""
+        """Wait until a policy version newer than `version` is published, and return the newest policy version."""
         while True:
             with contextlib.suppress(Unreachable):  # the channel's actor may be restarting
                 await self._channel.wait_version(version, NEWS_SECONDS)

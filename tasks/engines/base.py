@@ -54,11 +54,11 @@ class TokenSpan:
         return len(self.tokens)
 
     def after(self, count: int) -> TokenSpan:
-        """Return the span without its first `count` tokens."""
+        """Return the part of the response after its first `count` tokens."""
         return TokenSpan(self.tokens[count:], self.logprobs[count:], self.versions[count:])
 
     def before(self, count: int) -> TokenSpan:
-        """Return the span's first `count` tokens."""
+        """Return the part of the response that has its first `count` tokens."""
         return TokenSpan(self.tokens[:count], self.logprobs[:count], self.versions[:count])
 
     def __add__(self, later: TokenSpan) -> TokenSpan:
@@ -139,14 +139,14 @@ class WeightsSource(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """An inference engine. The module's docstring states what every engine guarantees."""
+    """An inference engine. The docstring of the module `base` states what every inference engine guarantees."""
 
     @property
     def version(self) -> int:
         """The policy version whose weights the engine uses; -1 before the first update."""
 
     async def start(self) -> None:
-        """Load the model's architecture. Return when the engine is ready for the first `update`."""
+        """Load the model's architecture. Return when the inference engine is ready for the first `update`."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one response. Any number of calls may run concurrently."""
@@ -157,7 +157,8 @@ class Engine(Protocol):
     async def suspend(self, in_flight: InFlight) -> None:
         """Stop generating.
 
-        Keep the running requests if `in_flight` is "continue", and abort them if it is "restart".
+        Keep the running requests if `in_flight` is "continue", or abort the running requests if `in_flight` is
+        "restart".
         """
 
     async def fetch(self, version: int, weights: Any) -> None:

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 
-PROMPTS_KEPT = 65536  # number of prompts whose normal number is cached
+PROMPTS_KEPT = 65536  # number of prompts for which the drawn number is cached
 
 
 class ResponseLengths:

@@ -44,7 +44,7 @@ def check_head_size(folder: Path, named: str, has_gpu: Callable[[], object]) -> 
 def kv_cache_need(folder: Path, context: int, dtype: str) -> int:
     """Return the size, in bytes, of the smallest KV cache with which vLLM starts.
 
-    This cache holds one request as long as the context, and one block.
+    The smallest KV cache holds one request as long as the context, and one block.
 
     The result is 0 if a layer does not attend to all earlier tokens, because the size of the cache is then unknown.
     """
@@ -69,7 +69,8 @@ def find_hindrance(config: Any) -> str | None:
     """Return the reason why the transformers engine cannot run a policy with this config, or None if it can.
 
     The transformers engine keeps attention state (KV cache) of the same shape in all layers (see `fixed_shape`). The
-    transformers engine needs full attention in every layer, and a config that gives the number of key-value heads.
+    transformers engine can run a policy only if every layer has full attention and the config gives the number of
+    key-value heads.
     """
     if getattr(config, "num_key_value_heads", None) is None:
         return "its config.json does not name num_key_value_heads"

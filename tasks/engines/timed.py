@@ -1,4 +1,4 @@
-"""Simulates an inference engine: it models only the latency, and returns random tokens after simulated time.
+"""Simulates an inference engine: the timed engine models only latency, and returns random tokens after simulated time.
 
 The timed engine gives guarantees beyond the contract of engines in `base`.
 

@@ -79,7 +79,8 @@ class VllmEngine:
                 start, and does not speed up small models on a CPU.
             repair_tied_head: if True, vLLM's copy of the output head is recomputed after each load of weights. A test
                 passes False to show that comparing log-probs detects a stale output head.
-            told_as: this is the `model_name` in vLLM's own metrics, which Ray collects. If "", vLLM reports no metrics.
+            told_as: this is the `model_name` in vLLM's own metrics, which Ray collects. If `told_as` is "", vLLM
+                reports no metrics.
         """
         self._config = config
         self._folder = policy_folder

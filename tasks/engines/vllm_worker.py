@@ -83,7 +83,10 @@ class PolicyWorker:
     sample_tokens: Any
 
     def prepare_policy_worker(self) -> None:
-        """Disable the computation of the sampled token's rank. The engine calls this method once, after its start."""
+        """Disable the computation of the sampled token's rank.
+
+        The vLLM engine calls `prepare_policy_worker` once, after its start.
+        """
         sampler.batched_count_greater_than = _skip_ranks
 
     def load_policy(self, folder: str, repair_tied_head: bool) -> None:

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         """Convert tokens to text, including special tokens."""
 
     def decode_response(self, tokens: Sequence[int]) -> str:
-        """Decode a response to the text that a scorer reads. A stop token at the end is left out."""
+        """Decode a response to the text that a scorer reads. A stop token at the end of the response is left out."""
 
 
 class Renderer(Protocol):

@@ -159,7 +159,7 @@ def build_provider(attributes: Mapping[str, str]) -> TracerProvider:
             reserved, self.reserved = self.reserved, None
             return reserved[1] if reserved else super().generate_span_id()
 
-    return TracerProvider(  # a process that ends must not wait for the collector of spans
+    return TracerProvider(  # a process that ends must not wait for the collector of spans to answer
         resource=Resource.create(attributes), id_generator=ReservedIds(), shutdown_on_exit=False
     )
 
