@@ -28,7 +28,7 @@ from rollflow.tasks.runtime.sections import Section
 if TYPE_CHECKING:
     from rollflow.tasks.simulation.hardware import Hardware
 
-# types of pydantic errors -> text in the style of JSON schema, which the form of the Prefect UI uses
+# Maps types of pydantic errors to text in the style of JSON schema, which the form of the Prefect UI uses.
 WORDS = {
     "greater_than": "less than or equal to the minimum of {gt}",
     "greater_than_equal": "less than the minimum of {ge}",
@@ -168,7 +168,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except OSError as error:
         fix = "give the path of a TOML file"
         raise ConfigError(f"{what} {str(path)!r} cannot be read ({error.strerror}); {fix}") from None
-    # the file is not UTF-8 or not TOML, or has a too long number or too deep nesting
+    # The file is not UTF-8 or not TOML, or has a number that is too long or nesting that is too deep.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} {str(path)!r} is not valid TOML: {error}; correct that line") from None
 
@@ -315,7 +315,7 @@ def _place_refusal(place: str, error: ErrorDetails) -> str:
         return error["msg"]
     said = error["ctx"]
     key = said["key"].removeprefix("reward.")
-    section = place.removesuffix(f".{key}")  # pydantic adds the key if a validator of one field raised the error
+    section = place.removesuffix(f".{key}")  # pydantic adds the key if a field's validator raised the error.
     return f"{section}.{key} = {said['value']}: {said['cure'].replace('reward.', f'{section}.')}"
 
 
@@ -371,7 +371,7 @@ def _find_similar(key: str, known: Iterable[str]) -> list[str]:
         where, _, name = one.rpartition(".")
         whole, last = likeness(key, one), likeness(word, name)
         beside = where == place
-        # for example, `train.lora_r` resembles `train.lora.rank`
+        # For example, the unknown key `train.lora_r` resembles `train.lora.rank`.
         elsewhere = last >= 0.75 or (whole >= 0.8 and key.startswith(where))
         if whole >= 0.6 and (last >= 0.6 if beside else elsewhere):
             close.append((beside, whole, one))

@@ -19,7 +19,7 @@ from rollflow.tasks.policies.folder import COPIED
 from rollflow.tasks.policies.tokenizer import find_other_reading
 from rollflow.tasks.run.context import RunContext
 
-TEXTS = 64  # number of prompts with which the exported tokenizer is compared with the run's tokenizer
+TEXTS = 64  # Number of prompts on which the exported tokenizer is compared with the run's tokenizer.
 
 
 def export(context: RunContext, version: PolicyVersion, folder: Path) -> None:

@@ -46,7 +46,7 @@ def _section_lines(section: type[Section], path: str, default: Any) -> Iterator[
     plain: list[tuple[str, FieldInfo]] = []
     nested: list[tuple[str, FieldInfo]] = []
     for name, info in section.model_fields.items():
-        if not (name == "kind" and _fixed_kind(section)):  # the heading of the section already names its kind
+        if not (name == "kind" and _fixed_kind(section)):  # The heading of the section names its kind already.
             (nested if list(sections_of(info.annotation)) else plain).append((name, info))
     yield from ("| key | value | default | meaning |", "|---|---|---|---|")
     yield from (_row(name, info) for name, info in plain)

@@ -178,7 +178,7 @@ def _open_or_create_run(config: RunConfig, run_id: str | None, storage: str | No
         fix = f"to change it: rollflow resume {context.uri} --set {change.key}=VALUE"
         words = "%s = %s applies, as recorded in the run's log, instead of %s; %s"
         get_run_logger().warning(words, change.key, change.before, change.after, fix)
-    context.prompts()  # raises an error if the prompt files have changed since the run was created
+    context.prompts()  # This raises an error if the prompt files have changed since the run was created.
     return context
 
 
@@ -187,7 +187,7 @@ def _claim_run(context: RunContext, address: str) -> Writer:
     supervisors left.
     """
     supervisor = claim(context, "supervisor", address, f"flow run {flow_run.id}")
-    with contextlib.suppress(Unreachable):  # training does not wait for an unreachable Prefect server
+    with contextlib.suppress(Unreachable):  # Training does not wait for an unreachable Prefect server.
         tag(build_tags(context.config, context.run_id, "supervisor"))
     _reset_budgets(context)
     _reopen(context)
@@ -201,7 +201,7 @@ def _reset_budgets(context: RunContext) -> None:
 
     Stop requests are kept if they are newer than the request that created this flow run.
     """
-    with contextlib.suppress(RollflowError):  # training does not wait for an unreachable Prefect server or store
+    with contextlib.suppress(RollflowError):  # Training does not wait for an unreachable Prefect server or storage.
         if not follows_another(own := UUID(str(flow_run.id))):
             reset_budgets(context.store)
             take_back(context.store, requested_at(own))
@@ -221,7 +221,7 @@ def _sweep(context: RunContext) -> None:
     """
     try:
         sweep(context.store)
-    except (RollflowError, OSError) as error:  # for example, the storage service does not support the request
+    except (RollflowError, OSError) as error:  # For example, the storage service does not support the request.
         get_run_logger().warning("could not look for unfinished files that killed writers left: %s", error)
 
 
@@ -285,7 +285,7 @@ def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: Ba
     if newer is None or newer.cluster != stages.address:
         stages.abandon()
     if newer is not None:
-        return  # the newer supervisor writes the run's status and its MLflow run
+        return  # The newer supervisor writes the run's status and logs to MLflow.
     phase, writer.failure = _describe_failure(error)
     # An error while writing the status must not hide the first error; a failed store may cause both.
     with contextlib.suppress(RollflowError):
@@ -327,14 +327,14 @@ def _finish(
     write_anchor(supervisor.log.state, tracker, page)
     plot = run_home() / "plots" / context.key / "reward.png"
     tracker.log_reward_plot(writer.curves, plot)
-    with contextlib.suppress(RollflowError):  # a batch that was damaged after training does not fail the run
+    with contextlib.suppress(RollflowError):  # A batch that was damaged after training does not make the run fail.
         tracker.log_ending(build_outcome(context, summary))
     tracker.finish("FINISHED")
     if plot.exists():
         context.store.put("reward.png", plot.read_bytes())
         page.plot(plot)
     every = list(split_blocks(0, context.config.versions))
-    page.progress(list(block_rows(context, every)))  # write all rows again, because the last evaluations are new
+    page.progress(list(block_rows(context, every)))  # Write all rows again, because the last evaluations are new.
     page.close()
     writer.refresh("done")
     return summary

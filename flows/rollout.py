@@ -33,7 +33,7 @@ def rollout(run: RunPlace, ray_address: str) -> None:
             start=start,
             redone=lambda status: _describe_lost_work(status, context.config.group_size),
             patience=context.config.rollout.patience_seconds,
-            poll=POLL_SECONDS,  # seconds between status calls, after each of which the engines are checked
+            poll=POLL_SECONDS,  # Seconds between two status calls, after each of which the engines are checked.
         )
         ActorKeeper(context, scheduler, log).run(engines.look)
         engines.reporter.notes.flush()

@@ -1,8 +1,8 @@
-"""Lists the recipes that `rollflow serve` offers in the Prefect UI. They are the recipes that rollflow ships, and those
-that users deployed.
+"""Lists the recipes that `rollflow serve` offers in the Prefect UI. The offered recipes are those that rollflow ships,
+and those that users deployed.
 
-`rollflow deploy FOLDER` adds the recipes of a folder to the list, and `rollflow nightly FILE` adds a nightly file. The
-deployed folders and files are listed in `deployed.json` in the run home.
+`rollflow deploy FOLDER` adds the recipes of a folder to the offered recipes, and `rollflow nightly FILE` adds a nightly
+file. The deployed recipe folders and nightly files are listed in `deployed.json` in the run home.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Starts and watches the services that a command such as `rollflow run` needs: a Prefect server, a Ray cluster and a
 Prefect runner.
 
-A session is the set of services of one command. The session starts each service that the user does not provide, and
-stops it when the command ends. Services that the user provides (`PREFECT_API_URL`, `cluster.address`, a running
+A session is the set of services of one command. A session starts each service that the user does not provide, and stops
+the service when the command ends. Services that the user provides (`PREFECT_API_URL`, `cluster.address`, a running
 `rollflow serve`) are used and left running. The Prefect server belongs to the run home (rollflow's folder of local
-files), and stops with the last command that uses it. If a service of the session dies, it is restarted
-(`keepalive.services`). If the run's supervising flow run crashes, it is restarted, too (`keepalive.supervisor`).
+files), and stops with the last command that uses it. If a service of the session dies, the session restarts the service
+(`keepalive.services`). If the run's supervising flow run crashes, the session restarts the flow run
+(`keepalive.supervisor`).
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ def open_session(
         **(server.env if server else {"PREFECT_API_URL": given}),
         **(ray.env | {"ROLLFLOW_RAY_ADDRESS": ray.address} if ray else {}),
         "ROLLFLOW_HOME": str(place),
-        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # folder for the stored results of flows
+        "PREFECT_LOCAL_STORAGE_PATH": str(place / "results"),  # Folder in which Prefect stores the results of flows.
         "ROLLFLOW_DEPLOYMENT": name,
         # The address of the Prefect UI, or the command that shows it if the server ends with this session.
         "ROLLFLOW_PREFECT_PAGE": "rollflow serve" if server and name != SERVED else page,
@@ -215,7 +216,7 @@ def open_session(
         start_together(*services.values(), meanwhile=lambda: _import_prefect(runner))
         if name != SERVED and not server:
             call_until_answered(lambda: check_unserved(name, place))
-        if server or name != SERVED:  # no other command serves these deployments
+        if server or name != SERVED:  # No other command serves these deployments.
             call_until_answered(lambda: crash_orphans(name, "its session died", scheduled=True))
             call_until_answered(sweep)
         begin.touch()
@@ -237,7 +238,7 @@ def _build_runner(place: Path, name: str, environment: Mapping[str, str], begin:
     log, ready = place / "logs" / name / "runner.log", begin.with_name("runner-ready")
     ready.parent.mkdir(parents=True, exist_ok=True)
     begin.unlink(missing_ok=True)
-    # level of the log on a flow run's page in Prefect; the terminal shows only the live view
+    # Level of the log that the page of a flow run in Prefect shows. The terminal shows only the live view.
     level = {"PREFECT_LOGGING_LEVEL": "INFO"}
     variables = {**environment, **logging_settings(shared=name == SERVED), **level}
     arguments = ["--begin", str(begin), "--ready", str(ready), *(["--no-automations"] if watched else [])]
@@ -259,7 +260,7 @@ def _import_prefect(runner: Runner) -> None:
         from prefect.settings import get_current_settings
 
         get_current_settings()
-    except ValueError as error:  # a value of a Prefect setting is invalid; the error does not name the variable
+    except ValueError as error:  # The value of a Prefect setting is invalid; the error does not name the variable.
         given = ", ".join(sorted(name for name in os.environ if name.startswith("PREFECT_")))
         reason = " ".join(f"{error}".split())[:200]
         raise ConfigError(f"Prefect refuses a value of {given} ({reason}); correct or unset the variable") from None

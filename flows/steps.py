@@ -1,9 +1,9 @@
 """Runs the steps of a supervising flow as Prefect tasks, which the flow run's page in Prefect shows as a graph.
 
-Each step is a box in the graph. The box shows the step's result, and follows the box of the previous step. Running work
-as a step does not change the result of the work. Prefect does not store the results of steps, so a restarted flow run
-repeats them. An unreachable or slow Prefect server does not delay a step, because Prefect sends the events of tasks in
-the background.
+Each step of the supervising flow is a box in the graph. The box of a step shows the step's result, and follows the box
+of the previous step. Running work as a Prefect task does not change the result of the work. Prefect does not store the
+results of steps, so a restarted flow run repeats them. An unreachable or slow Prefect server does not delay a step,
+because Prefect sends the events of tasks in the background.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ UNTRACKED = "SQLite in the run home"
 def command(options: argparse.Namespace) -> int:
     """Run the checks of this machine and print their results."""
     if options.cluster is not None:
-        from rollflow.flows.commands.cli import doctor_cluster  # a late import, because this module imports Ray
+        from rollflow.flows.commands.cli import doctor_cluster  # The module is imported late, because it imports Ray.
 
         return doctor_cluster.command(options)
     checks = run_checks(run_home(), options.settings)

@@ -40,7 +40,7 @@ from rollflow.tasks.simulation.hardware import Hardware
 from rollflow.tasks.simulation.planner import TOLERANCE, Plan, plan
 from rollflow.tasks.simulation.prices import Prices, cost_of
 
-WIDTH = 180  # width of the table in characters if the output is not a terminal
+WIDTH = 180  # Width of the printed table in characters if the output is not a terminal.
 # Matches the comment that `_write_files` put at the top of the recipe of an earlier plan.
 EARLIER = re.compile(r"\A# Planned for .*\n(# changed: .*\n)*\n?")
 HEADINGS = (
@@ -87,8 +87,8 @@ class PlanRequest:
     """The options of a search for the best plan, and the files to write."""
 
     recipe: Path
-    text: str  # text of the recipe, including its comments
-    hardware_text: str  # text of the hardware file, including its comments
+    text: str  # Text of the recipe file, including its comments.
+    hardware_text: str  # Text of the hardware file, including its comments.
     gpus: int
     largest: float
     best: int

@@ -36,7 +36,8 @@ def command(options: argparse.Namespace) -> int:
     `--sandboxes`, serve sandboxes.
     """
     if options.sandboxes is not None:
-        from rollflow.flows.commands.cli import serve_sandboxes  # a late import, because this module imports uvicorn
+        # The module is imported late, because it imports uvicorn.
+        from rollflow.flows.commands.cli import serve_sandboxes
 
         return serve_sandboxes.command(options)
     if options.end:

@@ -32,7 +32,7 @@ from rollflow.tasks.run.context import RunContext
 STORE_SECONDS = 6.0
 # Age in seconds from which a status counts as old. A run's supervisor writes a status once a second.
 SILENT_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # seconds between updates of the live view
+LOOK_SECONDS = 1.0  # Seconds between two updates of the live view.
 COLUMNS = ("run", "began", "state", "version", "reward", "held-out")
 
 

@@ -37,7 +37,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import LONGEST_RECIPE
 from rollflow.tasks.runtime.names import run_id as checked
 
-MOST = 1000  # largest number of runs in a study
+MOST = 1000  # Largest number of runs in a study (one call of `rollflow sweep`).
 
 
 @dataclass(frozen=True, slots=True)

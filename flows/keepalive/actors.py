@@ -66,7 +66,7 @@ class ActorKeeper(Generic[Status]):
         self._answer = context.config.recovery.answer_seconds
         self._lease = LeaseWatch(Lease.of(context))
         self._last: Status | None = None
-        self._changed = 0.0  # monotonic time of the last change of the actor's progress
+        self._changed = 0.0  # Monotonic time at which the actor's progress last changed.
         set_log_facts(run=context.run_id, actor=watched.name)
 
     def run(self, tick: Callable[[Any, Status], None] = lambda actor, status: None) -> Any:

@@ -42,7 +42,7 @@ class _Engine:
     failure: str | None = None
     began: float = 0.0  # Monotonic time at which the engine's `start` method was called.
     asked: float = 0.0
-    vitals: Vitals | None = None  # watches the engine's process since the engine's last answer
+    vitals: Vitals | None = None  # Watches the process of an engine that does not answer.
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class Engines:
         self.restarts = Restarts.of_run(context)
         self.reporter = RecoveryReporter(context, log)
         self._answer = context.config.recovery.answer_seconds
-        # longest time in seconds that an engine may compute without answering
+        # Longest time in seconds for which an engine may compute without answering a call.
         self._patience = context.config.rollout.patience_seconds
         self._gpus = gpu_shares(context.config).engine
         self._engines = [_Engine(number) for number in range(context.config.engine.replicas)]
@@ -121,7 +121,7 @@ class Engines:
         starting, engine.starting = engine.starting, None
         cluster.call_within(starting, self._answer, f"{engine.name} to start")
         self._log(f"{engine.name} is ready")
-        self.restarts.note_progress(engine.name, 0.0)  # the engine serves once the scheduler has added it
+        self.restarts.note_progress(engine.name, 0.0)  # The engine serves requests once the scheduler has added it.
 
     def _check_join(self, engine: _Engine) -> None:
         if not cluster.has_ended(engine.joining, 0):
@@ -129,7 +129,8 @@ class Engines:
         joining, engine.joining = engine.joining, None
         try:
             cluster.call_within(joining, self._answer, f"the scheduler to take {engine.name}")
-        except Unreachable as error:  # the scheduler died; the next `look` adds the engine to the restarted scheduler
+        # The scheduler died; the next call of `look` adds the engine to the new scheduler.
+        except Unreachable as error:
             self._log(f"{engine.name}: {first_line(error)}")
             return
         engine.joined = True
@@ -147,7 +148,7 @@ class Engines:
             answered, engine.health = engine.health, None
             try:
                 cluster.call_within(answered, self._answer, f"the health of {engine.name}")
-            except EngineFailed as error:  # the engine's actor lives, and can start a new engine
+            except EngineFailed as error:  # The Ray actor of the engine lives, and can start a new engine.
                 self._schedule_restart(engine, failure or first_line(error), within=True)
             else:
                 if failure:
@@ -184,5 +185,5 @@ class Engines:
             engine.actor = cluster.find_actor(engine.name)
             engine.starting, engine.began = engine.actor.start.remote(), time.monotonic()
         except Unreachable as error:
-            if known:  # the engine's actor is gone, so the engine died with the scheduler
+            if known:  # The engine's Ray actor died together with the scheduler.
                 self._schedule_restart(engine, first_line(error))

@@ -114,5 +114,5 @@ class RestartHistory:
                 time.sleep(AGAIN_SECONDS)
                 continue
             except RollflowError:
-                pass  # the records are damaged, so reading them again would not help
+                pass  # The recovery records are damaged, so reading them again would not help.
             self._read.set()

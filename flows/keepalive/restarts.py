@@ -29,7 +29,7 @@ def pause_after(restarts: int, limits: RecoveryConfig) -> float:
     """Return the pause in seconds before the next restart of a component, if the component was restarted `restarts`
     times within the time window.
     """
-    doublings = min(restarts - 1, 1000)  # a larger exponent overflows a float
+    doublings = min(restarts - 1, 1000)  # A larger exponent would overflow a float.
     return min(LONGEST_PAUSE, limits.backoff_seconds * 2.0**doublings) if restarts else 0.0
 
 
@@ -140,8 +140,8 @@ class Outage:
     """
 
     pending: PendingRecovery
-    reason: str  # reason of the component's newest failure
-    pause: float  # seconds between the component's failure and its restart
+    reason: str  # Reason of the component's newest failure.
+    pause: float  # Seconds between the failure of the component and its restart.
     due: float  # monotonic time
     launched: float | None = None  # monotonic time
 

@@ -91,7 +91,7 @@ class ServiceKeeper:
         try:
             if role == RUNNER:
                 crash_orphans(self.deployment, f"the {RUNNER} died")
-        except Unreachable as error:  # the Prefect server is down as well, and must be restarted before the runner
+        except Unreachable as error:  # The Prefect server is down, too, and must be restarted before the runner.
             if time.monotonic() - outage.pending.noticed > self._limits.window_seconds:
                 raise RestartsExhausted(f"the {RUNNER} died and cannot be restarted: {error}") from error
             return

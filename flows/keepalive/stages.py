@@ -52,7 +52,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 ACTORS = {"rollout": ROLLOUT, "reward": REWARD, "train": LEARNER}
-STATE_SECONDS = 1.0  # seconds between reads of the states of the stages' flow runs
+STATE_SECONDS = 1.0  # Seconds between two reads of the states of the stages' flow runs.
 STATUS_SECONDS = 10.0
 PING_SECONDS = 5.0  # Seconds that the channel actor may take to answer a ping. A dead actor is noticed immediately.
 START_SECONDS = 300.0
@@ -72,7 +72,7 @@ class Stage:
 
     role: str
     run: UUID | None = None
-    state: str = "Scheduled"  # name of the flow run's state, as Prefect shows it
+    state: str = "Scheduled"  # Name of the flow run's state in Prefect.
     running: bool = False
     completed: bool = False
     seen: ActorStatus | None = None
@@ -272,7 +272,7 @@ class Stages:
                 self._warn(seen.warned)
             stage.asked = cluster.find_actor(ACTORS[stage.role]).status.remote()
         except RollflowError:
-            return  # the actor is starting or dead; a dead actor is restarted by the stage's flow
+            return  # The stage's Ray actor is starting or dead. The stage's flow restarts a dead actor.
         if stage.running:
             self._reporter.report_recovery(self.restarts.mark_up(stage.name))
 

@@ -1,1 +1,1 @@
-"""Writes a run's metrics to MLflow and its status to `status.json` while it trains."""
+"""Writes a run's metrics to MLflow, and the run's status to `status.json`, while the run trains."""

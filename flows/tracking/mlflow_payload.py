@@ -1,6 +1,6 @@
 """Collects what is logged to MLflow besides metrics: the description of a run at its start, and its result at its end.
 
-All information is read from the run's storage. This module does not import MLflow.
+The description and the result are read from the run's storage. This module does not import MLflow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollflow.tasks.rollout.evaluation import read_evaluation
 from rollflow.tasks.run.context import RunContext
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
-SAMPLES = 32  # number of rows in the table of sample responses
+SAMPLES = 32  # Number of rows in MLflow's table of sample responses.
 MODELS = 20  # Largest number of stored policy versions that are logged to MLflow. The newest ones are logged.
 
 

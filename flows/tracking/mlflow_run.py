@@ -3,7 +3,7 @@ errors of MLflow's client.
 
 All training runs of one recipe are in one MLflow experiment. A study (`tracking.study`) is a set of compared training
 runs, for example a sweep. In MLflow, a study is the parent run of its runs. If it is unknown whether MLflow has
-received a run's description or result, it is logged again. Logging it twice does no harm.
+received a run's description or result, the description or result is logged again. Logging it twice does no harm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANCHOR_TAG = "rollflow.anchor."
 # Tags that are set after the run's description or its result was logged.
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"
 PARENT_TAG = "mlflow.parentRunId"
-KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # a tag that MLflow's UI before 3.17 requires
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"  # MLflow's UI before 3.17 requires this tag.
 VIEW_TAG, VIEW_NAME = "mlflow.sharedViewState.rollflow", "accuracy, reward, tokens a second"
 COLUMNS = "eval/accuracy", "rollout/reward", "system/tokens_per_second"
 VERSION, EVALUATED, RECOVERIES = "version", "evaluation", "recovery"
@@ -43,7 +43,7 @@ PREFIXES = {VERSION: ("rollout/", "train/", "system/"), EVALUATED: ("eval/",), R
 SAMPLES, TABLES_TAG = "samples.json", "mlflow.loggedArtifacts"
 # `CHANGED` is the prefix of the tags that have the new values of changed config keys.
 CHANGES, CHANGES_TAG, CHANGED = "config_changes.json", "rollflow.config_changes", "config."
-PARAMETERS_A_CALL = 100  # largest number of parameters that MLflow accepts in one call
+PARAMETERS_A_CALL = 100  # Largest number of parameters that MLflow accepts in one call.
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 compared.
 
 The status and the metrics are computed from the run's log and from the status of each stage (rollout, reward and
-train). rollflow makes no decision by reading `status.json` or MLflow.
+train). No decision of rollflow depends on `status.json` or on MLflow.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StatusWriter:
         self._before: PolicyVersion | None = None  # The policy version that was last logged to MLflow.
         self._evaluated: dict[int, Evaluation] = {}
         self._written_at = 0.0
-        self.no_signal = ""  # a sentence for the user if the newest versions have no learning signal, else ""
+        self.no_signal = ""  # A sentence for the user if the newest policy versions have no learning signal, else "".
         self.alarms: list[RewardAlarm] = []  # Signs of reward hacking in the newest policy versions.
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 

@@ -1,16 +1,17 @@
 """Logs a training run to MLflow: its configuration, its metrics by policy version, and the reward plot.
 
-The prefix of a metric's name says where the metric comes from. `rollout/` stands for a batch's trajectories, `train/`
-for the train step, `eval/` for held-out prompts, and `reward/` for the reward actor. Metrics with the prefix `system/`
-measure time and discarded work. Metrics with the prefix `recovery/` measure restarts after crashes. The step number of
-a `recovery/` metric is the number of the restart. The final results of a run are tags of its MLflow run
-(`final.accuracy`, ...).
+The prefix of a metric's name says where the metric comes from. In a metric's name, `rollout/` stands for a batch's
+trajectories, `train/` for the train step, `eval/` for held-out prompts, and `reward/` for the reward actor. Metrics
+with the prefix `system/` measure time and discarded work. Metrics with the prefix `recovery/` measure restarts after
+crashes. The step number of a `recovery/` metric is the number of the restart. The final results of a run are tags of
+its MLflow run (`final.accuracy`, ...).
 
-* Tracking never delays or ends a run. Every method of `Tracker` except `flush` and `finish` returns immediately. One
-  background thread imports MLflow, connects to it, and writes the metrics of many policy versions in one call.
+* Logging to MLflow never delays or ends a training run. Every method of `Tracker` except `flush` and `finish` returns
+  immediately. One background thread imports MLflow, connects to it, and writes the metrics of many policy versions in
+  one call.
 * A failure of MLflow is appended to the tracker's `warnings` and counted in `failures`. Metrics that could not be
-  written are written together with the next metrics.
-* The methods `flush` and `finish` wait for pending data, but only until a deadline.
+  written to MLflow are written together with the next metrics.
+* The methods `flush` and `finish` of `Tracker` wait for pending data, but only until a deadline.
 * No metric is logged twice. When the MLflow run is opened, the last logged policy version is read from MLflow, and
   earlier versions are not logged again. The function `missed` returns the metrics of policy versions that were not
   logged.
@@ -47,7 +48,7 @@ from rollflow.flows.views.parameters import flatten
 from rollflow.storage.audit.anchors import Anchor
 from rollflow.storage.errors import RollflowError
 
-VIEW = "?workflowType=machine_learning"  # query that makes MLflow's UI show metrics; by default it shows GenAI traces
+VIEW = "?workflowType=machine_learning"  # With this query, MLflow's UI shows metrics instead of GenAI traces.
 ROLLOUT = (
     *("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_", "part_", "alarms"),
     "skipped_",
@@ -255,7 +256,7 @@ def import_early() -> None:
     """Import the modules that a tracker with a local MLflow database needs. This is done before the process is forked,
     to save time.
     """
-    with contextlib.suppress(ImportError):  # the tracker reports the failure later
+    with contextlib.suppress(ImportError):  # The tracker reports the failed import later.
         for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):
             import_module(module)
 
@@ -318,7 +319,7 @@ def draw_curves(curves: Curves, path: Path) -> None:
         upper.plot(*zip(*curves.accuracy, strict=True), "o-", color="#d1622b", label="held-out accuracy")
     for k, points in curves.pass_at.items():
         upper.plot(*zip(*points, strict=True), "--", color="#d1622b", linewidth=1, label=f"held-out pass@{k}")
-    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # a reward may be below 0 because of a format penalty
+    lowest = min([0.0, *(reward for _, reward in curves.reward)])  # A format penalty may make a reward negative.
     upper.set(ylabel="reward, accuracy", ylim=(lowest, 1.02), title=curves.title)
     if curves.reward or curves.accuracy:
         upper.legend(loc="lower right", frameon=False)

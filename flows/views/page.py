@@ -38,7 +38,7 @@ class Page:
         self._anchors: list[str] = []
         self._away = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        context = copy_context()  # a copy of the flow run's context, which names the Prefect server
+        context = copy_context()  # A copy of the flow run's context, which names the Prefect server.
         # A daemon thread does not keep the process from ending if the server hangs.
         self._thread = threading.Thread(target=lambda: context.run(self._work), name="page", daemon=True)
         self._thread.start()

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollflow.flows.services.reachability import redact
 
-LENGTH = 6000  # largest number of characters of a value; MLflow rejects longer values
+LENGTH = 6000  # Largest number of characters of a logged value. MLflow rejects longer values.
 SECRET_WORDS = {
     *("secret", "secrets", "token", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey"),
     *("auth", "authorization", "bearer"),

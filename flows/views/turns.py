@@ -27,7 +27,7 @@ class TurnPart:
     author: Author
     start: int
     tokens: Sequence[int]
-    logprobs: Sequence[float] = ()  # log-probability of each token in nats
+    logprobs: Sequence[float] = ()  # Log-probability in nats of each token.
     versions: Sequence[int] = ()
 
     @property

@@ -118,6 +118,6 @@ def _is_reader_gone(stream: TextIO) -> bool:
     try:
         polled = select.poll()
         polled.register(stream, 0)
-    except (OSError, ValueError):  # the stream has no file descriptor, or is closed
+    except (OSError, ValueError):  # The standard stream has no file descriptor, or is closed.
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in polled.poll(0))

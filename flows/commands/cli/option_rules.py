@@ -62,7 +62,8 @@ def move_version(options: argparse.Namespace) -> None:
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:
         return
-    from rollflow.tasks.runtime.names import is_number  # a late import, because pydantic takes time to import
+    # The module is imported late, because importing pydantic takes time.
+    from rollflow.tasks.runtime.names import is_number
 
     if is_number(options.run):
         setattr(options, second, options.run)

@@ -22,7 +22,7 @@ from rollflow.tasks.simulation.timeline import Timeline
 
 # Colours of an engine's row, in equal steps from idle to all request slots busy.
 BUSY = ("#ffffff", "#c6dbef", "#6baed6", "#2171b5", "#08306b")
-LEARNER = ("#c2410c", "#fb923c")  # colours of train steps, which alternate so that neighbouring steps can be told apart
+LEARNER = ("#c2410c", "#fb923c")  # Train steps alternate in colour, so that neighbouring steps can be told apart.
 UPDATE = "#7c3aed"
 REWARD = "#15803d"
 SLOTS = "#3b82f6"
@@ -37,7 +37,7 @@ class TimeCurve:
     top: float
     colour: str
     digits: int
-    sentence: str  # a sentence that explains a value of the curve, in which "{}" stands for the value
+    sentence: str  # A sentence that explains a value of the curve. "{}" stands for the value.
 
 
 @dataclass(frozen=True, slots=True)
