@@ -54,8 +54,7 @@ from rollflow.storage.errors import ConfigError, Unreachable
 POLL_SECONDS = 1
 BEGIN_SECONDS = 0.05
 LOOK_SECONDS = 2.0  # Seconds between two checks for newly deployed recipes.
-# Largest number of flow runs that run at the same time. A training run has four flow runs, and Prefect's default limit
-# is 5.
+# Largest number of flow runs at the same time. A training run has four; Prefect's default limit is 5.
 LIMIT = 40
 FLOWS = (post_training, rollout, reward, train, evaluate, recover)
 

@@ -12,8 +12,7 @@ from rollflow.tasks.actors.reward import REWARD, start_reward
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.runtime.names import RunPlace
 
-# Limit in seconds on the time without progress. There is none, because the reward actor is idle while it gets no
-# responses.
+# No limit on the seconds without progress, because the reward actor is idle while it gets no responses.
 NO_LIMIT = float("inf")
 
 

@@ -66,8 +66,7 @@ class Session:
     deployment: str
     page: str
     services: Mapping[str, Service]
-    # Text that tells the user where to find the password of the Prefect UI, or "" if the session did not start the
-    # server.
+    # Text about where to find the password of the Prefect UI, or "" if the session did not start the server.
     login: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 

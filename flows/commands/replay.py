@@ -66,8 +66,7 @@ class ReplayOutcome:
     replayed: ReplayedVersion
     ranks: int
     recorded: int
-    # Distance between the replayed and the published weights. None means that the distance is zero or cannot be
-    # computed.
+    # Distance between the replayed and the published weights, or None if it is zero or unknown.
     apart: ReplayDistance | None
 
     @property

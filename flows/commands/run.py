@@ -94,8 +94,7 @@ def _complete_summary(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Write a status that says that the run is starting, and remove old stop requests. `rollflow stop` works from this
-    time on.
+    """Write a status that says that the run is starting, and remove old stop requests. After this call, `rollflow stop` can stop the run.
 
     A storage error is ignored here, because the run itself waits for its storage later.
     """
@@ -117,8 +116,7 @@ def _show(session: Session, context: RunContext, began: float) -> RunStatus:
         with open_view(sys.stdout) as view:
             for status in session.follow(context, flow_run):
                 view.show(status)
-                # An unchanged status is not stored again, so that the stored status gets older while the storage does
-                # not answer.
+                # An unchanged status is not stored again, so that the stored status ages during a storage failure.
                 if status != kept:
                     save_last_status(run_home(), context.uri, status)
                     kept = status

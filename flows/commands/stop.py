@@ -18,8 +18,7 @@ from rollflow.tasks.run.context import RunContext
 
 LOOK_SECONDS = 0.5
 WAIT_SECONDS = 1800.0
-# Seconds without a new status after which the run's supervisor counts as dead. A living supervisor writes a status once
-# a second.
+# Seconds without a new status after which the run's supervisor (which writes one every second) counts as dead.
 SILENT_SECONDS = 120.0
 WORDS: dict[How, str] = {"stop": "to end at its next version", "cancel": "to end at once"}
 

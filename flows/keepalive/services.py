@@ -37,8 +37,7 @@ class ServiceKeeper:
         # The restart budget of services is new in each command, because services end with their command.
         self.restarts = Restarts(RestartBudget(limits))
         self._answered: dict[str, float] = {}
-        # Monotonic time at which the Ray head last failed. Flows that connected to the Ray cluster before this time
-        # have lost their actors.
+        # Monotonic time of the Ray head's last failure, in which all flows that were connected lost their actors.
         self.cluster_lost_at = 0.0
 
     def look(self, record: Callable[[Recovery], None]) -> None:

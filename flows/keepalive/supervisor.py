@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 END_SECONDS = 30.0
 COUNT_SECONDS = 20.0
-# Time limit in seconds for reading from storage. The limit lets a dead supervisor be restarted although the storage is
-# unreachable.
+# Time limit in seconds for a read from storage, so that a dead supervisor is restarted even if storage is down.
 READ_SECONDS = 5.0
 AWAY = "the run's storage does not answer; the run waits for it"
 
@@ -58,8 +57,7 @@ class SupervisorKeeper:
         try:
             return read_status(self.context, self.flow_run) or before
         except Unreachable:
-            # While storage does not answer, the supervisor cannot write its status, so a missing status does not mean
-            # that it hangs.
+            # While storage does not answer, a supervisor that works cannot write its status, either.
             self._moved = self._moved[0], time.monotonic()
             return before if AWAY in before.messages else replace(before, messages=(*before.messages[-2:], AWAY))
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 RUN_TAG, KEY_TAG, STUDY_TAG = "rollflow.run_id", "rollflow.run_key", "rollflow.study"
-# Prefix of the names of tags for log entries. The number of the log entry follows, and the value of the tag is the
-# entry's sha256.
+# Prefix of the tags that have the sha256 of log entries. The number of the log entry follows the prefix.
 ANCHOR_TAG = "rollflow.anchor."
 # Tags that are set after the run's description or its result was logged.
 BEGUN_TAG, ENDED_TAG = "rollflow.begun", "rollflow.ended"
@@ -87,8 +86,7 @@ class MlflowRun:
     run_id: str
     experiment_id: str
     last: dict[str, int] = field(default_factory=dict)
-    # Number of the newest policy version when the run's result was logged, or "" if it was not logged. Older releases
-    # of rollflow logged "yes".
+    # Newest policy version when the run's result was logged, "" if it was not logged, or "yes" from older releases.
     ended: str = ""
     changes: int = 0  # Number of changes of the run's configuration that MLflow already has.
     # Numbers of the entries of the run's log whose hashes MLflow already has.
