@@ -260,7 +260,7 @@ def _check_disk(home: Path) -> Check:
 
 
 def _check_sandbox(config: BubblewrapSandbox | SandlockSandbox) -> Check:
-    """Run one test program in a sandbox of this kind, and report whether it works."""
+    """Run one test program in a sandbox that `config` describes, and report whether the sandbox works."""
     name = f"sandbox {config.kind}"
     try:
         try_sandboxes(config)

@@ -50,7 +50,7 @@ def collect_orphans(context: RunContext, older_than: str, dry_run: bool) -> tupl
 
 def show_garbage(context: RunContext, older_than: str, dry_run: bool, console: Console | None = None) -> None:
     """Delete the run's orphans, which are objects that its log does not reference, and print them as a table. If
-    `dry_run` is true, only print them.
+    `dry_run` is true, only print the orphans and delete nothing.
     """
     console = console or Console(highlight=False)
     found, freed = collect_orphans(context, older_than, dry_run)

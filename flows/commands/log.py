@@ -54,11 +54,11 @@ def command(options: argparse.Namespace) -> int:
 
 
 def print_log(context: RunContext, *, follow: bool, as_json: bool, console: Console | None = None) -> None:
-    """Print every entry of the run's log. If `follow` is true, print new entries until the user ends the command.
+    """Print every entry of the run's log. If `follow` is true, print new log entries until the user ends the command.
 
     Raises:
         ConfigError: the run does not exist.
-        Missing, Corrupt: the log is damaged. The entries before the damage have been printed.
+        Missing, Corrupt: the log is damaged. The log entries before the damage have been printed.
     """
     console = console or Console(highlight=False)
     context.created  # noqa: B018 - says which run is not there

@@ -179,7 +179,9 @@ def _describe_outcome(one: CandidateOutcome) -> str:
 
 
 def build_table(planned: Plan, config: RunConfig, asked: PlanRequest) -> Table:
-    """Build a table of the best candidates of a search. Synchronous training is always one of its rows."""
+    """Build a table of the best configurations that the search found. Synchronous training is always a row of the
+    table.
+    """
     found = Table(
         title=f"{config.name} on {asked.gpus} GPUs", title_justify="left", box=box.SIMPLE_HEAD, header_style="dim"
     )
@@ -217,8 +219,8 @@ def _row(one: CandidateOutcome, planned: Plan, limits: PlanLimits) -> list[str]:
 
 
 def describe_split(candidate: Candidate) -> str:
-    """Return a candidate's split of the GPUs as text, such as "96:32" for 96 inference engines and 32 GPUs for
-    training.
+    """Return the split of the GPUs in a planned configuration as text, such as "96:32" for 96 inference engines and 32
+    GPUs for training.
     """
     if candidate.colocated:
         return f"{candidate.learner_gpus:g} in turns"
@@ -226,8 +228,8 @@ def describe_split(candidate: Candidate) -> str:
 
 
 def describe_redundancy(candidate: Candidate) -> str:
-    """Return text about the redundant work of a candidate: the groups of responses that it generates beyond a batch,
-    and how it treats slow groups.
+    """Return text about the redundant work in a planned configuration: the groups of responses that it generates beyond
+    a batch, and how it treats slow groups.
     """
     parts = [f"+{candidate.redundant_groups} groups"] if candidate.redundant_groups else []
     parts += [f"+{candidate.redundant_responses} responses"] if candidate.redundant_responses else []
@@ -338,7 +340,7 @@ def _write_files(
 def plan_to_json(
     planned: Plan, config: RunConfig, hardware: Hardware, limits: PlanLimits, prices: Prices | None = None
 ) -> dict[str, Any]:
-    """Return the complete result of a search as a JSON object."""
+    """Return the complete result of a search for the best plan as a JSON object."""
 
     def one(outcome: CandidateOutcome) -> dict[str, Any]:
         return {

@@ -94,7 +94,8 @@ def _complete_summary(context: RunContext) -> dict[str, Any]:
 
 
 def _announce(context: RunContext, began: float) -> None:
-    """Write a status that says that the run is starting, and remove old stop requests. After this call, `rollflow stop` can stop the run.
+    """Write a status that says that the run is starting, and remove old stop requests. After this call, `rollflow stop`
+    can stop the run.
 
     A storage error is ignored here, because the run itself waits for its storage later.
     """

@@ -82,7 +82,7 @@ class _Log:
 
     def read_new(self, *, ended: bool) -> Sequence[str]:
         """Return the complete log lines that the run's processes wrote since the last call. If `ended` is true, include
-        an incomplete last line.
+        an incomplete last line of the log file.
         """
         *lines, self._begun = (self._begun + self._file.read()).split("\n")
         last = [self._begun] if ended and self._begun else []

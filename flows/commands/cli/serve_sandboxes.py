@@ -46,7 +46,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def read_sandbox_config(recipe: Path, overrides: list[str]) -> SandboxBase:
-    """Return the section `[reward.sandbox]` of a recipe. An empty path gives the default sandbox settings.
+    """Return the section `[reward.sandbox]` of a recipe. If the path of the recipe is empty, return the default sandbox
+    settings.
 
     Raises:
         ConfigError: the recipe configures no sandbox, or configures sandboxes of another server.
