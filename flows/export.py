@@ -90,7 +90,7 @@ def _read_policy_files(context: RunContext) -> dict[str, bytes]:
 
 def _read_prompts(context: RunContext) -> list[str]:
     """Return the first `TEXTS` prompts of the run. If the prompts cannot be read, return none, because an export does
-    not need them.
+    not need prompts.
     """
     try:
         prompts = context.prompts()

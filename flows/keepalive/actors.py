@@ -38,8 +38,8 @@ class WatchedActor(Generic[Status]):
 
     `start` creates the Ray actor, or returns the actor if it exists already. `redone(status)` describes the work that a
     restarted actor must repeat, if the old actor died after reporting `status`. `patience` is the longest time in
-    seconds for which the actor's status may stay unchanged; after this time the actor is restarted. `poll` is the
-    number of seconds between two status calls to the actor. After a restart, the status of the actor is read every
+    seconds for which the actor's status may stay unchanged before the actor is restarted. `poll` is the number of
+    seconds between two status calls to the actor. After a restart, the status of the actor is read every
     `POLL_SECONDS`.
     """
 

@@ -41,8 +41,8 @@ def session_costs(services: Mapping[str, Service], supervisor: str) -> Iterator[
 
 
 def _flow_costs(guard: psutil.Process, supervisor: str) -> Iterator[CpuCost]:
-    """Yield the CPU costs of the Prefect runner and of each flow process separately. The costs of a flow that has ended
-    are then not added to the runner's costs.
+    """Yield the CPU costs of the Prefect runner and of each flow process separately. Because each flow process is
+    measured separately, the costs of an ended flow are not added to the runner's costs.
     """
     for process in guard.children(recursive=True):
         with contextlib.suppress(psutil.Error):

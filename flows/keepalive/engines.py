@@ -74,7 +74,9 @@ class Engines:
         self._evaluating = [_Engine(EVALUATION)] if own else []
 
     def start(self) -> None:
-        """Start all inference engines that are not running, in parallel. Return as soon as one engine is ready."""
+        """Start all inference engines that are not running, in parallel. The method `start` returns as soon as one
+        inference engine is ready.
+        """
         for engine in (*self._engines, *self._evaluating):
             self._reconnect(engine)
         while not any(engine.ready for engine in self._engines):

@@ -16,8 +16,8 @@ from rollflow.tasks.scorers.config import name_section
 
 @dataclass(frozen=True, slots=True)
 class GpuShares:
-    """The number of GPUs for each inference engine, and for the learner. The number is a fraction if they share
-    GPUs.
+    """The number of GPUs for each inference engine, and for the learner. The number of GPUs is a fraction if engines
+    and the learner share GPUs.
     """
 
     engine: float

@@ -44,8 +44,8 @@ class PastRestarts:
 
 
 def reset_budgets(run: ObjectStore) -> None:
-    """Reset the run's limits on restarts, so that earlier restarts no longer count. This function is called when a user
-    or a schedule starts the run.
+    """Reset the run's limits on restarts, so that earlier restarts no longer count. `reset_budgets` is called when a
+    user or a schedule starts the run.
     """
     run.put(BEGUN, json.dumps({"at": time.time()}).encode())
 
@@ -61,8 +61,8 @@ def read_reset_time(run: ObjectStore) -> float:
 
 
 def count_restarts(recoveries: Iterable[Recovery], until: float, since: float = 0.0) -> dict[str, PastRestarts]:
-    """Count the restarts of each component (such as an engine). `recoveries` lists recovery records, oldest first;
-    those whose failure was noticed outside `since` to `until` do not count.
+    """Count the restarts of each component (such as an engine). `recoveries` lists recovery records, oldest first. Only
+    failures that were noticed between `since` and `until` count.
     """
     by_role: dict[str, PastRestarts] = {}
     for recovery in recoveries:
