@@ -1,7 +1,7 @@
 """The list of tests that `make full` runs and `make test` leaves out, because they take the longest.
 
-`tests/full_tests.txt` has their ids, and how many seconds each test took on two quiet cores. The list is made from a
-run of all tests:
+`tests/full_tests.txt` has the id of each of these tests, and the seconds that the test took when the list was made. The
+list is made from a run of all tests:
 
     make full ARGS="--junit-xml=full.xml"
     python -m tests.support.full_tests full.xml 3
