@@ -100,8 +100,11 @@ def judge_server(behave: Behaviour) -> Iterator[JudgeServer]:
             with suppress(OSError):
                 super().finish()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128  # with the default of 5, some of many connections at a time are reset
+
+    server = Server(("127.0.0.1", 0), Handler)
     judge.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
