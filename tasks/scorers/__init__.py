@@ -170,14 +170,18 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
 
             return Verifier(ModelVerifier(config).score, takes_several=True)
         case CompositeReward():
-            from rollflow.tasks.scorers.composite import CompositeScorer
-
-            places = {name: f"{section}.parts.{name}.scorer" for name in config.parts}
-            parts = {name: build_verifier(config.parts[name].scorer, place) for name, place in places.items()}
-            return CompositeScorer(config, parts).build()
+            return _build_composite(config, section)
         case JudgeReward():
             raise ConfigError("kind = 'judge': a judge is no function that scores a text in one process")
         case ImportReward():
             from rollflow.tasks.scorers.imported import imported_verifier
 
             return imported_verifier(config, section)
+
+
+def _build_composite(config: CompositeReward, section: str) -> Verifier:
+    from rollflow.tasks.scorers.composite import CompositeScorer
+
+    places = {name: f"{section}.parts.{name}.scorer" for name in config.parts}
+    parts = {name: build_verifier(config.parts[name].scorer, place) for name, place in places.items()}
+    return CompositeScorer(config, parts).build()

@@ -228,7 +228,7 @@ def test_missing_batch_is_reported(run: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_group_of_another_prompt_is_not_judged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its responses would be compared with the wrong reference."""
+    """A stored group whose prompt id is wrong would be compared with the reference of another prompt."""
     rebatched(open_store(str(run)), 1, lambda groups: [replace(groups[0], prompt_id="sorting/x"), *groups[1:]])
     found = result(capsys, run, "2", code=1)
     assert "answers the prompt 'sorting/x' instead of 'sorting/0000" in found["damaged"][0]["why"]

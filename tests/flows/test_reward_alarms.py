@@ -80,7 +80,7 @@ def test_learning_of_the_quick_start_is_no_alarm() -> None:
 
 
 def test_quick_start_can_raise_no_alarm() -> None:
-    """Its reward has no parts, and the length of its responses cannot change enough."""
+    """The quick start's reward has no parts, and its longest response is too short for the alarm of length drift."""
     config = load_recipe(Path("flows/recipes/sorting.toml"))
     assert (config.reward.kind, config.reward.format) == ("exact", None)
     assert config.engine.max_new_tokens < reward_alarms.LENGTH_TOKENS

@@ -305,7 +305,7 @@ def test_error_of_an_environment_ends_no_run(error: type[BaseException], reason:
     ],
 )
 def test_run_with_unjudged_groups_ends_and_audits_clean(alpha: float, choices: dict[str, Any]) -> None:
-    """One group runs at a time, and one of three engines dies while responses are judged again."""
+    """Two engines die in a run whose judge fails; the run ends, and the audit finds no violation."""
     pipeline = FlakyJudge(
         MemoryStore(uuid.uuid4().hex),
         versions=3,
