@@ -165,6 +165,43 @@ async def test_response_without_a_verdict_is_unjudged(judge: Callable[..., Any])
     assert asked == dict.fromkeys(FAULTS, 2)
 
 
+NO_VERDICTS = {name: FAULTS[name] for name in ("cut off", "no text", "no object", "score outside the scale")}
+
+
+@pytest.mark.parametrize("reply", [*NO_VERDICTS.values(), Reply("too long", 400)], ids=[*NO_VERDICTS, "400"])
+async def test_response_that_prevents_a_verdict_scores_zero(judge: Callable[..., Any], reply: Reply) -> None:
+    """Otherwise the policy could learn to make the judge ramble, and the run would end."""
+    found, _ = await judge(lambda n, body: grade(n, body) if n == 1 else reply, ["7", "8"], at_once=1, tries=2)
+    assert [score.outcome for score in found] == [Outcome.PARTIAL, Outcome.UNPARSABLE]
+    assert [score.value for score in found] == [0.7, 0.0]
+
+
+@pytest.mark.parametrize("name", ["500", "reset", "no JSON", "no message"])
+async def test_failed_endpoint_leaves_a_response_unjudged(judge: Callable[..., Any], name: str) -> None:
+    reply = FAULTS[name]
+    found, _ = await judge(lambda n, body: grade(n, body) if n == 1 else reply, ["7", "8"], at_once=1, tries=2)
+    assert [score.outcome for score in found] == [Outcome.PARTIAL, Outcome.UNJUDGED]
+
+
+async def test_pair_without_a_verdict_earns_no_points(judge: Callable[..., Any]) -> None:
+    """A response that makes the judge ramble loses each comparison, in either order, and its opponent wins nothing."""
+
+    def behave(number: int, body: Body) -> Reply:
+        rambles = any("ramble" in one for one in read_fenced(body))
+        return FAULTS["cut off"] if rambles else prefer_longer(number, body)
+
+    keys = {"mode": "pairwise", "tries": 1, "at_once": 1, "repeats": 2}
+    found, _ = await judge(behave, ["1 1", "1", "2", "ramble"], **keys)
+    assert [score.value for score in found] == pytest.approx([2 / 3, 1 / 6, 1 / 6, 0])
+
+
+async def test_tokens_of_answers_without_a_verdict_count(folder: Path) -> None:
+    with judge_server(lambda *_: FAULTS["cut off"]) as server:
+        config = build_config(server, budget_tokens=150, at_once=1, tries=3)
+        with pytest.raises(ConfigError, match=r"budget_tokens = 150: the judge has used 200 tokens"):
+            await judge_all(folder, config, build_requests(folder, ["1"]))
+
+
 async def test_one_call_in_ten_may_fail(judge: Callable[..., Any]) -> None:
     faults = [FAULTS[name] for name in ("500", "429", "reset", "no JSON")]
 
@@ -238,6 +275,17 @@ async def test_key_is_sent_and_appears_in_no_reason(folder: Path, monkeypatch: p
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match=r"reward\.token_env = 'JUDGE_KEY': this variable is not set"):
         await JudgeScorer(config, folder).start()
+
+
+@pytest.mark.parametrize("key", ["planted-key\n", " planted-key", "planted\nkey", "planted-k\u00e9y"])
+async def test_key_that_no_header_can_hold_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """The client's own error would quote the key, and every response would be unjudged or score 0."""
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with judge_server(grade) as server:
+        config = build_config(server, token_env="JUDGE_KEY", tries=1)
+        with pytest.raises(ConfigError, match=r"reward\.token_env = 'JUDGE_KEY': .* white space") as caught:
+            await judge_all(folder, config, build_requests(folder, ["7"]))
+    assert "planted" not in str(caught.value)
 
 
 async def test_key_of_the_environment_goes_to_no_other_endpoint(

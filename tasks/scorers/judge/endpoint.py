@@ -5,7 +5,9 @@ The client retries a call after a lost connection, a time-out, or HTTP status 40
 grow, or follow the endpoint's Retry-After header. An answer of the judge that is no valid verdict counts as a failed
 try.
 
-If no try of a call gives a verdict, the method `ask` raises `Unjudged`, because the policy is not the cause.
+If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict, the method raises
+`NoVerdict` instead if the judge itself answered, or if the endpoint rejected the request's content, for example as too
+long, because the response may be the cause. Before the first verdict, the judge or its settings may be the cause.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
 up. When the run must end, the event `failed` is set, and each further call raises the error.
@@ -22,13 +24,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.storage.errors import ConfigError
+from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.tasks.scorers.base import Unjudged
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
 
 REFUSED = (401, 403, 404)  # HTTP statuses that mean a wrong API key, address or model, so that a retry is useless
 CHARS_PER_TOKEN = 3  # characters per token in the estimate of a request's tokens; few texts have fewer
+REFUSED_CONTENT = (400, 413, 422)  # HTTP statuses that may mean a response that is too long, or that a filter rejects
 LONGEST_ANSWER = 200  # largest number of characters of an endpoint's answer in an error message
 
 
@@ -39,6 +42,10 @@ class JudgeUsage:
     calls: int = 0
     verdicts: int = 0
     tokens: int = 0
+
+
+class NoVerdict(RollflowError):
+    """Raised if the judge gave no verdict, and the response may be the cause."""
 
 
 class Endpoint:
@@ -58,12 +65,11 @@ class Endpoint:
         """Create the HTTP client, without making a call.
 
         Raises:
-            ConfigError: the environment variable with the API key is not set, or a package is missing.
+            ConfigError: the environment variable with the API key is not set or holds no valid key, or a package is
+            missing.
         """
         if name := self._config.token_env:
-            if not (key := os.environ.get(name)):
-                raise ConfigError(f"{self._section}.token_env = {name!r}: this variable is not set; set it to the key")
-            self._key = key
+            self._key = self._read_key(name)
         try:
             openai, aiolimiter = await asyncio.to_thread(_import_packages)
         except ImportError as error:
@@ -92,12 +98,24 @@ class Endpoint:
         assert self._error is not None
         return self._error
 
+    def _read_key(self, name: str) -> str:
+        """Return the API key from an environment variable."""
+        where = f"{self._section}.token_env = {name!r}"
+        if not (key := os.environ.get(name)):
+            raise ConfigError(f"{where}: this variable is not set; set it to the key")
+        # the error of an HTTP client about an invalid header would quote the key
+        if not (key.isascii() and key.isprintable() and key == key.strip()):
+            cure = "set it to the key alone, in ASCII and without a line break or white space at its ends"
+            raise ConfigError(f"{where}: an HTTP header cannot hold this variable's value; {cure}")
+        return key
+
     async def ask(self, question: JudgeQuestion, repeat: int) -> Verdict:
         """Return the judge's verdict on a question; `repeat`, the number of the repetition, changes the judge's random
         seed.
 
         Raises:
             Unjudged: no try gave a valid verdict.
+            NoVerdict: no try gave a valid verdict, and the response may be the cause.
             ConfigError: the endpoint has failed in a way that ends the run.
         """
         left = self._config.tries
@@ -105,13 +123,16 @@ class Endpoint:
             async with self._places:
                 text, tries = await self._call(question, left, 1000 * repeat + self._config.tries - left)
             left -= tries
+            has_message = False
             try:
-                content, tokens = _read_answer(text)
+                choice, tokens = _read_answer(text)
+                has_message = True
                 await self._count(question, tokens)
-                verdict = question.read(content)
+                verdict = question.read(_read_message(choice))
             except (ValueError, RecursionError) as error:
                 if left <= 0:
-                    raise Unjudged(f"{self._config.tries} calls gave no verdict; {self._quote(str(error))}") from None
+                    said = f"{self._config.tries} calls gave no verdict; {self._quote(str(error))}"
+                    raise self._give_up(said, may_be_response=has_message) from None
                 continue
             self.usage.verdicts += 1
             return verdict
@@ -154,10 +175,14 @@ class Endpoint:
         """Return the error for a call that the endpoint refused."""
         said = f"status {status}: {self._quote(text)}"
         if status not in REFUSED or self.usage.verdicts:
-            return Unjudged(f"the judge refused a call with {said}")
+            return self._give_up(f"the judge refused a call with {said}", may_be_response=status in REFUSED_CONTENT)
         key = "model" if status == 404 else "token_env"
         cure = "correct the key, the address or the model"
         return self._fail(f"{key} = {getattr(self._config, key)!r}: {self._config.url} refuses it with {said}; {cure}")
+
+    def _give_up(self, said: str, *, may_be_response: bool) -> Exception:
+        """Return the error for a question without a verdict."""
+        return NoVerdict(said) if may_be_response and self.usage.verdicts else Unjudged(said)
 
     def _check_budget(self) -> None:
         """Raise an error if the endpoint has failed or the token budget is used up."""
@@ -205,22 +230,28 @@ def _import_packages() -> tuple[Any, Any]:
     return openai, aiolimiter
 
 
-def _read_answer(text: str) -> tuple[str, int | None]:
-    """Return the message and the number of tokens in an endpoint's answer; raise `ValueError` if the answer has no
-    message.
+def _read_answer(text: str) -> tuple[Mapping[str, Any], int | None]:
+    """Return the judge's choice, which has a message, and the number of tokens in an endpoint's answer; raise
+    `ValueError` if the answer has no message.
     """
     answer = json.loads(text)
     try:
-        choice = answer["choices"][0]
-        content, usage = choice["message"]["content"], answer.get("usage")
+        choice, usage = answer["choices"][0], answer.get("usage")
+        choice["message"]["content"]
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError("the answer has no message") from None
-    if not isinstance(content, str):
-        raise ValueError("the answer's message has no text")
+    total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
+    return choice, total if type(total) is int and total >= 0 else None
+
+
+def _read_message(choice: Mapping[str, Any]) -> str:
+    """Return the text of the judge's message; raise `ValueError` if the text is missing or cut off."""
     if choice.get("finish_reason") == "length":
         raise ValueError("the answer is cut off at reward.max_tokens; raise max_tokens")
-    total = usage.get("total_tokens") if isinstance(usage, Mapping) else None
-    return content, total if type(total) is int and total >= 0 else None
+    content = choice["message"]["content"]
+    if not isinstance(content, str):
+        raise ValueError("the answer's message has no text")
+    return content
 
 
 def _find_cause(error: BaseException) -> str:

@@ -7,7 +7,8 @@
     pairwise    a question for each opponent: the other responses of the group, or else the reference answer; the value
                 is the share of the points that the response wins
 
-- A response without a verdict is "unjudged", and never scores 0 for that reason.
+- A response without a verdict is "unjudged", unless the response may be the cause (see `endpoint`): then its value is
+  0, and in the mode pairwise neither response of the pair gets points.
 - With `repeats`, the part "disagreement" is the mean difference between two verdicts on the same question, from 0 to 1.
 - An equal question is asked once while its verdicts are in the cache, or on their way. Two responses of a group ask the
   same question about each other.
@@ -39,7 +40,7 @@ from rollflow.tasks.scorers.base import (
     make_storable,
 )
 from rollflow.tasks.scorers.judge.config import JudgeReward
-from rollflow.tasks.scorers.judge.endpoint import Endpoint
+from rollflow.tasks.scorers.judge.endpoint import Endpoint, NoVerdict
 from rollflow.tasks.scorers.judge.prompts import (
     JudgeQuestion,
     Material,
@@ -121,7 +122,10 @@ class JudgeScorer(Scorer):
         started = time.perf_counter()
         try:
             text = self._decode(request.tokens)
-            score = await self._judge(answer_of(text, self._config.answer), request)
+            try:
+                score = await self._judge(answer_of(text, self._config.answer), request)
+            except NoVerdict as error:
+                score = Score(0.0, make_storable(str(error), LONGEST_REASON), Outcome.UNPARSABLE, failed=True)
             score = finish_score(score, self._config, text, len(request.tokens))
         except Unjudged as error:
             score = Score(0.0, make_storable(str(error), LONGEST_REASON), Outcome.UNJUDGED)
@@ -139,6 +143,7 @@ class JudgeScorer(Scorer):
 
         Raises:
             Unjudged: the judge gave no verdict.
+            NoVerdict: the judge gave no verdict, and the response may be the cause.
             ConfigError: the judge's endpoint has failed.
             ValueError: the data row has no valid rubric.
         """
@@ -181,7 +186,10 @@ class JudgeScorer(Scorer):
         pair = sorted((response, other), key=_hash)
         orders = [pair, pair[::-1]]
         questions = [ask_comparison(self._config, material, *orders[n % 2]) for n in range(self._config.repeats)]
-        verdicts = await self._ask(questions)
+        try:
+            verdicts = await self._ask(questions)
+        except NoVerdict as error:
+            return [Verdict(0.0, str(error), {})]
         is_first = itertools.cycle([response == pair[0], response != pair[0]])
         return [
             verdict if first else verdict._replace(value=1.0 - verdict.value)
