@@ -84,8 +84,12 @@ class Rejudged:
 
     @property
     def is_flip(self) -> bool:
-        """True if the same version of the scorer gave another verdict, so the scorer is not deterministic."""
-        return self.has_changed and self.score.version == self.stored.trajectory.scorer_version
+        """True if the same version of the scorer gave another verdict, so the scorer is not deterministic. A response
+        that the scorer could not judge during the run has no earlier verdict.
+        """
+        before = self.stored.trajectory
+        was_judged = before.outcome is not Outcome.UNJUDGED
+        return self.has_changed and was_judged and self.score.version == before.scorer_version
 
 
 @dataclass(slots=True)

@@ -336,6 +336,8 @@ OLD, NEW = "0" * 12, "f" * 12
         ({"scorer_version": OLD}, Score(0.0, version=NEW), True, False),
         ({"scorer_version": OLD}, Score(0.0, version=OLD), True, True),
         ({"scorer_version": OLD}, Score(1.0, version=OLD), False, False),
+        # the judge was not reachable during the run
+        ({"scorer_version": OLD, "outcome": Outcome.UNJUDGED, "reward": 0.0}, Score(1.0, version=OLD), True, False),
     ],
 )
 def test_verdict_changes_by_reward_or_outcome(before: dict[str, Any], now: Score, changed: bool, flip: bool) -> None:
