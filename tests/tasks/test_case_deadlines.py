@@ -16,7 +16,9 @@ from rollflow.storage.records import Outcome
 from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
+from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd
 from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.code.cases import read_case
 from rollflow.tasks.scorers.code.deadlines import (
     CLOCK,
     MOST_WAITING,
@@ -27,6 +29,7 @@ from rollflow.tasks.scorers.code.deadlines import (
     is_drawn,
     name_row,
 )
+from rollflow.tasks.scorers.code.guest import ASKS
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.composite import CompositeScorer
 from rollflow.tasks.scorers.config import (
@@ -168,6 +171,28 @@ async def kill_and_recheck(desk: Desk, *programs: str) -> list[Score]:
     found = await desk.score_all(*programs)
     await desk.recheck()
     return found
+
+
+class RunsByTurns:
+    """Sandboxes that cannot communicate. The program takes 3 and 4 seconds, and its tests take 0.1 seconds."""
+
+    capabilities: frozenset[Capability] = frozenset()
+
+    def __init__(self) -> None:
+        tests = [(ASKS, b"call", 0.1), (0, b"", 0.1)]
+        programs = [(0, b"[]", 4.0), (0, b"[7]", 3.0)]
+        self.runs = [run for turn in zip(programs, tests, strict=True) for run in turn]
+
+    async def run(self, program: Program) -> ExecResult:
+        code, output, seconds = self.runs.pop(0)
+        return ExecResult(ProgramEnd.EXITED, code, output, b"", seconds)
+
+
+def test_time_of_a_tested_program_is_not_its_tests_time() -> None:
+    sandboxes: Any = RunsByTurns()
+    case = read_case({"assert": "assert f(1) == 7", "entry": "f"})
+    found = asyncio.run(case.judge(sandboxes, "def f(n): ...", 30.0))
+    assert (found.passed, found.seconds) == (True, 4.0)
 
 
 def test_slow_correct_program_counts_as_a_false_kill() -> None:

@@ -127,7 +127,8 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
     The tests run until they call a function of the program with a result that is not known yet. To answer such a call,
     the program runs from the start, executes all calls so far, and prints the result of the last call. The result of a
     call never changes once it is recorded, so a program cannot make the result depend on later calls. Tests that make
-    `n` calls of the program take `2 n + 2` runs in sandboxes.
+    `n` calls of the program take `2 n + 2` runs in sandboxes. The time limit applies to each run of the program, so the
+    result has the time of the longest run.
 
     The test case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
 
@@ -135,13 +136,14 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
         SandboxFailed: the tests made a different call when they were repeated, although no answer of the program can be
         the cause.
     """
-    guest = read_guest()
+    guest, longest = read_guest(), 0.0
     calls, answers = list[str](), list[str]()
     while True:
         program = Program(code=f"{guest}\nanswer_calls({code!r}, 'main.py', {calls!r})", timeout=seconds)
         found = await sandboxes.run(program)
         if not found.succeeded:
             return CaseResult(False, describe_failure(found), found.end, found.seconds)
+        longest = max(longest, found.seconds)
         answers.append(_read_last_line(found.stdout))
         replay = f"run_tests({case.tests!r}, {case.entry!r}, Recording({calls!r}, {answers!r}))"
         tests = Program(code=f"{guest}\n{replay}", name="tests.py", timeout=seconds + TESTS_SECONDS)
@@ -151,7 +153,7 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
                 raise SandboxFailed(f"{REPEATS}; without a channel they must repeat")
             return _fail(REPEATS, verdict)  # the program may have returned a set, whose order may differ between runs
         if verdict.return_code != ASKS:
-            return CaseResult(verdict.succeeded, _last_line(verdict.stderr), verdict.end, verdict.seconds)
+            return CaseResult(verdict.succeeded, _last_line(verdict.stderr), verdict.end, longest)
         calls.append(_read_last_line(verdict.stdout))
         if len(calls) > MOST_CALLS:
             return _fail(f"the tests made more than {MOST_CALLS} calls, and the sandboxes have no channel", verdict)
