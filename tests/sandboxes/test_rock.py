@@ -15,12 +15,12 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes import build_sandboxes, workspace
-from rollflow.tasks.sandboxes.base import Program, ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.base import Program, ProgramEnd, Sandboxes, SandboxFailed, SandboxLimits
 from rollflow.tasks.sandboxes.config import MIB, BubblewrapSandbox, RockSandbox, UnsafeProcessSandbox
 from rollflow.tasks.sandboxes.rock import RockSandboxes
 from rollflow.tasks.sandboxes.server import live as live_sandboxes
 from rollflow.tasks.sandboxes.server.app import ServerBounds
-from rollflow.tasks.sandboxes.server.live import MOST_SESSIONS
+from rollflow.tasks.sandboxes.server.live import MOST_SESSIONS, LiveSandbox, LiveSandboxes, Refused
 from rollflow.tasks.sandboxes.server.rock import PREFIX
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
@@ -270,6 +270,18 @@ async def test_live_sandboxes_are_limited_and_forgotten_ones_end(
             break
         await asyncio.sleep(0.05)
     assert len(list_sandbox_processes()) <= before  # the end of the server ended them
+
+
+async def test_id_of_a_starting_sandbox_is_taken(sandboxes: Sandboxes) -> None:
+    """Otherwise the first of two sandboxes with one id could not be stopped, and would outlive each limit."""
+    live = LiveSandboxes(sandboxes, 3)
+    starts = [live.start("same", SandboxLimits(), {}, LONG) for _ in range(2)]
+    found = await asyncio.gather(*starts, return_exceptions=True)
+    assert [type(one) for one in found] == [LiveSandbox, Refused]
+    assert await live.stop("same")
+    live.forget("same")
+    assert (await live.start("same", SandboxLimits(), {}, LONG)).identity == "same"
+    await live.close()
 
 
 async def test_dead_sandbox_is_reported_and_replaced(caller: Caller) -> None:

@@ -62,7 +62,7 @@ class LiveSandboxes:
     def __init__(self, sandboxes: Sandboxes, most: int) -> None:
         self._sandboxes, self._most = sandboxes, most
         self._live: dict[str, LiveSandbox] = {}
-        self._starting = 0
+        self._starting: set[str] = set()  # ids of sandboxes that are being started
         self._ended: OrderedDict[str, LiveSandbox] = OrderedDict()
         self._checking: asyncio.Task[None] | None = None
 
@@ -77,15 +77,16 @@ class LiveSandboxes:
             SandboxFailed: the sandbox could not be started.
         """
         identity = identity or uuid.uuid4().hex
-        if not IDENTITY.fullmatch(identity) or identity in self._live or identity in self._ended:
+        is_taken = any(identity in known for known in (self._live, self._starting, self._ended))
+        if is_taken or not IDENTITY.fullmatch(identity):
             raise Refused(f"sandbox_id = {identity!r} is taken, or has characters other than letters, digits, - _ .")
-        if len(self._live) + self._starting >= self._most:
+        if len(self._live) + len(self._starting) >= self._most:
             raise NoRoom(f"{self._most} sandboxes live, and the server allows no more; stop one, or try later")
-        self._starting += 1
+        self._starting.add(identity)
         try:
             workspace = await self._sandboxes.open_workspace(limits)
         finally:
-            self._starting -= 1
+            self._starting.discard(identity)
         assert isinstance(workspace, BoxWorkspace)
         live = self._live[identity] = LiveSandbox(identity, workspace, described, clear_seconds)
         if self._checking is None:
