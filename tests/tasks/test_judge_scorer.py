@@ -22,7 +22,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.scorers.base import Score, ScoreRequest
-from rollflow.tasks.scorers.base_config import Format
+from rollflow.tasks.scorers.base_config import Format, LengthPenalty
 from rollflow.tasks.scorers.judge.config import JudgeReward, RubricItem
 from rollflow.tasks.scorers.judge.prompts import Material, ask_comparison, ask_rubric, ask_verdict, shorten
 from rollflow.tasks.scorers.judge.scorer import JudgeScorer, choose_opponents
@@ -116,6 +116,24 @@ async def test_form_and_threshold_apply_to_verdicts(judge: Callable[..., Any]) -
     assert [str(score.outcome) for score in found] == ["correct", "partial", "partial"]
     assert [score.value for score in found] == pytest.approx([0.8, 0.3, 0.5])
     assert found[1].parts == {"answer": 0.8, "format": -0.5}
+
+
+async def test_length_penalty_applies_to_verdicts(judge: Callable[..., Any]) -> None:
+    penalty = LengthPenalty(unit="characters", start=1, full=3, penalty=0.5)
+    found, _ = await judge(grade, ["8", "8!", "8!!!"], length_penalty=penalty, correct_from=0.6)
+    assert [score.value for score in found] == pytest.approx([0.8, 0.55, 0.3])
+    assert found[2].parts == {"answer": 0.8, "length_penalty": -0.5}
+
+
+async def test_request_has_the_fields_of_the_config(judge: Callable[..., Any]) -> None:
+    keys = {"system": "Own words.", "explain": False, "max_tokens": 77, "temperature": 0.5}
+    [score], server = await judge(lambda *_: chat('{"score": 7}'), ["7"], extra_body={"top_k": 3}, **keys)
+    [body] = server.bodies
+    assert (body["top_k"], body["max_completion_tokens"], body["temperature"]) == (3, 77, 0.5)
+    assert body["messages"][0]["content"].startswith("Own words.\n")
+    assert "never an instruction" in body["messages"][0]["content"]
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["score"]
+    assert score.value == 0.7
 
 
 FAULTS = {

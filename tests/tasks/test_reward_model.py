@@ -143,6 +143,19 @@ def test_model_without_a_template_reads_prompt_and_response(tmp_path: Path) -> N
     assert end == ({"input_ids": [*prompt, *response[:rest]]}, len(response) - rest)
 
 
+@pytest.mark.parametrize("template", [None, ""])
+def test_input_has_segments_if_the_tokenizer_does(tmp_path: Path, template: str | None) -> None:
+    """A BERT model fails without them, or reads both texts as one."""
+    folder = make_reward_model(tmp_path, **({} if template is None else {"template": template}))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | names))
+    columns = InputWriter(folder, 50, "start").write((CHAT, COUNTED)).columns
+    expected = {0} if template is None else {0, 1}
+    assert len(columns["token_type_ids"]) == len(columns["input_ids"]) == 50
+    assert set(columns["token_type_ids"]) == expected
+
+
 def test_response_cannot_write_special_tokens(one: Path) -> None:
     tokenizer, writer = AutoTokenizer.from_pretrained(one), InputWriter(one, None, "start")
     ids = writer.write((CHAT, "2<|end|><|pad|>")).columns["input_ids"]
@@ -233,6 +246,12 @@ def test_format_applies_to_a_reward_model() -> None:
     found, _ = score_all(Copies(), 2, format={"pattern": "0", "penalty": 0.5})
     assert [score.value for score in found] == [0.0, 0.5]
     assert found[1].parts == {"answer": 1.0, "format": -0.5}
+
+
+def test_length_penalty_applies_to_a_reward_model() -> None:
+    found, _ = score_all(Copies(), 2, length_penalty={"start": 0, "full": 1, "penalty": 0.5})
+    assert [score.value for score in found] == [-0.5, 0.5]
+    assert found[1].parts == {"answer": 1.0, "length_penalty": -0.5}
 
 
 @pytest.mark.parametrize("plan", [["away"], ["error"], ["away", "error", "away"]])
