@@ -1,16 +1,18 @@
 """The version of a scorer: a short hash of what decides its scores.
 
-    version = sha256(keys of the section, source files of the scorer, versions of its libraries)[:12]
+    version = sha256(keys of the section, code of the scorer, versions of its libraries)[:12]
 
 Scorers with the same version give a response the same score, if the scorers are deterministic. Scorers with different
-versions may give the same scores, because a changed comment in a source file also changes the version. Config keys that
-say only how many responses are scored at a time, or how often, do not affect the version of a scorer. Modules that a
-user-defined function imports, and the model behind a judge's endpoint, do not affect the version of a scorer either.
-The first entry of the run's log has the hashes of a reward model's files.
+versions may give the same scores, for example after a variable was renamed. Comments and docstrings in rollflow's
+source files do not affect a version. Config keys that say only how many responses are scored at a time, or how often,
+do not affect the version of a scorer. Modules that a user-defined function imports, and the model behind a judge's
+endpoint, do not affect the version of a scorer either. The first entry of the run's log has the hashes of a reward
+model's files.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import platform
@@ -99,7 +101,17 @@ def _list_scorers(config: RewardConfig) -> Iterator[tuple[str, RewardConfig]]:
 
 
 def _hash_file(file: str) -> str:
-    return hashlib.sha256((Path(__file__).parent / file).read_bytes()).hexdigest()
+    return hash_code((Path(__file__).parent / file).read_bytes())
+
+
+def hash_code(source: bytes) -> str:
+    """Return the hash of Python code, without its comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def _find_package(name: str) -> str:

@@ -122,6 +122,20 @@ def test_version_follows_the_file_of_a_scorer(tmp_path: Path, monkeypatch: pytes
     assert version_of(kind="exact") == exact
 
 
+@pytest.mark.parametrize(
+    ("source", "is_same"),
+    [
+        (b'"""Other words."""\n\ndef f(x):\n    "Returns."\n    return x  # why\n', True),
+        (b"def f(x):\n    return (x)\n", True),
+        (b"def f(x):\n    return x + 1\n", False),
+        (b"def f(x, y=1):\n    return x\n", False),
+    ],
+)
+def test_hash_of_code_ignores_comments_and_docstrings(source: bytes, is_same: bool) -> None:
+    code = b'"""Words."""\ndef f(x):\n    """Return x."""\n    return x\n'
+    assert (version.hash_code(source) == version.hash_code(code)) == is_same
+
+
 @pytest.mark.parametrize("is_part", [False, True])
 def test_version_follows_user_code(is_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = f"versioned_{is_part}".lower()

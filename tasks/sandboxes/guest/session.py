@@ -32,6 +32,7 @@ Header = dict[str, Any]
 Work = Generator[tuple[Sequence[int], float], set[int], Any]
 
 SHELL_START = "set +H +o history; unset HISTFILE"
+# This program runs inside the sandbox, so it may execute any code of the policy.
 PYTHON_START = r"""
 import ast, json, os, signal, sys, traceback
 orders, answers = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
