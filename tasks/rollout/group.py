@@ -40,7 +40,7 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
-from rollflow.tasks.rollout.judging import judge_repeatedly
+from rollflow.tasks.rollout.judging import ScoreQueue, judge_repeatedly
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.peers import GroupPeers
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
@@ -65,6 +65,7 @@ class GroupPorts:
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     environment_ports: EnvironmentPorts = NO_PORTS
     spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
+    scoring: ScoreQueue = field(default_factory=ScoreQueue)  # counts the responses that wait for a score
 
 
 @dataclass(eq=False)
@@ -146,7 +147,7 @@ class GroupRollout:
             ports.limits.max_new_tokens,
             ask,
             self._close_episode,
-            judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over),
+            ports.scoring.count(judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over)),
             ports.vocabulary,
             ports.environment_ports,
             functools.partial(self._peers.arrive, sample) if compares else None,

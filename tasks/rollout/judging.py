@@ -35,22 +35,26 @@ def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None
 
 
 class ScoreQueue:
-    """Lets the verifier score responses, and counts the responses that wait for a score."""
+    """Counts the responses that wait for a score. A response waits until its last try to be judged has ended."""
 
-    def __init__(self, judge: Judge, most: int | None, on_room: Callable[[], None]) -> None:
+    def __init__(self, most: int | None = None, on_room: Callable[[], None] = lambda: None) -> None:
         """Call `on_room` whenever fewer than `most` responses wait for a score; `most` may be None."""
-        self._judge, self._most, self._on_room = judge, most, on_room
+        self._most, self._on_room = most, on_room
         self.waiting = 0
 
-    async def score(self, request: ScoreRequest) -> Score:
-        """Have a response scored."""
-        self.waiting += 1
-        try:
-            return await self._judge(request)
-        finally:
-            self.waiting -= 1
-            if self.waiting + 1 == self._most:
-                self._on_room()
+    def count(self, judge: Judge) -> Judge:
+        """Return a function that has a response scored by `judge`, and counts the response meanwhile."""
+
+        async def judge_counted(request: ScoreRequest) -> Score:
+            self.waiting += 1
+            try:
+                return await judge(request)
+            finally:
+                self.waiting -= 1
+                if self.waiting + 1 == self._most:
+                    self._on_room()
+
+        return judge_counted
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:

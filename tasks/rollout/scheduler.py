@@ -134,17 +134,18 @@ class RolloutScheduler:
         self._formation = Formation(limits, self.buffer, self._starts)
         self._spans = PromptSpans(ports.spans)
         self._room, self._ready = asyncio.Event(), asyncio.Event()
-        self.scoring = ScoreQueue(ports.score, limits.max_unscored, self._room.set)
+        self.scoring = ScoreQueue(limits.max_unscored, self._room.set)
         self._group_ports = GroupPorts(
             limits,
             proxy,
-            self.scoring.score,
+            ports.score,
             self._count_response,
             self._note_start,
             ports.environment,
             ports.vocabulary,
             ports.environment_ports,
             self._spans,
+            self.scoring,
         )
         self._running: dict[GroupKey, GroupRollout] = {}  # running groups of responses, in the order of their start
         self._issued = 0
@@ -154,8 +155,7 @@ class RolloutScheduler:
         self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups of responses in `_discards`
         self._filtered_in_a_row = 0
         self._unjudged_in_a_row = Counter[str]()  # scorer -> number of consecutive unjudged groups of responses
-        # prompt -> its unjudged groups of responses since the last scored one
-        self._unjudged_of: Counter[int] = Counter()
+        self._unjudged_of = Counter[int]()  # prompt -> its unjudged groups of responses since the last scored one
         # scorer -> number of started groups when a group of the scorer was last unjudged
         self._issued_at_unjudged = Counter[str]()
         # newest published policy version, which is the number of the learner's next batch

@@ -130,6 +130,41 @@ def test_unjudged_responses_are_never_trained_on(
         assert DiscardReason.UNJUDGED in discards(pipeline)
 
 
+class AwayAtFirst(Pipeline):
+    """A pipeline whose judge is away for the first 20 seconds."""
+
+    began: float | None = None
+    most_running = 0  # largest number of groups that ran at the same time during the outage
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        now = asyncio.get_running_loop().time()
+        self.began = now if self.began is None else self.began
+        if now - self.began > 20.0:
+            return await super()._score(request)
+        self.most_running = max(self.most_running, self.scheduler.running)
+        return AWAY
+
+
+def test_responses_between_two_tries_wait_for_a_score() -> None:
+    choices: dict[str, Any] = {"judging": {"": JudgingLimits(20, 100)}, "slots": 4, "max_unscored": 2}
+    pipeline = AwayAtFirst(MemoryStore("between"), async_ratio=8.0, choices=choices)
+    run_virtual(pipeline.run())
+    assert pipeline.state.version == 6
+    assert 0 < pipeline.most_running < 2 + 4 - 1 + pipeline.group_size
+    assert pipeline.scheduler.scoring.waiting == 0
+
+
+@pytest.mark.parametrize("redundant", [0, 1])
+def test_compared_groups_larger_than_the_queue_are_scored(redundant: int) -> None:
+    judging = {"": JudgingLimits(3, 100, compares_group=True)}
+    choices: dict[str, Any] = {"judging": judging, "max_unscored": 1, "redundant_responses": redundant}
+    pipeline = FlakyJudge(MemoryStore("compared"), group_size=4, async_ratio=2.0, reward_seconds=0.5, choices=choices)
+    pipeline.share = 0.2
+    run_virtual(pipeline.run())
+    assert pipeline.state.version == 6
+    assert pipeline.scheduler.scoring.waiting == 0
+
+
 def test_prompt_of_an_unjudged_group_is_issued_again() -> None:
     pipeline = FlakyJudge(MemoryStore("again"), versions=3, choices={"judging": {"": JudgingLimits(1, 1000)}})
     pipeline.share = 0.4
