@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from rollflow.flows.config import load_recipe, parse_config
 from rollflow.flows.keepalive.gpus import GpuShares, divide_gpus
@@ -25,7 +30,7 @@ from rollflow.tasks.run.config_changes import explain_fixed
 from rollflow.tasks.run.reward_models import check_models, check_pinned, load_model
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score, ScoreRequest
-from rollflow.tasks.scorers.model.classifier import Classifier
+from rollflow.tasks.scorers.model.classifier import Classifier, check_model
 from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.model.copies import Grade, ModelAway, ModelCopies
 from rollflow.tasks.scorers.model.inputs import Conversation, InputWriter
@@ -154,6 +159,20 @@ def test_input_has_segments_if_the_tokenizer_does(tmp_path: Path, template: str 
     expected = {0} if template is None else {0, 1}
     assert len(columns["token_type_ids"]) == len(columns["input_ids"]) == 50
     assert set(columns["token_type_ids"]) == expected
+
+
+def test_model_that_fails_on_long_inputs_is_refused(tmp_path: Path) -> None:
+    """Otherwise the first long response would end the model's actor, again and again.
+
+    RoBERTa cannot use two of the positions that its config counts.
+    """
+    folder = make_reward_model(tmp_path, template="")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    described = RobertaConfig(vocab_size=320, max_position_embeddings=64, num_labels=1, pad_token_id=1, **shape)
+    RobertaForSequenceClassification(described).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"fails on an input of 64 tokens .*; set reward\.max_tokens to a smaller"):
+        check_model(config_of(folder), folder, "reward")
+    check_model(config_of(folder, max_tokens=62), folder, "reward")
 
 
 def test_response_cannot_write_special_tokens(one: Path) -> None:

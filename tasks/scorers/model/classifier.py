@@ -26,6 +26,7 @@ from rollflow.tasks.scorers.model.inputs import Conversation, GraderInput, Input
 SAVE = "save the model again (save_pretrained)"
 TRIED: Conversation = ([{"role": "user", "content": "What is the colour of snow?"}], "White.")
 TRIED_BYTES = 2**28  # largest size, in bytes, of a reward model that is tried out before a run starts
+TRIED_TOKENS = 2048  # largest limit on a model's input, in tokens, at which an input of that length is tried out
 SHOWN = 4  # largest number of labels or tensor names in one error message
 
 
@@ -71,10 +72,10 @@ class Classifier:
         return [grades[place] for place in range(len(conversations))]
 
     def try_out(self) -> None:
-        """Grade a short conversation.
+        """Grade a short conversation, and an input of the largest length unless this length is large.
 
         Raises:
-            ConfigError: the model cannot grade the conversation, or the grade is not a finite number.
+            ConfigError: the model cannot grade an input, or the grade is not a finite number.
         """
         try:
             [grade] = self.grade([TRIED])
@@ -82,6 +83,14 @@ class Classifier:
             raise _refusal(self._config, self._section, f"the model fails ({_first_line(error)})", SAVE) from None
         if not math.isfinite(grade.raw):
             raise _refusal(self._config, self._section, grade.fault or f"the model computes {grade.raw}", SAVE)
+        longest = self._writer.longest
+        if longest is not None and longest <= TRIED_TOKENS:
+            try:
+                self.grade([(TRIED[0], "white " * longest)])
+            except Exception as error:  # noqa: BLE001 - some architectures have fewer positions than their config says
+                why = f"the model fails on an input of {longest} tokens ({_first_line(error)})"
+                cure = f"set {self._section}.max_tokens to a smaller number"
+                raise _refusal(self._config, self._section, why, cure) from None
 
     def _batches(self, inputs: Mapping[int, GraderInput]) -> Iterator[list[int]]:
         """Yield the indices of the inputs of each batch, shortest inputs first."""

@@ -47,7 +47,7 @@ class InputWriter:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self._longest, self._cut = longest, cut
+        self.longest, self._cut = longest, cut
         self._moment = datetime.fromtimestamp(now, UTC)
         self._segments = "token_type_ids" in self._tokenizer.model_input_names
 
@@ -87,7 +87,7 @@ class InputWriter:
         if not found:
             raise ConfigError("the chat template of the reward model leaves the answer out")
         tokens = [*self._encode(before), *self._encode(response, split=True), *self._encode(after)]
-        cut = max(0, len(tokens) - (self._longest or len(tokens)))
+        cut = max(0, len(tokens) - (self.longest or len(tokens)))
         kept = tokens[cut:] if self._cut == "start" else tokens[: len(tokens) - cut]
         return self._with_segments({"input_ids": kept}, cut)
 
@@ -100,9 +100,9 @@ class InputWriter:
         keys: dict[str, Any] = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
         found = self._tokenizer(*texts, **keys)
         count = len(found["input_ids"])
-        if self._longest and count > self._longest:
+        if self.longest and count > self.longest:
             self._tokenizer.truncation_side = "left" if self._cut == "start" else "right"
-            found = self._tokenizer(*texts, truncation=True, max_length=self._longest, **keys)
+            found = self._tokenizer(*texts, truncation=True, max_length=self.longest, **keys)
         cut = count - len(found["input_ids"])
         return self._with_segments({name: list(column) for name, column in found.items()}, cut)
 
