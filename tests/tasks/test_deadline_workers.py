@@ -74,6 +74,28 @@ async def test_worker_gets_the_anchors_of_its_row() -> None:
     assert await reasons(pool_of(ADAPTIVE, anchors), [ScoreRequest([], ROW)]) == [[[name, [[0, 2.5], [1, 4.0]]]]]
 
 
+# A worker that measures 3 s on the row's test case, and then dies while it scores the first response.
+MORTAL = """
+import json, sys
+print("ready", flush=True)
+for line in sys.stdin:
+    for number, asked, row in json.loads(line):
+        if not row[1]:
+            print(json.dumps([-1, None, [row[0], [[0, 3.0]], 0, 1, 1]]), flush=True)
+            sys.exit(1)
+        print(json.dumps([number, [1.0, json.dumps(row), "correct", {}, 0.0]]), flush=True)
+"""
+
+
+@pytest.mark.long
+async def test_response_of_a_dead_worker_gets_the_raised_anchors() -> None:
+    anchors, name = CaseAnchors(), name_row(ROW)
+    pool = pool_of(ADAPTIVE, anchors)
+    pool._command = [sys.executable, "-c", MORTAL]
+    assert await reasons(pool, [ScoreRequest([], ROW)]) == [[name, [[0, 3.0]]]]
+    assert (anchors.rechecked, anchors.false_kills) == (1, 1)
+
+
 @pytest.mark.long
 async def test_worker_gets_no_anchors_without_adaptive_deadlines() -> None:
     assert await reasons(pool_of(CodeReward(), None), [ScoreRequest([], ROW)]) == [[]]

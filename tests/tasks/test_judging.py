@@ -36,7 +36,7 @@ from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.environments.imported import ImportedEnvironment
 from rollflow.tasks.rollout.config import FilterConfig
 from rollflow.tasks.rollout.group import GroupRollout
-from rollflow.tasks.rollout.judging import judge_repeatedly
+from rollflow.tasks.rollout.judging import ScoreQueue, judge_repeatedly
 from rollflow.tasks.rollout.limits import JudgingLimits
 from rollflow.tasks.run.context import parse_recorded
 from rollflow.tasks.runtime.clock import run_virtual
@@ -128,6 +128,23 @@ def test_unjudged_responses_are_never_trained_on(
     assert pipeline.state.version == 4
     if share == 0.5 and tries == 1:
         assert DiscardReason.UNJUDGED in discards(pipeline)
+
+
+async def test_score_queue_says_when_it_has_room() -> None:
+    waiting, rooms = list[asyncio.Future[Score]](), list[int]()
+
+    async def judge(request: ScoreRequest) -> Score:
+        waiting.append(asyncio.get_running_loop().create_future())
+        return await waiting[-1]
+
+    queue = ScoreQueue(2, lambda: rooms.append(queue.waiting))
+    scoring = [asyncio.create_task(queue.count(judge)(ScoreRequest((), {}))) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert queue.waiting == 3
+    for place, expected in enumerate([[], [1], [1]]):
+        waiting[place].set_result(RIGHT)
+        await scoring[place]
+        assert rooms == expected
 
 
 class AwayAtFirst(Pipeline):
