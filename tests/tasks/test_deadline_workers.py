@@ -17,7 +17,8 @@ from rollflow.storage.records import Outcome
 from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors import reward
-from rollflow.tasks.actors.reward import RewardActor
+from rollflow.tasks.actors.reward import RewardActor, RewardClient
+from rollflow.tasks.actors.rollout import RolloutActor
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
@@ -148,6 +149,21 @@ async def test_reward_actor_continues_with_stored_anchors(tmp_path: Path, monkey
     assert json.loads(score.reason) == [[name_row(ROW), [[0, 2.5], [1, 4.0]]]]
     assert (await again.status()).kills == 2  # counts continue, too
     await (await again._scorer.get()).close()
+
+
+async def test_evaluation_asks_for_fixed_deadlines(tmp_path: Path) -> None:
+    context, asked = context_of(tmp_path, ADAPTIVE), list[ScoreRequest]()
+    rollout = RolloutActor(context, "")
+    rollout.config = context.config
+
+    async def judge(request: ScoreRequest) -> Score:
+        asked.append(request)
+        return Score(1.0)
+
+    rollout.reward = RewardClient(1.0)
+    rollout.reward.score = judge  # type: ignore[method-assign]
+    await rollout._score(ScoreRequest([], ROW))
+    assert [one.adapts for one in asked] == [False]
 
 
 async def test_damaged_anchors_begin_again_at_the_maximum(tmp_path: Path) -> None:
