@@ -236,6 +236,14 @@ class CompositeReward(RewardBase):
                 refuse("requires", name, f"no part has this name; name one of {', '.join(self.parts)}")
         return self
 
+    @model_validator(mode="after")
+    def _adapts_in_one_part(self) -> Self:
+        """Refuse a second part with adaptive deadlines, because the times of a row's test cases are kept only once."""
+        adaptive = [name for name, part in self.parts.items() if getattr(part.scorer, "adaptive", None)]
+        if len(adaptive) > 1:
+            refuse("parts", ", ".join(adaptive), "several parts have adaptive deadlines; remove all but one [adaptive]")
+        return self
+
 
 RewardConfig = Annotated[
     ReasoningGymReward

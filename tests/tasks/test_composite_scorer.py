@@ -154,6 +154,10 @@ WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"parts": {"m": {"scorer": {"kind": "maths", "workers": 2}}}}, "scorer.workers = 2.*set workers of the composite"),
     ({"parts": {"m": {"scorer": {"kind": "code", "at_once": 9}}}}, "scorer.at_once = 9.*set at_once of the composite"),
     ({"parts": {"m": {"scorer": {"kind": "maths", "judge_tries": 0}}}}, "scorer.judge_tries = 0.*set judge_tries of"),
+    (
+        {"parts": {name: {"scorer": {"kind": "code", "adaptive": {}}} for name in ("a", "b")}},
+        "parts = 'a, b': several parts have adaptive deadlines",
+    ),
     ({"parts": {"m": {"scorer": {"kind": "composite", "parts": {"m": ANSWER}}}}}, "composite"),
 ]
 
