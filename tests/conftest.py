@@ -85,3 +85,17 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: P
     give(prefect_database, home)
     with PrefectServer(home) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def forget_memory_stores() -> Iterator[None]:
+    """After each test, delete the objects that the test wrote into stores in memory.
+
+    Two tests in one process may then use the same name of a store. Objects of fixtures with a wider scope stay.
+    """
+    from rollflow.storage.objects import memory
+
+    before = set(memory._OBJECTS)
+    yield
+    for key in memory._OBJECTS.keys() - before:
+        memory._OBJECTS.pop(key, None)
