@@ -129,6 +129,7 @@ LIBRARIES: dict[str, set[str]] = {
     "sandlock": {"tasks/sandboxes/host"},
     "fastapi": {"tasks/sandboxes/server"},
     "uvicorn": {"tasks/sandboxes/server"},
+    "langdetect": {"tasks/scorers/text/language"},
     "openai": {"tasks/scorers/judge/endpoint"},
     "aiolimiter": {"tasks/scorers/judge/endpoint"},
     "httpx": {"flows/registration/prefect_api", "tasks/sandboxes/run_code", "tasks/sandboxes/rock"},

@@ -163,7 +163,9 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
             return Verifier(functools.partial(match_pattern, config=config))
         case InstructionsReward():
             from rollflow.tasks.scorers.text.instructions import follow_instructions
+            from rollflow.tasks.scorers.text.language import load_detector
 
+            load_detector()
             return Verifier(functools.partial(follow_instructions, strict=config.strict))
         case ModelReward():
             from rollflow.tasks.scorers.model.local import ModelVerifier

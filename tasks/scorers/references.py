@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from rollflow.tasks.scorers.base import Unjudged
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
     CodeReward,
@@ -55,6 +56,8 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
                 compile_pattern(config, reference)
                 if config.group is not None and not str(reference.get("answer", "")).strip():
                     return "the answer is empty, and reward.group compares a text with it; give an answer"
+    except Unjudged as error:
+        return f"{error}, or remove the row"
     except (ValueError, KeyError) as error:
         return f'{error}, which reward.kind = "{config.kind}" needs; correct the row'
     return None

@@ -41,7 +41,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "composite": ("composite.py",),
     "exact": ("exact.py",),
     "import": (),
-    "instructions": ("text/instructions.py", "text/constraints.py"),
+    "instructions": ("text/instructions.py", "text/constraints.py", "text/language.py"),
     "judge": ("judge/endpoint.py", "judge/prompts.py", "judge/scorer.py"),
     "maths": ("text/maths.py", "text/maths_text.py", "text/marked.py"),
     "model": ("model/classifier.py", "model/copies.py", "model/inputs.py", "model/scorer.py"),
@@ -50,6 +50,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 # kind of scorer -> packages that compute its scores
 LIBRARIES: dict[str, tuple[str, ...]] = {
+    "instructions": ("langdetect",),
     "maths": ("math-verify", "latex2sympy2_extended", "sympy"),
     "model": ("torch", "transformers", "tokenizers"),
     "reasoning-gym": ("reasoning-gym",),

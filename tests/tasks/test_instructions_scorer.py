@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.config import InstructionsReward
 from rollflow.tasks.scorers.references import find_reference_fault
+from rollflow.tasks.scorers.text import language
 from rollflow.tasks.scorers.text.constraints import CHECKS, check_constraint, count_sentences, count_words
 from rollflow.tasks.scorers.text.instructions import follow_instructions
+from rollflow.tasks.scorers.text.language import detect_language, list_languages
+from rollflow.tasks.scorers.verifier import score_response
 
 AT_LEAST, LESS = "at least", "less than"
 # name, arguments, texts that follow the constraint, texts that do not
@@ -125,6 +131,14 @@ EXAMPLES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ),
     ("change_case:english_capital", {}, ["ALL OF IT.", "A1"], ["Not all.", "NOT ALl", "123"]),
     ("change_case:english_lowercase", {}, ["all of it.", "a1"], ["Not all.", "123"]),
+    (
+        "language:response_language",
+        {"language": "de"},
+        ["Der Hund läuft über die Wiese und bellt.", "123", "https://example.org"],
+        ["The dog runs over the meadow and barks.", "Le chien court dans le pré."],
+    ),
+    ("language:response_language", {"language": "hi"}, ["यह एक छोटा वाक्य है।", "1"], ["This is English."]),
+    ("language:response_language", {"language": "zh-cn"}, ["中文是一种语言。", "?!"], ["猫はかわいいです。"]),
     ("punctuation:no_comma", {}, ["No comma.", "a; b"], ["A, b", ","]),
 ]
 NAMES = ["punctuation:no_comma", "keywords:existence", "keywords:existence"]
@@ -133,7 +147,7 @@ ROW = {"instruction_id_list": NAMES, "kwargs": [{}, {"keywords": ["cat"]}, {"key
 
 def test_every_constraint_has_examples() -> None:
     assert {name for name, *_ in EXAMPLES} == set(CHECKS)
-    assert len(CHECKS) == 24  # the twenty-fifth needs language detection
+    assert len(CHECKS) == 25
     assert all(len(follows) + len(breaks) >= 3 for _, _, follows, breaks in EXAMPLES)
 
 
@@ -203,9 +217,10 @@ def test_response_that_follows_nothing_scores_zero(response: str, outcome: str) 
             "'abc' is no list of words",
         ),
         (
-            {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]},
-            "detects no languages",
+            {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "zh"}]},
+            "no language has the code 'zh'; the codes are af, ar,",
         ),
+        ({"instruction_id_list": ["language:response_language"], "kwargs": [{}]}, "has no 'language'"),
         (
             {
                 "instruction_id_list": ["length_constraints:number_words"],
@@ -218,3 +233,39 @@ def test_response_that_follows_nothing_scores_zero(response: str, outcome: str) 
 def test_row_that_cannot_be_checked_is_refused(reference: dict[str, Any], fault: str) -> None:
     assert fault in str(find_reference_fault(InstructionsReward(), reference))
     assert find_reference_fault(InstructionsReward(), ROW) is None
+
+
+AMBIGUOUS = "Hotel Taxi"
+
+
+def test_language_of_a_text_is_always_the_same() -> None:
+    """An ambiguous text, whose language langdetect draws, gets the same score when it is judged again."""
+    assert len({detect_language(AMBIGUOUS) for _ in range(20)}) == 1
+    assert list_languages() == sorted(list_languages())
+
+
+@pytest.fixture
+def no_langdetect(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    language._load_factory.cache_clear()
+    yield
+    language._load_factory.cache_clear()
+
+
+@pytest.mark.usefixtures("no_langdetect")
+def test_missing_langdetect_refuses_rows_with_a_language() -> None:
+    row = {"instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}
+    fault = "the package langdetect is missing; pip install 'rollflow[languages]', or remove the row"
+    assert find_reference_fault(InstructionsReward(), row) == fault
+    assert find_reference_fault(InstructionsReward(), ROW) is None
+    verifier = build_verifier(InstructionsReward())
+    assert score_response(verifier, "all", "Das ist gut.", row).outcome is Outcome.UNJUDGED
+    assert score_response(verifier, "all", "A cat and a dog", ROW).value == 1.0
+
+
+@pytest.mark.parametrize("name", ["change_case:english_capital", "change_case:english_lowercase"])
+@pytest.mark.usefixtures("no_langdetect")
+def test_case_checks_need_no_package(name: str) -> None:
+    """A score does not depend on what is installed, so these checks read no language."""
+    text = "DER HUND" if name.endswith("capital") else "der hund"
+    assert check_constraint(name, text, {})

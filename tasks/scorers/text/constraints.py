@@ -2,8 +2,9 @@
 published data set.
 
 Each check gets a non-empty response and the keyword arguments of the data row, and returns whether the response follows
-the constraint. The constraint `language:response_language` has no check, because a check would need a language
-detection model.
+the constraint. The constraint `language:response_language` needs the package langdetect; no other check depends on
+whether a package is installed. The checks of `change_case:english_capital` and `english_lowercase` read only the case
+of letters, because langdetect skips words in capitals.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from rollflow.tasks.scorers.text.language import detect_language, list_languages
 
 Check = Callable[..., bool]
 RELATIONS = ("less than", "at least")
@@ -160,6 +163,18 @@ def _has_capital_words(text: str, capital_frequency: int, capital_relation: str)
     return _compare(sum(word.isupper() for word in WORD.findall(text)), capital_relation, capital_frequency)
 
 
+def _is_in_language(text: str, language: str) -> bool:
+    """Return whether a text is in the language with this code. As in the published checker, a text without letters,
+    which has no language, follows the constraint.
+
+    Raises:
+        Unjudged: the package langdetect is not installed.
+    """
+    if language not in (known := list_languages()):
+        raise ValueError(f"no language has the code {language!r}; the codes are {', '.join(known)}")
+    return detect_language(text) in (None, language)
+
+
 # constraint -> its check, and the names of the check's keyword arguments
 CHECKS: Mapping[str, tuple[Check, tuple[str, ...]]] = {
     "keywords:existence": (_has_keywords, ("keywords",)),
@@ -188,6 +203,7 @@ CHECKS: Mapping[str, tuple[Check, tuple[str, ...]]] = {
     "change_case:capital_word_frequency": (_has_capital_words, ("capital_frequency", "capital_relation")),
     "change_case:english_capital": (str.isupper, ()),
     "change_case:english_lowercase": (str.islower, ()),
+    "language:response_language": (_is_in_language, ("language",)),
     "punctuation:no_comma": (lambda text: "," not in text, ()),
 }
 
@@ -197,9 +213,8 @@ def check_constraint(name: str, text: str, arguments: Mapping[str, Any]) -> bool
 
     Raises:
         ValueError: no check has this name, or an argument of the constraint is missing or wrong.
+        Unjudged: the package that the check needs is not installed.
     """
-    if name == "language:response_language":
-        raise ValueError(f"the constraint {name!r} cannot be checked, because rollflow detects no languages")
     if name not in CHECKS:
         raise ValueError(f"there is no constraint {name!r}")
     check, names = CHECKS[name]
