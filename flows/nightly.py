@@ -66,7 +66,8 @@ class Nightly(Section):
 
     name: RecipeName = Field("nightly", description="name of the Prefect deployment")
     recipes: tuple[str, ...] = Field(
-        min_length=1, description="paths of the recipes, trained in this order; the files are read again every night"
+        min_length=1,
+        description="paths of the recipe files, which are trained in this order; the files are read again every night",
     )
     cron: str = Field("0 1 * * *", description="cron expression for the start of each night")
     timezone: str = Field("UTC", description="time zone of `cron`, e.g. Europe/Berlin")

@@ -12,43 +12,50 @@ from rollflow.tasks.runtime.sections import Section, refuse
 class EngineBase(Section):
     """The config keys that all kinds of inference engine have."""
 
-    replicas: int = Field(1, gt=0, description="number of engines; each engine has a copy of the whole policy")
-    max_concurrent_requests: int = Field(
-        256, gt=0, description="largest number of requests that one engine runs at a time"
+    replicas: int = Field(
+        1, gt=0, description="number of inference engines; each engine has a copy of the whole policy"
     )
-    max_new_tokens: int = Field(64, gt=0, description="largest length of a response, in tokens")
+    max_concurrent_requests: int = Field(
+        256, gt=0, description="largest number of requests that one inference engine runs at the same time"
+    )
+    max_new_tokens: int = Field(
+        64, gt=0, description="largest length of a response, in tokens; a longer response is cut off there"
+    )
     temperature: float = Field(
         1.0,
         gt=0,
-        description="temperature at which responses are sampled; the losses divide logits by the same temperature",
+        description="sampling temperature of training responses; the training losses divide logits by the same "
+        "temperature",
     )
     on_weight_update: Literal["continue", "restart"] = Field(
         "continue",
-        description="what happens to a running request when the weights are updated: it continues under the new "
-        "weights, or it restarts",
+        description="what happens to a running request when the engine loads a new policy version. continue: it "
+        "continues with the new weights; restart: it starts again from its prompt",
     )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest allowed difference between the engine's and the learner's log-probs, in nats; default: "
-        "0.01, or 1 with policy.dtype = bfloat16",
+        description="largest allowed difference between the log-probs that engine and learner compute for the same "
+        'fixed tokens after a weight update, in nats; default: 0.01, or 1 with policy.dtype = "bfloat16"',
     )
 
 
 class VllmEngineConfig(EngineBase):
-    kind: Literal["vllm"] = Field("vllm", description="the engine is vLLM, on GPUs or on a CPU")
+    kind: Literal["vllm"] = Field("vllm", description="vLLM as the inference engine, on GPUs or on a CPU")
     kv_cache_bytes: int | None = Field(
         None,
         gt=0,
-        description="size of the KV cache, in bytes; default on a CPU: 256 MiB, or more if one request needs more, "
-        "up to 4 GiB; default on a GPU: vLLM decides",
+        description="size of the KV cache of each engine, in bytes; default on a CPU: 256 MiB, or up to 4 GiB if "
+        "one request needs more; default on a GPU: vLLM chooses the size",
     )
     prefix_caching: bool = Field(
         True,
-        description="whether a prompt is computed only once for all its responses; no cached prompt is used across "
-        "policy versions",
+        description="whether vLLM computes a prompt only once for all its responses; a cached prompt is never used "
+        "by another policy version",
     )
-    tensor_parallel: int = Field(1, gt=0, description="number of GPUs that each engine is split over")
+    tensor_parallel: int = Field(
+        1, gt=0, description="number of GPUs over which the weights of each engine are split (tensor parallelism)"
+    )
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
@@ -69,54 +76,79 @@ def check_temperature(key: str, temperature: float) -> None:
 class TransformersEngineConfig(EngineBase):
     kind: Literal["transformers"] = Field(
         "transformers",
-        description="the engine is Hugging Face transformers: slower than vLLM, but reproducible bit for bit",
+        description="Hugging Face transformers as the inference engine, which is slower than vLLM but reproducible "
+        "bit for bit",
     )
     threads: int = Field(1, gt=0, description="number of CPU threads of each engine")
 
 
 class TimedEngineConfig(EngineBase):
-    """An engine for tests and simulation that models only the latency of a language model."""
+    """A simulated engine for tests and planning. The timed engine has the latency of a language model, and emits random
+    tokens.
+    """
 
-    kind: Literal["timed"] = Field("timed", description="no model: the engine emits random tokens at a given speed")
-    median_tokens: float = Field(16.0, gt=0, description="median length of a response, in tokens")
-    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal distribution of response lengths")
-    correlation: float = Field(0.0, ge=0, le=1, description="correlation of the lengths of responses to one prompt")
+    kind: Literal["timed"] = Field(
+        "timed", description="simulated engine without a model, which emits random tokens at a configured speed"
+    )
+    median_tokens: float = Field(16.0, gt=0, description="median length of a simulated response, in tokens")
+    sigma: float = Field(
+        1.0,
+        ge=0,
+        description="sigma of the lognormal distribution of response lengths; 0: every response has the median length",
+    )
+    correlation: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="correlation between the lengths of the responses to one prompt, from 0 (independent) to 1 (equal)",
+    )
     lengths: tuple[int, ...] = Field(
-        (), description="measured response lengths, in tokens; they replace the lognormal lengths"
+        (),
+        description="list of measured response lengths, in tokens, from which lengths are drawn in place of the "
+        "lognormal distribution",
     )
     seconds_per_token: float = Field(
-        0.002, ge=0, description="seconds that an engine takes for each token of a request that runs alone"
+        0.002,
+        ge=0,
+        description="seconds that an engine takes to generate one token if only one request runs on the engine",
     )
     prefill_seconds: float = Field(
-        0.0, ge=0, description="seconds that an engine takes for each prompt, before the first token of the response"
+        0.0, ge=0, description="seconds that an engine takes to process a prompt before the first token of the response"
     )
-    update_seconds: float = Field(0.05, ge=0, description="seconds that an engine pauses to load new weights")
+    update_seconds: float = Field(
+        0.05, ge=0, description="seconds for which an engine pauses to load the weights of a new policy version"
+    )
     batch_slowdown: float = Field(
         0.0,
         ge=0,
-        description="c in this formula: with n running requests and t tokens in the KV cache, a request decodes 1 + "
-        "c(n - 1) + r t times slower than alone (r is kv_read_cost)",
+        description="slowdown c by other requests: with n running requests and t tokens in the KV cache, generating "
+        "a token takes 1 + c(n - 1) + r t times as long as in a request that runs alone; r is kv_read_cost",
     )
     kv_read_cost: float = Field(
         0.0,
         ge=0,
-        description="r in the formula of batch_slowdown: slowdown of every request for each token in the KV cache",
+        description="slowdown r of every request for each token in the KV cache, in the formula of batch_slowdown",
     )
-    kv_tokens: int | None = Field(None, gt=0, description="capacity of the KV cache, in tokens; default: no limit")
-    prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt takes in the KV cache")
+    kv_tokens: int | None = Field(
+        None, gt=0, description="capacity of the KV cache of one engine, in tokens; default: no limit"
+    )
+    prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt occupies in the KV cache")
     prefill_seconds_per_token: float = Field(
         0.0,
         ge=0,
-        description="seconds that the whole engine stops for each prompt token that it computes, and, after a "
-        "weight update, for each token in its KV cache",
+        description="seconds for which an engine stops all its requests for each prompt token that it computes and, "
+        "after a weight update, for each token in its KV cache",
     )
     speed: float = Field(
-        1.0, gt=0, description="speed of this engine, by which its seconds per token and per prompt are divided"
+        1.0,
+        gt=0,
+        description="speed factor of an engine: the seconds per token and per prompt are divided by this number",
     )
     tokens_per_tick: int = Field(
         1,
         gt=0,
-        description="number of real tokens that one simulated token stands for; max_new_tokens counts simulated tokens",
+        description="number of real tokens that one simulated token stands for; engine.max_new_tokens is given in "
+        "simulated tokens",
     )
 
 

@@ -24,28 +24,35 @@ class EnvironmentBase(Section):
 
 
 class SingleTurnEnvironment(EnvironmentBase):
-    """One prompt, one response, one reward."""
+    """An environment with a single turn: one prompt, one response, one reward."""
 
     kind: Literal["single-turn"] = Field(
-        "single-turn", description="an episode is one prompt, one response, and the verifier's reward"
+        "single-turn",
+        description="environment with a single turn, in which an episode is one prompt, one response and one reward",
     )
 
 
 class ImportTool(Imported):
-    """A tool of a user-defined environment."""
+    """A tool that a user-defined environment offers to the policy."""
 
     seconds: float = Field(
-        30.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for one call; after that the call has failed"
+        30.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds allowed for one call of the tool; a call that takes longer has failed",
     )
 
 
 class ImportEnvironment(Imported, EnvironmentBase):
-    """A user-defined environment."""
+    """A user-defined environment, which may have several turns and tools."""
 
-    kind: Literal["import"] = Field("import", description="your own environment: a class that derives from Environment")
+    kind: Literal["import"] = Field(
+        "import", description="your own environment, imported from a class that derives from Environment"
+    )
     tools: dict[str, ImportTool] = Field(
         default_factory=dict,
-        description="tools by name: your asynchronous functions, annotated to return a ToolResult",
+        description="tools of the environment by name; a tool is an asynchronous function that is annotated to "
+        "return a ToolResult",
     )
 
     @property

@@ -14,48 +14,57 @@ STORED = "the learner's stored state depends on this key"
 
 
 class CriticConfig(Section):
-    """Options of the critic, which estimates the reward to come. The critic is used only if
-    `objective.advantage.baseline` is "critic"."""
+    """Options of the critic, a model that estimates the expected reward at each token. The critic is used only if
+    `train.objective.advantage.baseline` is "critic".
+    """
 
     fixed: ClassVar[Mapping[str, str]] = {"model": STORED}
 
     model: Literal["own", "head"] = Field(
         "own",
-        description="how the critic is built. own: a second copy of the policy, trained as a critic; head: one "
+        description="architecture of the critic. own: a second copy of the policy with its own weights; head: one "
         "linear layer on the policy's hidden states",
     )
     learning_rate: float = Field(
-        1e-3, gt=0, description="learning rate of the critic's AdamW; warm-up and schedule are the policy's"
+        1e-3,
+        gt=0,
+        description="learning rate of the critic's AdamW optimizer; the warm-up and the schedule are the same as "
+        "for the policy",
     )
     value_clip: float = Field(
         0.2,
         gt=0,
-        description="clip range of the critic's loss: how far an estimate may move from its value before the first "
-        "update of the version",
+        description="clip range of the critic's loss: largest change of an estimated value, relative to the "
+        "estimate before the version's first optimizer step",
     )
 
 
 class ReferenceConfig(Section):
-    """Options of the reference policy, a frozen policy from which a KL penalty measures the divergence. The reference
-    policy is used only if a penalty needs it."""
+    """Options of the reference policy, a frozen copy of the policy. A KL penalty measures how far the trained policy
+    has moved from the reference policy. The reference policy is used only if a KL penalty needs it.
+    """
 
     every: int = Field(
         0,
         ge=0,
-        description="number of versions between two updates of the reference policy to the newest version; 0: the "
-        "reference stays at version 0",
+        description="number of policy versions after which the reference policy is replaced by the newest policy "
+        "version; 0: the reference policy is always version 0",
     )
 
 
 class Lora(Section):
-    """Train a small adapter beside each linear layer of the policy's decoder; the policy's weights stay fixed."""
+    """Options of LoRA, which trains a small adapter beside each linear layer of the policy's decoder. The policy's own
+    weights stay fixed.
+    """
 
-    rank: int = Field(16, gt=0, description="rank of each adapter's two matrices")
-    alpha: float = Field(32.0, gt=0, description="alpha of LoRA: an adapter's output is multiplied by alpha / rank")
+    rank: int = Field(16, gt=0, description="rank of the two low-rank matrices of each LoRA adapter")
+    alpha: float = Field(
+        32.0, gt=0, description="alpha of LoRA: the output of an adapter is multiplied by alpha / rank"
+    )
     targets: tuple[str, ...] = Field(
         (),
-        description='names, or ends of names, of the linear layers that get an adapter, e.g. ["q_proj"]; empty: all '
-        "linear layers",
+        description='names, or ends of names, of the linear layers that get a LoRA adapter, e.g. ["q_proj"]; empty: '
+        "all linear layers of the decoder",
     )
 
 
@@ -69,26 +78,37 @@ class TrainBase(Section):
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
     lora: Lora | None = None
-    learning_rate: float = Field(5e-4, gt=0, description="learning rate of AdamW after the warm-up")
+    learning_rate: float = Field(
+        5e-4, gt=0, description="learning rate of the policy's AdamW optimizer after the warm-up"
+    )
     warmup_versions: int = Field(
-        5, ge=0, description="number of versions over which the learning rate rises linearly to learning_rate"
+        5,
+        ge=0,
+        description="number of policy versions over which the learning rate rises linearly to learning_rate; 0: no "
+        "warm-up",
     )
     schedule: Literal["constant", "linear"] = Field(
         "constant",
-        description="course of the learning rate after the warm-up. constant: learning_rate; linear: in proportion "
-        "to the number of remaining versions, but at least a tenth of learning_rate",
+        description="course of the learning rate after the warm-up. constant: the learning rate stays at "
+        "learning_rate; linear: the learning rate falls in proportion to the number of remaining policy versions, "
+        "to at least a tenth of learning_rate",
     )
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of the AdamW optimizer; 0: no weight decay")
     betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="AdamW's two decay rates: of the average gradient and of the average squared gradient"
+        (0.9, 0.95),
+        description="AdamW's two decay rates: the first for the running average of the gradient, the second for the "
+        "running average of the squared gradient",
     )
     no_signal: Literal["report", "stop"] = Field(
         "report",
-        description="what happens if all advantages are 0 in no_signal_versions consecutive versions: a warning, or "
-        "the end of the run",
+        description="what happens if all advantages are 0 in no_signal_versions consecutive policy versions. "
+        "report: a warning is logged; stop: the run ends",
     )
     no_signal_versions: int = Field(
-        3, gt=0, description="number of consecutive versions whose advantages are all 0 after which no_signal applies"
+        3,
+        gt=0,
+        description="number of consecutive policy versions in which all advantages are 0 before the action of the "
+        "key no_signal is taken",
     )
     max_grad_norm: float = Field(
         1.0,
@@ -97,64 +117,73 @@ class TrainBase(Section):
     )
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",
-        description="data type of the weights that the optimizer updates, and of AdamW's moments; policy: the same "
-        "as policy.dtype",
+        description="data type of the optimizer's copy of the weights and of AdamW's moments. float32: always "
+        "float32; policy: the data type in policy.dtype",
     )
     minibatches: int = Field(
         1,
         gt=0,
-        description="number of optimizer steps in each version; each step uses a different part of the batch's groups",
+        description="number of optimizer steps in which each batch is trained; each optimizer step uses a different "
+        "part of the batch's prompts",
     )
     share_prompts: bool = Field(
         True,
-        description="whether each prompt is computed only once for all the responses of its group, where that saves "
-        "work",
+        description="whether the forward pass computes each prompt once for all responses to the prompt, where that "
+        "saves work; false: each response is computed together with its prompt",
     )
     checkpoint_activations: bool = Field(
         False,
-        description="whether each layer's activations are recomputed in the backward pass instead of being stored, "
-        "which saves memory",
+        description="whether the backward pass recomputes the activations of each layer instead of storing them, "
+        "which saves memory and takes more time",
     )
     fused_adamw: bool = Field(
-        True, description="whether torch's fused AdamW is used, which reads the weights only once for each update"
+        True,
+        description="whether the learner uses torch's fused AdamW, which reads the weights only once for each "
+        "optimizer step",
     )
     deterministic: bool = Field(
         False,
-        description="whether a GPU uses only algorithms that give the same bits each time, which are slower; a CPU "
-        "learner with one thread always does",
+        description="whether a GPU uses only deterministic algorithms, which give the same bits each time but are "
+        "slower; a learner on a CPU with one thread is always deterministic",
     )
     attention: Literal["exact", "default"] = Field(
         "exact",
         description="implementation of attention. exact: one that computes everything in the policy's config, such "
-        "as a soft cap of the scores; default: the implementation that transformers chooses",
+        "as a soft cap of the attention scores; default: the implementation that the library transformers chooses",
     )
     advantage_dtype: Literal["float64", "float32"] = Field(
         "float64", description="data type in which advantages are computed from rewards"
     )
     micro_tokens: int = Field(
-        4096, gt=0, description="largest number of tokens, with padding, in one forward and backward pass"
+        4096,
+        gt=0,
+        description="largest number of tokens, including padding, in one forward and backward pass; a batch with "
+        "more tokens is split into several passes",
     )
     not_finite: Literal["stop", "skip"] = Field(
         "stop",
         description="what happens if a batch contains or produces a NaN or an infinity. stop: the run ends; skip: "
-        "the batch is quarantined, and the version is trained on a new batch of other responses to the "
-        "same prompts",
+        "the batch is set aside (quarantined), and training continues on a new batch of other responses to the same "
+        "prompts",
     )
 
     threads: int = Field(1, gt=0, description="number of CPU threads of each learner process")
     ranks: int = Field(
         1,
         gt=0,
-        description="number of learner processes; each trains on a part of every batch, and on a GPU of its own",
+        description="number of learner processes (ranks); each process trains on a part of every batch, and on a "
+        "GPU of its own",
     )
     multi_node: bool = Field(
-        False, description="whether ranks may run on several machines; each rank is then a Ray actor with its own GPU"
+        False,
+        description="whether the learner processes (ranks) may run on several machines; each rank is then a Ray "
+        "actor with its own GPU",
     )
     rank_seconds: float = Field(
         600.0,
         gt=0,
-        description="seconds that a rank waits for another rank; after this time the missing rank is reported, and "
-        "all ranks end",
+        description="seconds for which a learner process (rank) waits for another rank; after this time the missing "
+        "rank is reported, and all ranks end",
     )
 
     @model_validator(mode="before")
@@ -185,11 +214,13 @@ class TrainBase(Section):
 
 
 class TorchTrain(TrainBase):
-    kind: Literal["torch"] = Field("torch", description="training by torch; each rank has one device")
+    kind: Literal["torch"] = Field(
+        "torch", description="training with torch, in which each learner process (rank) has one device"
+    )
     sharded: bool = Field(
         False,
-        description="whether each rank has only a shard of the weights, gradients and moments, by FSDP2; false: each "
-        "rank has all of them",
+        description="whether each learner process (rank) has only a shard of the weights, gradients and optimizer "
+        "moments, as in torch's FSDP2; false: each rank has all of them",
     )
 
     @model_validator(mode="after")
@@ -212,25 +243,28 @@ class DeepSpeedTrain(TrainBase):
     # The JSON schema requires `kind` for DeepSpeed, so that a form without `kind` matches only the torch section.
     model_config = ConfigDict(json_schema_extra={"required": ["kind"]})
 
-    kind: Literal["deepspeed"] = Field("deepspeed", description="DeepSpeed's ZeRO optimizers, on one or several ranks")
+    kind: Literal["deepspeed"] = Field(
+        "deepspeed", description="training with DeepSpeed's ZeRO optimizers, in two or more learner processes (ranks)"
+    )
     ranks: int = Field(
         2,
         gt=1,
-        description="number of learner processes; each trains on a part of every batch, and on a GPU of its own",
+        description="number of learner processes (ranks); each process trains on a part of every batch, and on a "
+        "GPU of its own",
     )
     zero: Literal[1, 2, 3] = Field(
         2,
-        description="what ZeRO shards across the ranks. 1: moments; 2: moments and gradients; 3: moments, gradients "
-        "and weights",
+        description="stage of ZeRO, which decides what is sharded across the learner processes. 1: optimizer "
+        "moments; 2: moments and gradients; 3: moments, gradients and weights",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="what is kept in CPU memory. optimizer: master weights and moments; all (only with zero = 3): "
-        "also the weights",
+        description="what DeepSpeed keeps in CPU memory. none: nothing; optimizer: the optimizer's copy of the "
+        "weights and its moments; all (only with zero = 3): the policy's weights, too",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="additional keys of DeepSpeed's config; a key that this section sets is refused",
+        description="additional keys of DeepSpeed's config; a DeepSpeed key that rollflow sets itself is rejected",
     )
 
     @model_validator(mode="after")

@@ -20,30 +20,36 @@ from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kind
 
 
 class Correction(Section):
-    """Options of the off-policy correction, which treats tokens that an older policy sampled. See `corrections.py`."""
+    """Options of the off-policy correction, which changes the loss of tokens that an older policy sampled."""
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
-        description="what happens to tokens whose ratio to the behaviour policy is out of range. none: nothing; clamp: "
-        "the ratio is clamped; mask: the loss is 0; second-moment: tokens with the largest squared log-ratios are "
-        "dropped",
+        description="what happens to a token whose probability ratio (trained policy to sampling policy) is outside "
+        "the range from low to high. none: nothing; clamp: the ratio is clamped to the range; mask: the loss of the "
+        "token is 0; second-moment: the tokens with the largest squared log-ratios are dropped",
     )
     level: Level = Field(
         "token",
-        description="level at which the ratio that weights the loss is computed; the levels are those of "
-        "train.objective.ratio.level",
+        description="level at which the probability ratio that weights the loss is computed: for each token, or for "
+        "each response, as in train.objective.ratio.level",
     )
-    low: float = Field(0.0, ge=0, le=UNBOUNDED, description="lower end of the allowed range of the ratio")
-    high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="upper end of the allowed range of the ratio")
-    weigh: bool = Field(True, description="for mask: whether the loss of each kept token is multiplied by its ratio")
+    low: float = Field(0.0, ge=0, le=UNBOUNDED, description="smallest allowed ratio of the off-policy correction")
+    high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="largest allowed ratio of the off-policy correction")
+    weigh: bool = Field(
+        True,
+        description='with outside = "mask": whether the loss of each token that is kept is multiplied by its '
+        "probability ratio",
+    )
     judge: Level | None = Field(
-        None, description="for mask: level of the ratio that is compared with low and high; default: the value of level"
+        None,
+        description='with outside = "mask": level of the probability ratio that is compared with low and high '
+        "(token, sequence or geometric); default: the value of the key level",
     )
     second_moment: float = Field(
         0.04,
         gt=0,
         le=UNBOUNDED,
-        description="largest mean squared log-ratio that the tokens kept by `second-moment` may have",
+        description='with outside = "second-moment": limit on the mean squared log-ratio of the tokens that are kept',
     )
 
     @model_validator(mode="after")
@@ -83,36 +89,46 @@ class Advantage(Section):
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
-        description="what is subtracted from each reward: nothing, the mean of its group, of the other responses of "
-        "its group, or of the batch, or a critic's estimate for each token",
+        description="what is subtracted from each reward to compute the advantage. none: nothing; group: the mean "
+        "reward of the responses to the same prompt; leave-one-out: the mean reward of the other responses to the "
+        "same prompt; batch: the mean reward of the batch; critic: a critic's estimate for each token",
     )
     scale: Literal["none", "group", "batch", "whiten"] = Field(
         "group",
-        description="what the advantage is divided by: nothing, or the standard deviation of its group or of the "
-        "batch; whiten: the mean over all tokens is subtracted before the division",
+        description="what the advantage is divided by. none: nothing; group: the standard deviation of the rewards "
+        "of the same prompt; batch: the standard deviation of the rewards of the batch; whiten: the standard "
+        "deviation over all tokens, after their mean is subtracted",
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of a reward per token (gamma); used only with a critic")
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="gamma, the discount per token; 1: no discount; only with a critic"
+    )
     gae_lambda: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="lambda of generalized advantage estimation, used only with a critic; 1 relies on rewards "
-        "alone, 0 on the critic's values alone",
+        description="lambda of generalized advantage estimation, used only with a critic. 1: the advantage is the "
+        "discounted sum of all later rewards minus the critic's value; 0: the advantage uses only the next reward "
+        "and the values of two neighbouring tokens",
     )
     overlong: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="share at the end of engine.max_new_tokens in which a penalty for the length of a response rises "
-        "linearly from 0 to 1; 0: no penalty",
+        description="share of engine.max_new_tokens, at its end, over which a penalty for the length of a response "
+        "rises linearly from 0 to 1; 0: no length penalty",
     )
-    positive_weight: float = Field(1.0, ge=0, le=HEAVIEST, description="factor that multiplies positive advantages")
+    positive_weight: float = Field(
+        1.0,
+        ge=0,
+        le=HEAVIEST,
+        description="factor by which positive advantages are multiplied; 0: responses with a positive advantage are "
+        "not trained on",
+    )
     negative_weight: float = Field(
         1.0,
         ge=0,
         le=HEAVIEST,
-        description="factor that multiplies negative advantages; a factor below 1 makes training on stale batches "
-        "more stable",
+        description="factor by which negative advantages are multiplied; below 1, stale batches are more stable",
     )
 
     @model_validator(mode="after")
@@ -139,27 +155,35 @@ KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight",
 
 
 class Penalties(Section):
-    """Options of the KL penalty and the entropy bonus, which change each token's loss or the reward of its response."""
+    """Options of the KL penalty and the entropy bonus, which change the loss of tokens or the reward of responses."""
 
     kl: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="estimator of the KL divergence; k1 is allowed only with kl_in = reward"
+        "k3", description='estimator of the KL divergence; k1 is allowed only with kl_in = "reward"'
     )
     kl_to: Literal["behaviour", "reference"] = Field(
-        "behaviour", description="policy from which the KL divergence is measured. reference: see train.reference"
+        "behaviour",
+        description="policy from which the KL divergence of the trained policy is measured. behaviour: the policy "
+        "that sampled the response; reference: the frozen policy of train.reference",
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
-        description="where the KL divergence counts: in the loss of each token, or in the reward of its response",
+        description="where the KL penalty is applied. loss: it is added to the loss of each token; reward: it is "
+        "subtracted from the reward of each response",
     )
-    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the KL divergence")
+    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the KL penalty; 0: no KL penalty")
     kl_target: float | None = Field(
         None,
         gt=0,
-        description="target of the KL divergence, in nats per token; after each version kl_weight is adapted to "
-        "meet the target",
+        description="target of the KL divergence, in nats per token; kl_weight is adapted to this target after each "
+        "policy version; default: kl_weight stays constant",
     )
-    kl_gain: float = Field(0.1, gt=0, le=1, description="speed at which kl_weight is adapted to kl_target")
-    entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy bonus")
+    kl_gain: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="speed at which kl_weight follows kl_target: at most kl_gain / 5 per policy version",
+    )
+    entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy bonus; 0: no bonus")
 
     @model_validator(mode="after")
     def _measures_something(self) -> Self:
@@ -189,16 +213,18 @@ class ObjectiveBase(Section):
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="how token losses are averaged. token-mean: over all tokens; sequence-mean, sequence-sum and "
-        "constant: over responses, each of which has the mean of its token losses, their sum, or their sum divided "
-        "by engine.max_new_tokens",
+        description="how the losses of tokens are averaged over a batch. token-mean: mean over all tokens; "
+        "sequence-mean: mean over responses of each response's mean token loss; sequence-sum: mean over responses "
+        "of each response's summed token loss; constant: like sequence-sum, but divided by engine.max_new_tokens",
     )
 
 
 class PartsObjective(ObjectiveBase):
-    """An objective that is a named preset, with the parts that the recipe (the run's TOML file) overrides."""
+    """An objective (loss function) that is a named preset. The recipe may change single parts of the preset."""
 
-    kind: PresetName = Field("grpo", description="name of a preset; a recipe may override single parts of the preset")
+    kind: PresetName = Field(
+        "grpo", description="name of a preset objective; a recipe may change single parts of the preset"
+    )
     ratio: Ratio = Ratio()
     surrogate: Surrogate = Clip()
     correction: Correction = Correction()
@@ -238,7 +264,7 @@ class PartsObjective(ObjectiveBase):
 
 
 class ImportObjective(ObjectiveBase, Imported):
-    """Options of a user-defined objective, which is imported by its path."""
+    """Options of a user-defined objective (loss function), which is imported by its import path."""
 
     kind: Literal["import"] = Field("import", description="your own objective: a class that derives from Objective")
 

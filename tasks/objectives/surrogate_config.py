@@ -20,54 +20,71 @@ Range = tuple[Annotated[float, Field(ge=0, le=UNBOUNDED)], Annotated[float, Fiel
 
 
 class Ratio(Section):
-    """Options of the ratio of the trained policy to an older policy, which the surrogate loss uses. See `ratios.py`."""
+    """Options of the probability ratio between the trained policy and an older policy, which the surrogate loss uses.
+    See `ratios.py`.
+    """
 
     to: Literal["behaviour", "proximal"] = Field(
         "behaviour",
-        description="policy in the ratio's denominator. behaviour: the policy that sampled the tokens; proximal: "
-        "the learner before this version's first update",
+        description="policy in the denominator of the probability ratio. behaviour: the policy that sampled the "
+        "tokens; proximal: the policy before the first optimizer step of the current policy version",
     )
     level: Level = Field(
         "token",
-        description="what gets a ratio: each token; each response, as the product of its tokens' ratios; or each "
-        "response, as their geometric mean",
+        description="level at which the probability ratio is computed. token: one ratio for each token; sequence: "
+        "one ratio for each response, the product of its tokens' ratios; geometric: one ratio for each response, "
+        "the geometric mean of its tokens' ratios",
     )
 
 
 class Clip(Section):
-    """PPO's clip of the ratio."""
+    """Options of PPO's clipped surrogate loss."""
 
     kind: Literal["clip"] = Field(
-        "clip", description="PPO maximizes the smaller of A x ratio and A x clipped ratio, where A is the advantage"
+        "clip",
+        description="PPO's clipped loss: maximizes the smaller of A x ratio and A x clipped ratio, where A is the "
+        "advantage",
     )
-    low: float = Field(0.2, gt=0, le=1, description="amount by which a ratio may be below 1 before PPO clips it")
+    low: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="distance below 1 at which PPO clips the probability ratio, so that 0.2 clips at 0.8",
+    )
     high: float = Field(
-        0.28, gt=0, le=UNBOUNDED, description="amount by which a ratio may be above 1 before PPO clips it"
+        0.28,
+        gt=0,
+        le=UNBOUNDED,
+        description="distance above 1 at which PPO clips the probability ratio, so that 0.28 clips at 1.28",
     )
     dual: float | None = Field(
         None,
         gt=1,
         le=UNBOUNDED,
-        description="largest ratio with which a token of negative advantage counts in the loss; default: no limit",
+        description="dual clip of PPO: largest probability ratio with which a token with a negative advantage "
+        "counts in the loss; default: no limit",
     )
 
 
 class PolicyGradient(Section):
-    """Options of the policy-gradient loss: the log-prob times the advantage, weighted by the clamped ratio without its
-    gradient."""
+    """Options of the policy-gradient loss (REINFORCE): the log-prob of a token times its advantage, weighted by the
+    clamped probability ratio. No gradient flows through the weight.
+    """
 
     kind: Literal["policy-gradient"] = Field(
         "policy-gradient",
-        description="REINFORCE maximizes weight x A log pi, where A is the advantage, pi the token's probability, and "
-        "the weight the clamped ratio",
+        description="REINFORCE: maximizes weight x A x log pi, where A is the advantage, pi the probability of the "
+        "token, and the weight is the clamped probability ratio",
     )
     positive: Range = Field(
         (1.0, 1.0),
-        description="range to which the ratio is clamped for a positive advantage; [1, 1]: every weight is 1",
+        description="range to which the probability ratio is clamped if the advantage is positive; [1, 1]: every "
+        "weight is 1",
     )
     negative: Range = Field(
         (1.0, 1.0),
-        description="range to which the ratio is clamped for an advantage of 0 or less; [1, 1]: every weight is 1",
+        description="range to which the probability ratio is clamped if the advantage is 0 or negative; [1, 1]: "
+        "every weight is 1",
     )
 
     @model_validator(mode="after")
@@ -85,39 +102,42 @@ class PolicyGradient(Section):
 
 
 class BinaryTv(Section):
-    """Options of the binary total-variation loss: the ratio times the advantage, for tokens whose probability is still
-    close to that under the older policy."""
+    """Options of the binary total-variation loss: the advantage times the probability ratio, for those tokens whose
+    probability is still close to that under the older policy.
+    """
 
     kind: Literal["binary-tv"] = Field(
         "binary-tv",
-        description="maximizes advantage x ratio, but only for tokens whose pi - mu is within the bounds; pi is the "
-        "token's probability under the trained policy, and mu under the policy of `ratio.to`",
+        description="binary total-variation loss: maximizes advantage x ratio, but only for tokens whose change of "
+        "probability, pi - mu, is within the bounds low and high; pi is the token's probability under the trained "
+        "policy, and mu under the policy of train.objective.ratio.to",
     )
     low: float = Field(
         0.2,
         gt=0,
         le=UNBOUNDED,
-        description="largest amount by which the probability of a token with negative advantage may have fallen; "
-        "beyond it the token has no loss",
+        description="largest allowed fall of the probability of a token with a negative advantage; if the "
+        "probability has fallen further, the token has no loss",
     )
     high: float = Field(
         0.2,
         gt=0,
         le=UNBOUNDED,
-        description="largest amount by which the probability of a token with positive advantage may have risen; "
-        "beyond it the token has no loss",
+        description="largest allowed rise of the probability of a token with a positive advantage; if the "
+        "probability has risen further, the token has no loss",
     )
 
 
 class Kimi(Section):
-    """Options of Kimi's loss: the advantage times the log-prob, minus a squared log-ratio."""
+    """Options of Kimi's loss: the advantage times the log-prob of a token, minus a squared log-ratio."""
 
     kind: Literal["kimi"] = Field(
         "kimi",
-        description="maximizes A log pi - tau/2 (log ratio)^2, where A is the advantage and pi the token's probability",
+        description="Kimi's loss: maximizes A log pi - tau/2 (log ratio)^2, where A is the advantage and pi the "
+        "probability of the token",
     )
     tau: float = Field(
-        0.1, gt=0, le=HEAVIEST, description="tau in the formula of kimi, the weight of the squared log-ratio"
+        0.1, gt=0, le=HEAVIEST, description="tau in the formula of Kimi's loss: the weight of the squared log-ratio"
     )
 
 

@@ -10,42 +10,52 @@ from rollflow.tasks.runtime.sections import Section
 
 
 class ColdStart(Section):
-    """A small new Llama policy, which is trained on demonstrations until it reaches a low accuracy."""
+    """A small new Llama policy. Before the run, it is trained on demonstrations (supervised training) until it reaches
+    a target accuracy.
+    """
 
-    hidden_size: int = Field(128, gt=0, description="width of the model; it must be a multiple of heads")
-    layers: int = Field(2, gt=0, description="number of transformer blocks")
-    heads: int = Field(4, gt=0, description="number of attention heads in each layer")
+    hidden_size: int = Field(
+        128, gt=0, description="width of the new model's hidden states; the width must be a multiple of heads"
+    )
+    layers: int = Field(2, gt=0, description="number of transformer blocks of the new model")
+    heads: int = Field(4, gt=0, description="number of attention heads in each layer of the new model")
     context: int = Field(256, gt=0, description="largest number of tokens of a prompt and its response together")
-    vocabulary: int = Field(320, ge=260, description="number of tokens of the byte-level BPE tokenizer")
-    learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised training, after its warm-up")
-    batch: int = Field(48, gt=0, description="number of demonstrations in each supervised step")
+    vocabulary: int = Field(
+        320, ge=260, description="number of tokens in the vocabulary of the byte-level BPE tokenizer"
+    )
+    learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised training after its warm-up")
+    batch: int = Field(48, gt=0, description="number of demonstrations in each step of the supervised training")
     target_accuracy: float = Field(
         0.3,
         gt=0,
         lt=1,
-        description="held-out accuracy at which the supervised training ends; of several domains, the mean counts, and "
-        "domains that are further below this accuracy get more demonstrations",
+        description="accuracy on held-out questions at which the supervised training ends; with several prompt "
+        "sources it is the mean of their accuracies, and sources that are further below the target get more "
+        "demonstrations",
     )
     max_steps: int = Field(
         2000,
         gt=0,
-        description="number of supervised steps after which the run fails if the policy has not reached "
-        "target_accuracy",
+        description="largest number of steps of the supervised training; if the policy has not reached "
+        "target_accuracy by then, the run fails",
     )
     evaluate_every: int = Field(
-        10, gt=0, description="number of supervised steps between two measurements of the held-out accuracy"
+        10,
+        gt=0,
+        description="number of supervised training steps between two measurements of the accuracy on held-out "
+        "questions",
     )
 
 
 class PolicyConfig(Section):
-    """The source of the policy: a Hugging Face folder (or hub name), or a cold start."""
+    """The policy to train: a Hugging Face model (folder or name on the hub), or a new small model (a cold start)."""
 
     path: str | None = Field(
         None,
-        description="a folder with a Hugging Face model, relative to the recipe, or the name of a model on the "
-        "Hugging Face hub",
+        description="path of a folder with a Hugging Face model, relative to the recipe file, or the name of a "
+        "model on the Hugging Face hub",
     )
     cold_start: ColdStart | None = None
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="data type of the policy's weights, in training and in the engines"
+        "float32", description="data type of the policy's weights, both in the learner and in the engines"
     )

@@ -23,25 +23,26 @@ class PromptBase(Section):
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="weight of this source: its share of the trained groups is this weight over the sum of all "
-        "sources' weights",
+        description="relative weight of this prompt source: the share of trained prompts that come from this source "
+        "is its weight divided by the sum of the weights of all sources",
     )
     chat: bool = Field(False, description="whether the tokenizer's chat template is applied to each question")
     template: str | None = Field(
         None,
-        description='text that is asked instead of each question, with the question in place of "{question}"; of a '
-        "list of messages it replaces the last one",
+        description='text with the placeholder "{question}", which is asked in place of each question; if a '
+        "question is a list of messages, the template is applied to the last message; default: the question alone",
     )
     system: str | None = Field(
-        None, description="system message that the chat template puts before each question; it needs chat = true"
+        None, description="system message that the chat template puts before a question; it needs chat = true"
     )
     too_long: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="what happens to a prompt that leaves no room for engine.max_new_tokens in the context: the run "
-        "is refused, or the prompt is dropped",
+        description="what happens to a prompt that is so long that a response of engine.max_new_tokens does not fit "
+        "into the model's context. refuse: the run is refused before it starts; drop: the prompt is left out",
     )
     reward: str | None = Field(
-        None, description="name of the scorer of this source, which is [rewards.NAME]; default: [reward]"
+        None,
+        description="name of the scorer of this prompt source, from [rewards.NAME]; default: the scorer of [reward]",
     )
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
@@ -58,12 +59,12 @@ class PromptBase(Section):
 
 
 class ReasoningGymPrompts(PromptBase):
-    """Procedurally generated prompts of one reasoning-gym family."""
+    """Prompts that the package reasoning-gym generates, from one of its data sets."""
 
     kind: Literal["reasoning-gym"] = Field("reasoning-gym", description="questions that reasoning-gym generates")
     family: str = Field("chain_sum", description="name of the reasoning-gym data set that generates the questions")
     options: dict[str, Any] = Field(
-        default_factory=dict, description="options of the reasoning-gym data set, e.g. {min_digits = 2}"
+        default_factory=dict, description="options that are passed to the reasoning-gym data set, e.g. {min_digits = 2}"
     )
 
     @property
@@ -76,41 +77,43 @@ class FileBase(PromptBase):
     """The config keys of question sources that read user-defined prompts from a file."""
 
     path: str = Field(
-        description="path of a file with one JSON object per line; a relative path is relative to the recipe"
+        description="path of a file with one JSON object per line; a relative path is relative to the recipe file"
     )
-    held_out: float = Field(0.1, ge=0, lt=1, description="share of the file's lines that are held out for evaluation")
+    held_out: float = Field(
+        0.1, ge=0, lt=1, description="share of the prompt file's rows that are held out for evaluation"
+    )
     answer_after: str | None = Field(
         None,
         min_length=1,
-        description='text that stands before the answer in a worked solution, e.g. "####"; only what follows is the '
-        "reference answer",
+        description='text that marks the answer in a worked solution, e.g. "####"; only the text after the mark is '
+        "the reference answer; default: the whole solution is the reference answer",
     )
     reward_column: str | None = Field(
         None,
         min_length=1,
-        description="column in which a row may name its own scorer, which is [rewards.NAME]; a row without a name "
-        "has the scorer of the source",
+        description="column of the prompt file in which a row may name its own scorer, from a section "
+        "[rewards.NAME]; a row without a name uses the scorer of its prompt source",
     )
     difficulty: DifficultyRange | None = Field(
-        None, description="range of a number in a column; rows outside it are not trained on; default: all rows are"
+        None, description="only rows whose number in a column is in this range are trained on; default: all rows are"
     )
     near_duplicates: Literal["count", "drop"] = Field(
         "count",
-        description="what happens to a training question that is a near duplicate of a held-out question: it is only "
-        "counted, or it is left out",
+        description="what happens to a training question that is almost equal to a held-out question. count: it is "
+        "trained on, and only counted; drop: it is not trained on",
     )
     solved_every: int = Field(
         1,
         ge=1,
-        description="a solved question is asked in one of so many epochs, which are passes over the questions; 1: in "
-        "every epoch",
+        description="number n: a solved question is asked in only one of n epochs (passes over all questions); 1: "
+        "solved questions are asked in every epoch",
     )
     solved_from: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="smallest share of correct responses in a group with which its question is solved; it needs "
-        "solved_every",
+        description="share of correct responses to a question from which the question counts as solved; the key "
+        "needs solved_every of 2 or more",
     )
 
     @model_validator(mode="after")
@@ -167,7 +170,7 @@ class FileBase(PromptBase):
 
 
 class JsonlPrompts(FileBase):
-    """User-defined prompts in a file: one JSON object per line, with `question` and `answer`."""
+    """User-defined prompts in a file: each line is a JSON object with the keys `question` and `answer`."""
 
     kind: Literal["jsonl"] = Field("jsonl", description="your own questions, from a file of JSON lines")
 
@@ -178,47 +181,50 @@ SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".csv": "csv", ".tsv": "tsv", 
 
 
 class FilePrompts(FileBase):
-    """User-defined prompts in a table: JSON lines, CSV, Parquet, or a data set of the library `datasets`."""
+    """User-defined prompts in a table: JSON lines, CSV, TSV, Parquet, or a data set of the library `datasets`."""
 
     split_key: ClassVar[str] = "prompts.split"
 
-    kind: Literal["file"] = Field("file", description="your own questions, from a table of any format")
+    kind: Literal["file"] = Field("file", description="your own questions, from a table in one of several formats")
     path: str = Field(
-        description='path of a file or folder, relative to the recipe; with format = "hub", the name of a data set '
-        "on the Hugging Face hub"
+        description='path of a prompt file or folder, relative to the recipe file; with format = "hub", the name of '
+        "a data set on the Hugging Face hub"
     )
     format: Format | None = Field(
         None,
-        description='"saved" is a folder that `save_to_disk` of the library `datasets` wrote; default: the suffix of '
-        'path decides, and a folder is "saved"',
+        description='format of the prompts in path. "saved": a folder that `save_to_disk` of the library '
+        '`datasets` wrote; "hub": a data set on the Hugging Face hub; default: the format is chosen by the file\'s '
+        'suffix, and a folder is "saved"',
     )
-    subset: str | None = Field(None, min_length=1, description='name of the configuration of a "hub" data set')
+    subset: str | None = Field(None, min_length=1, description='name of the subset (configuration) of a "hub" data set')
     split: str | None = Field(
-        None, min_length=1, description='split of a "saved" or "hub" data set; default: "train" if there are splits'
+        None,
+        min_length=1,
+        description='split to train on of a "saved" or "hub" data set; default: "train" if there are splits',
     )
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description='the file\'s columns by their names in rollflow, e.g. {question = "problem", answer = "solution"}; '
-        "`system` is a row's system message",
+        description="names of the prompt file's columns for the names that rollflow uses, e.g. {question = "
+        '"problem", answer = "solution"}; the name `system` stands for the system message of a row',
     )
     json_columns: tuple[str, ...] = Field(
-        (), description="columns of the file whose text is JSON, such as messages or test cases in a CSV file"
+        (), description="columns of the prompt file that contain JSON, e.g. messages or test cases in a CSV file"
     )
 
     held_out_path: str | None = Field(
         None,
         min_length=1,
-        description="path of a file whose rows are held out, in their order; default: a share of the rows of path",
+        description="path of a file whose rows are the held-out questions; default: a share of the rows of path",
     )
     held_out_split: str | None = Field(
         None,
         min_length=1,
-        description='split of a "saved" or "hub" data set whose rows are held out, in their order; default: none',
+        description='split of a "saved" or "hub" data set whose rows are the held-out questions; default: none',
     )
 
     evaluation_sets: dict[str, EvaluationSet] = Field(
         default_factory=dict,
-        description="further files or splits that are held out and evaluated, each under a name of its own",
+        description="additional files or splits with held-out questions, each of which is evaluated under its own name",
     )
 
     def __hash__(self) -> int:
@@ -306,15 +312,15 @@ class HeldOutFile(FilePrompts):
 
 
 class ColumnSumsPrompts(PromptBase):
-    """Sums of several numbers, demonstrated column by column. The verifier is `exact`, with `answer = "tag"`."""
+    """Sums of several numbers, with column-by-column demonstrations. The verifier is `exact` with `answer = "tag"`."""
 
     kind: Literal["column-sums"] = Field(
-        "column-sums", description="sums of several numbers, with demonstrations that write out the steps"
+        "column-sums", description="questions that ask for a sum, with demonstrations that write out the steps"
     )
-    min_terms: int = Field(2, ge=2, description="smallest number of terms of a sum")
-    max_terms: int = Field(3, le=10, description="largest number of terms of a sum")
-    min_digits: int = Field(2, ge=1, description="smallest number of digits of a term")
-    max_digits: int = Field(4, le=6, description="largest number of digits of a term")
+    min_terms: int = Field(2, ge=2, description="smallest number of terms in a sum")
+    max_terms: int = Field(3, le=10, description="largest number of terms in a sum")
+    min_digits: int = Field(2, ge=1, description="smallest number of digits in each term of a sum")
+    max_digits: int = Field(4, le=6, description="largest number of digits in each term of a sum")
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -335,14 +341,14 @@ class ColumnSumsPrompts(PromptBase):
 
 
 class SortingPrompts(PromptBase):
-    """Digits to sort, as one word. The verifier is `exact`."""
+    """Questions that consist of several digits, which the policy must sort. The verifier is `exact`."""
 
     kind: Literal["sorting"] = Field(
         "sorting", description="questions that consist of several digits, which the policy must sort"
     )
-    digits: int = Field(5, ge=2, le=8, description="number of digits in each question")
+    digits: int = Field(5, ge=2, le=8, description="number of digits to sort in each question")
     held_out: float = Field(
-        0.2, gt=0, lt=1, description="share of the multisets of digits that are held out for evaluation"
+        0.2, gt=0, lt=1, description="share of the possible multisets of digits that are held out for evaluation"
     )
 
     @property
@@ -352,12 +358,12 @@ class SortingPrompts(PromptBase):
 
 
 class ImportPrompts(Imported, PromptBase):
-    """Prompts from a user-defined class."""
+    """Prompts that a user-defined class generates."""
 
     kind: Literal["import"] = Field(
-        "import", description="your own questions, from a class that derives from QuestionSource"
+        "import", description="your own questions, imported from a class that derives from QuestionSource"
     )
-    name: str = Field("", description="name of this source in statistics; default: the name of the class")
+    name: str = Field("", description="name of this prompt source in metrics; default: the name of the class")
 
     @property
     def domain(self) -> str:

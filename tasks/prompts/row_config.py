@@ -10,14 +10,24 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class DifficultyRange(Section):
-    """The rows of a file that are trained on, by a number in a column; other rows are left out."""
+    """The rows of a prompt file that are trained on: those whose number in a column is within a range. Rows outside the
+    range are not trained on.
+    """
 
-    column: str = Field("pass_rate", min_length=1, description="column of the file with a number in each row")
+    column: str = Field(
+        "pass_rate",
+        min_length=1,
+        description="column of the prompt file that contains a number for each row, such as a pass rate",
+    )
     min: float | None = Field(
-        None, allow_inf_nan=False, description="smallest number of a row that is trained on; default: no limit"
+        None,
+        allow_inf_nan=False,
+        description="smallest number with which a row of the prompt file is trained on; default: no lower limit",
     )
     max: float | None = Field(
-        None, allow_inf_nan=False, description="largest number of a row that is trained on; default: no limit"
+        None,
+        allow_inf_nan=False,
+        description="largest number with which a row of the prompt file is trained on; default: no upper limit",
     )
 
     @model_validator(mode="after")
@@ -38,16 +48,25 @@ class DifficultyRange(Section):
 
 
 class EvaluationSet(Section):
-    """A file or split that is held out, and evaluated under a name of its own."""
+    """A file or split whose questions are held out from training and evaluated under the name of the set."""
 
-    path: str | None = Field(None, min_length=1, description="path of the file; default: prompts.path")
+    path: str | None = Field(
+        None,
+        min_length=1,
+        description="path of the file with the evaluation set's questions; default: the path of the prompt source",
+    )
     split: str | None = Field(
-        None, min_length=1, description='split of a "saved" or "hub" data set; default: "train" if there are splits'
+        None,
+        min_length=1,
+        description='split of a data set with format = "saved" or "hub" that is evaluated; default: the split '
+        '"train", if the data set has splits',
     )
     columns: dict[str, str] | None = Field(
-        None, description="the file's columns by their names in rollflow; default: prompts.columns"
+        None,
+        description="names of the file's columns for the names that rollflow uses; default: the columns of the "
+        "prompt source",
     )
-    prompts: int = Field(256, gt=0, description="largest number of questions that an evaluation asks")
+    prompts: int = Field(256, gt=0, description="largest number of questions of this set that an evaluation asks")
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

@@ -13,95 +13,112 @@ Routing = Literal["least-work", "prefix"]
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: replaces groups without a learning signal by groups of other prompts."""
+    """Dynamic sampling: responses to a prompt from whose rewards nothing can be learned are replaced by responses to
+    another prompt.
+    """
 
     min_mean: float | None = Field(
-        None, description="largest mean reward with which a group is filtered out as too hard; default: no limit"
+        None,
+        description="a prompt is filtered out as too hard if the mean reward of its responses is this number or "
+        "less; default: no prompt is too hard",
     )
     max_mean: float | None = Field(
-        None, description="smallest mean reward with which a group is filtered out as too easy; default: no limit"
+        None,
+        description="a prompt is filtered out as too easy if the mean reward of its responses is this number or "
+        "more; default: no prompt is too easy",
     )
     min_std: float | None = Field(
         None,
         ge=0,
-        description="largest standard deviation of rewards with which a group is filtered out; default: no limit",
+        description="a prompt is filtered out if the standard deviation of its responses' rewards is this number or "
+        "less; 0: prompts with equal rewards are filtered out; default: no limit",
     )
     max_consecutive: int = Field(
         1000,
         gt=0,
-        description="number of consecutive filtered groups after which the run fails, because its prompts give "
-        "nothing to learn from",
+        description="number of prompts filtered out one after the other, without one that is kept, after which the "
+        "run fails",
     )
 
 
 class RolloutConfig(Section):
-    """How far generation runs ahead of training, and which groups a batch waits for."""
+    """How far generation runs ahead of training, and which responses a batch waits for."""
 
     routing: Routing = Field(
         "least-work",
-        description="engine that gets a request. least-work: the engine that would finish it first; prefix: an "
-        "engine that runs the same prompt",
+        description="rule that chooses the engine for a request. least-work: the engine that would finish the "
+        "request first; prefix: an engine that already runs another response to the same prompt",
     )
     max_inflight_groups: int | None = Field(
         None,
         gt=0,
-        description="largest number of prompt groups in flight; default: engine.replicas x "
-        "engine.max_concurrent_requests",
+        description="largest number of prompts whose responses are generated or scored at the same time; default: "
+        "engine.replicas x engine.max_concurrent_requests",
     )
     max_batches_ahead: float | None = Field(
         None,
         ge=0,
-        description="number of batches that generation may run ahead of training, at most async_ratio; default: "
-        "async_ratio. This key limits how much is in flight; async_ratio limits how old a trajectory "
+        description="number of batches by which generation may run ahead of training, at most async_ratio; default: "
+        "async_ratio. max_batches_ahead limits how many prompts are started; async_ratio limits how old a response "
         "may become",
     )
     max_unscored: int | None = Field(
         None,
         gt=0,
-        description="no group starts while so many responses wait for a score; default: no such limit, so that only "
-        "max_inflight_groups bounds them",
+        description="number of responses waiting for a score at which no further prompt is started; default: only "
+        "max_inflight_groups limits the number of waiting responses",
     )
     redundant_groups: int = Field(
         0,
         ge=0,
-        description="number of groups started in addition to what a batch needs; groups that are left over are "
-        "issued again later",
+        description="number of prompts that are started in addition to those that a batch needs; prompts whose "
+        "responses are not used are started again later",
     )
     redundant_responses: int = Field(
         0,
         ge=0,
-        description="number of responses started in addition to group_size; the first group_size responses to "
-        "finish are kept",
+        description="number of responses that are started for each prompt in addition to group_size; the first "
+        "group_size responses that finish are kept, and the others are aborted",
     )
     tail_batching: bool = Field(
         False,
-        description="whether the prompts of slow groups are collected into batches of their own, which wait for all "
-        "their responses",
+        description="whether prompts with slow responses are collected into separate batches, which wait for all "
+        "responses to these prompts",
     )
     max_preemptions: int | None = Field(
         None,
         gt=0,
-        description="number of times that a prompt may be preempted before a batch waits for it. With tail_batching "
-        "a batch of slow prompts waits (default: 1), otherwise the next batch (default: 3)",
+        description="number of times that the responses to a prompt may be discarded as too slow before a batch "
+        "waits for them; default: 3, or 1 with tail_batching, where a batch of slow prompts waits",
     )
     on_stale: Literal["drop", "wait"] | None = Field(
         None,
-        description="what happens to a running group that would be too old for the next batch. wait (default): the "
-        "batch waits for it; drop (default with redundant_groups or tail_batching): it is dropped, and "
-        "its prompt is issued again",
+        description="what happens to responses that are still running and would be too old for the next batch. wait "
+        "(default): the batch waits for these responses; drop (default with redundant_groups or tail_batching): the "
+        "responses are discarded, and their prompt is started again",
     )
     batch_order: Literal["finished", "started"] = Field(
-        "finished", description="which groups form a batch: those that finish first, or those that started first"
+        "finished",
+        description="which prompts form a batch. finished: those whose responses finish first; started: those that "
+        "were started first",
     )
     staleness_from: Literal["started", "oldest-token"] = Field(
         "started",
-        description="version from which a response's age is counted: the version at the start of its request, or "
-        "the version of its oldest token",
+        description="policy version from which the staleness of a response is counted. started: the policy version "
+        "at the start of its request; oldest-token: the policy version that sampled the oldest token of the response",
     )
     filter: FilterConfig | None = None
-    attempts: int = Field(3, gt=0, description="number of times that a failing request is sent before the run fails")
+    attempts: int = Field(
+        3,
+        gt=0,
+        description="number of times that a failing request to an engine is sent before the run fails; 1: no "
+        "request is repeated",
+    )
     patience_seconds: float = Field(
-        600.0, gt=0, le=LONGEST_SECONDS, description="seconds without any progress after which the rollout stage fails"
+        600.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds without any progress of the rollout after which the rollout stage fails",
     )
 
     @property
@@ -116,7 +133,7 @@ class RolloutConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Evaluation on held-out prompts: before, during and after training."""
+    """How the policy is evaluated on held-out prompts before, during and after training."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "prompts": "it decides which prompts are held out",
@@ -127,24 +144,30 @@ class EvaluationConfig(Section):
     every: int = Field(
         25,
         ge=0,
-        description="number of versions between two evaluations; 0: only the first and the last version are evaluated",
+        description="number of policy versions between two evaluations; 0: only the first and the last policy "
+        "version are evaluated",
     )
-    prompts: int = Field(256, gt=0, description="number of held-out prompts; they are never trained on")
+    prompts: int = Field(
+        256,
+        gt=0,
+        description="number of held-out prompts that each evaluation asks; the policy is never trained on held-out "
+        "prompts",
+    )
     samples: int = Field(
         1,
         gt=0,
-        description="number of responses to each held-out prompt; with more than one, pass@2, pass@4, ... are also "
-        "reported",
+        description="number of responses to each held-out prompt in an evaluation; with 2 or more, the metrics "
+        "pass@2, pass@4, ... are also reported",
     )
     mean: Literal["share", "responses"] = Field(
         "share",
-        description='accuracy of several domains: "share" is the mean of the domains, each weighted by its share; '
-        '"responses" is the mean of all responses',
+        description="how the accuracy over several prompt sources is computed. share: mean of the accuracies of the "
+        "sources, each weighted by the key prompts.share of the source; responses: mean over all responses",
     )
     correct: Literal["outcome", "value"] = Field(
         "outcome",
-        description='responses that an accuracy counts: "outcome" are those whose outcome is correct; "value" are '
-        "those whose reward is exactly 1, as in recorded runs that are older than this key",
+        description="which responses count as correct in an accuracy. outcome: responses that the scorer marks as "
+        "correct; value: responses whose reward is exactly 1, as in recorded runs that are older than this key",
     )
     temperature: float = Field(
         0.0,
@@ -154,7 +177,7 @@ class EvaluationConfig(Section):
     )
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
-        description="engine that evaluates during training. lent: one of the run's engines; own: an additional engine "
-        "like [engine]; transformers: an additional transformers engine on a CPU; auto: lent with 2 or more replicas, "
-        "else own, or transformers on a CPU",
+        description="engine that generates the responses of evaluations during training. lent: one of the run's "
+        "engines; own: an additional engine like [engine]; transformers: an additional transformers engine on a "
+        "CPU; auto: lent if engine.replicas is 2 or more, and a separate engine if it is 1",
     )

@@ -15,32 +15,33 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 
 
 class RolePlacement(Section):
-    """The nodes that may run the actors of a role."""
+    """The nodes on which the Ray actors of one role (engine, learner, scheduler or reward) may run."""
 
     labels: dict[str, str] = Field(
         default_factory=dict,
-        description='Ray labels that a node must have to run this role, e.g. {"ray.io/market-type" = "spot"}',
+        description='Ray labels that a node must have to run the actors of this role, e.g. {"ray.io/market-type" = '
+        '"spot"}; empty: any node',
     )
     resource: str | None = Field(
         None,
         min_length=1,
-        description="custom Ray resource that a node must have to run this role; each actor reserves 0.001 of the "
-        "resource",
+        description="custom Ray resource that a node must have to run the actors of this role; each actor reserves "
+        "0.001 of the resource; default: any node",
     )
 
 
 class PlacementConfig(Section):
-    """The placement of a run's actors on the cluster, and the resources that they reserve besides their GPUs."""
+    """The placement of a run's Ray actors on the nodes of the cluster, and whether the actors reserve CPUs."""
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",
-        description="how engines are placed on nodes. spread: on the nodes in turn; pack: as Ray packs actors, "
-        "which fills a node to half before it uses the next one",
+        description="how engines are placed on the nodes of the Ray cluster. spread: on all nodes in turn; pack: as "
+        "Ray packs actors, which fills a node to half before the next node is used",
     )
     reserve_cpus: bool = Field(
         False,
-        description="whether Ray reserves CPUs for the threads of the run's actors; false: other work may use these "
-        "CPUs",
+        description="whether Ray reserves CPUs for the threads of the run's Ray actors; false: other programs on "
+        "the Ray cluster may use these CPUs",
     )
     engine: RolePlacement = RolePlacement()
     learner: RolePlacement = RolePlacement()
@@ -53,24 +54,29 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class ClusterConfig(Section):
-    """The Ray cluster that the run uses."""
+    """The Ray cluster on which the run's actors run."""
 
     address: str = Field(
-        "auto", description="address of a Ray head as host:port; auto: a private cluster on this machine"
+        "auto",
+        description="address of the head of a Ray cluster, as host:port; auto: a private Ray cluster is started on "
+        "this machine",
     )
     lease_seconds: float = Field(
         600.0,
         ge=0,
         le=LONGEST_SECONDS,
-        description="seconds without a supervisor after which the run's actors end and free their GPUs; 0: never",
+        description="seconds without a supervisor (the process that controls the run) after which the run's Ray "
+        "actors end and free their GPUs; 0: the actors never end by themselves",
     )
     placement: PlacementConfig = PlacementConfig()
     env: dict[str, str] = Field(
         default_factory=dict,
-        description='environment variables of the run\'s actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}',
+        description='environment variables of the run\'s Ray actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}',
     )
     runtime_env: dict[str, Any] = Field(
-        default_factory=dict, description="Ray's runtime_env of the run's actors, without env_vars"
+        default_factory=dict,
+        description="runtime_env of Ray for the run's Ray actors; the key env_vars is not allowed in it, because "
+        "the key cluster.env sets environment variables",
     )
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ Refusals = Iterator[PydanticCustomError]
 
 
 class StoreConfig(Section):
-    """Where runs are stored, and how long a version keeps its weights and learner state."""
+    """Where runs are stored, and how long the weights and the learner's state of each policy version are kept."""
 
     fixed: ClassVar[Mapping[str, str]] = {
         "uri": "the run is stored in this store",
@@ -46,94 +46,94 @@ class StoreConfig(Section):
 
     uri: str | None = Field(
         None,
-        description="where runs are stored: s3://bucket/prefix, or a folder relative to the recipe; default: a "
-        "folder in the run home",
+        description="place where runs are stored: s3://bucket/prefix, or the path of a folder, relative to the "
+        "recipe file; default: a folder in the run home, which is the folder named by ROLLFLOW_HOME",
     )
     keep_last: int = Field(
-        5, ge=2, description="number of newest versions whose objects are kept; at least async_ratio + 1"
+        5, ge=2, description="number of newest policy versions whose weights are stored; at least async_ratio + 1"
     )
     keep_every: int = Field(
         10,
         gt=0,
-        description="number n: every n-th version is kept permanently, in addition to the newest keep_last versions",
+        description="number n: the weights of every n-th policy version are kept forever; 1: of all versions",
     )
     state_every: int = Field(
         1,
         gt=0,
-        description="number n: the learner's state is stored with every n-th version; a recovery repeats the training "
-        "of the versions after the newest stored state",
+        description="number n: the learner's state (the optimizer's moments) is stored with every n-th policy "
+        "version; after a crash of the learner, the policy versions after the newest stored state are trained again",
     )
     keep_prompts_bytes: int = Field(
         2**28,
         ge=0,
-        description="largest file of prompts, in bytes, that is copied into the run's storage; of a larger file "
-        "only the hash is stored",
+        description="size of a prompt file, in bytes, up to which the file is copied into the run's storage; for a "
+        "larger prompt file only its hash is stored",
     )
     patience_seconds: float = Field(
         3600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds that a run waits for a store that does not answer before the run fails",
+        description="seconds that a run waits for object storage that does not answer; after this time the run fails",
     )
     shard_bytes: int = Field(
         2**28,
         gt=0,
-        description="largest size of a weight file, in bytes; the files are hashed and transferred in parallel",
+        description="largest size of one file of stored weights, in bytes; several files are transferred in parallel",
     )
 
 
 class RecoveryConfig(Section):
-    """How often and how quickly supervisors restart processes that died or are stuck."""
+    """How often, and after what delay, processes of a run that crashed or are stuck are restarted."""
 
     restarts: int = Field(
         5,
         ge=0,
-        description="number of restarts of one role within window_seconds that are allowed before the run fails",
+        description="the run fails if one role, e.g. the learner, needs more restarts than this within window_seconds",
     )
     window_seconds: float = Field(
         600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds after which a restart no longer counts towards the number of restarts",
+        description="length of the window, in seconds, in which restarts count; older restarts of a role do not count",
     )
     backoff_seconds: float = Field(
         1.0,
         ge=0,
-        description="seconds that the second restart within the window is delayed; the delay doubles with each "
-        "further restart",
+        description="delay before the second restart of a role within window_seconds, in seconds; the delay doubles "
+        "with each further restart",
     )
     answer_seconds: float = Field(
-        30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which an actor is considered stuck"
+        30.0, gt=0, le=LONGEST_SECONDS, description="seconds without an answer after which a Ray actor is restarted"
     )
 
 
 class TrackingConfig(Section):
-    """The MLflow server of a run, the run's experiment and study, and the collector of its spans."""
+    """The MLflow server that shows a run, and the OpenTelemetry collector that receives the run's spans."""
 
     fixed: ClassVar[Mapping[str, str]] = {"study": "the run's page in MLflow was created below this study"}
 
     uri: str | None = Field(
         None,
-        description="URI of the MLflow tracking store; the path of a file is relative to the recipe; default: SQLite "
-        "in the run home",
+        description="URI of the MLflow tracking store; a file path is relative to the recipe file; default: a "
+        "SQLite database in the run home",
     )
     experiment: str | None = Field(
-        None, min_length=1, description="name of the MLflow experiment; default: the recipe's name"
+        None, min_length=1, description="name of the run's MLflow experiment; default: the value of the key name"
     )
     study: str | None = Field(
         None,
         pattern=r"^[\w.:/ -]+$",
-        description="name of the MLflow run that is the parent of all runs of a study; the parent is created if it "
-        "is missing",
+        description="name of the parent MLflow run, under which MLflow groups all runs of one study; the parent is "
+        "created if it does not exist",
     )
     spans: str | None = Field(
         None,
         pattern=r"^https?://[\w.:\[\]-]+(/[\w./-]*)?$",
-        description='address of an OpenTelemetry collector (OTLP over HTTP), e.g. "http://127.0.0.1:4318"; it gets '
-        "spans from each prompt to the policy version that was trained on it; default: no spans",
+        description='address of an OpenTelemetry collector (OTLP over HTTP), e.g. "http://127.0.0.1:4318", that '
+        "receives spans of the path from prompt to train step; default: no spans are sent",
     )
     spans_share: float = Field(
-        1.0, ge=0, le=1, description="share of the prompts whose spans are sent to the collector"
+        1.0, ge=0, le=1, description="share of the prompts for which trace spans are sent; 0: none, 1: all prompts"
     )
 
 
@@ -154,15 +154,21 @@ class RunConfig(Section):
     renames: ClassVar[Renames] = RECIPE
 
     name: RecipeName = Field(
-        "run", description="name of the recipe; a run's id is this name and the time of the run's start"
+        "run", description="name of the recipe; the id of a run is this name and the time at which the run started"
     )
     seed: int = Field(0, ge=0, description="seed of all random draws: prompts, sampling and initial weights")
-    versions: int = Field(100, gt=0, description="number of policy versions to train")
+    versions: int = Field(100, gt=0, description="number of policy versions to train; each train step makes one")
     async_ratio: float = Field(
-        2.0, ge=0, le=1e9, description="alpha: the largest staleness of a trained trajectory, in policy versions"
+        2.0,
+        ge=0,
+        le=1e9,
+        description="alpha: the largest staleness of a response that is trained on, in policy versions; 0: "
+        "synchronous training, in which generation and training alternate",
     )
-    groups: int = Field(32, gt=0, description="number of prompt groups in a batch; each batch trains one version")
-    group_size: int = Field(8, gt=0, description="number of responses to each prompt")
+    groups: int = Field(
+        32, gt=0, description="number of prompts in a training batch; all responses to one prompt form a group"
+    )
+    group_size: int = Field(8, gt=0, description="number of responses that are generated and trained on per prompt")
     policy: PolicyConfig = PolicyConfig(cold_start=ColdStart())
     prompts: tuple[PromptConfig, ...] = (SortingPrompts(),)
     engine: EngineConfig = VllmEngineConfig()
@@ -170,7 +176,7 @@ class RunConfig(Section):
     environment: EnvironmentConfig = SingleTurnEnvironment()
     reward: RewardConfig = ExactReward()
     rewards: dict[str, RewardConfig] = Field(
-        default_factory=dict, description="further scorers by name; `prompts.reward` names the scorer of a source"
+        default_factory=dict, description="further scorers by name; a prompt source selects one by the key `reward`"
     )
     train: TrainConfig = TorchTrain()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -233,10 +239,7 @@ class RunConfig(Section):
             cure = f"heads must divide hidden_size = {cold.hidden_size}; choose a divisor"
             yield refusal("policy.cold_start.heads", cold.heads, cure)
         if cold and cold.context <= self.engine.max_new_tokens:
-            cure = (
-                f"max_new_tokens must be below policy.cold_start.context = {cold.context}; lower max_new_tokens, "
-                "or raise the context"
-            )
+            cure = f"it must be below policy.cold_start.context = {cold.context}; lower it, or raise the context"
             yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
         for name, scorer in self.scorers.items():
             if cold and isinstance(scorer, JudgeReward):
@@ -318,10 +321,7 @@ class RunConfig(Section):
         """
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
-            cure = (
-                'with a critic, train.kind = "deepspeed" supports only float32; choose "float32", or set '
-                'train.kind = "torch"'
-            )
+            cure = 'DeepSpeed trains a critic only in float32; choose "float32", or set train.kind = "torch"'
             yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:

@@ -97,10 +97,10 @@ class Imported(Section):
     fixed: ClassVar[Mapping[str, str]] = {"path": "the run's start recorded the hash of this file"}
 
     path: str = Field(
-        pattern=IMPORT_PATH, description="import path of your class or function, e.g. my_package.parts:name"
+        pattern=IMPORT_PATH, description="import path of your own class or function, e.g. my_package.parts:name"
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments that your class or function is called with"
+        default_factory=dict, description="keyword arguments with which your own class or function is called"
     )
 
 

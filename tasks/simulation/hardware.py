@@ -21,57 +21,62 @@ GRAINS = 128  # number of simulated tokens in the longest response, so that a re
 
 
 class EnginesHardware(Section):
-    """The engines and their decoding speed."""
+    """The inference engines of the simulated hardware, and how fast they generate tokens."""
 
-    count: int | None = Field(None, gt=0, description="number of engines; default: the recipe's engine.replicas")
+    count: int | None = Field(
+        None, gt=0, description="number of inference engines; default: engine.replicas of the recipe"
+    )
     max_concurrent_requests: int | None = Field(
         None,
         gt=0,
-        description="largest number of requests that one engine runs at a time; default: the recipe's "
-        "engine.max_concurrent_requests",
+        description="largest number of requests that one inference engine runs at the same time; default: "
+        "engine.max_concurrent_requests of the recipe",
     )
-    gpus_per_engine: float = Field(1.0, gt=0, description="number of GPUs of each engine")
+    gpus_per_engine: float = Field(1.0, gt=0, description="number of GPUs that each inference engine uses")
     seconds_per_token: float = Field(
-        0.01, gt=0, description="seconds that an engine takes for each token of a request that runs alone"
+        0.01,
+        gt=0,
+        description="seconds that an engine takes to generate one token if only one request runs on the engine",
     )
     prefill_seconds: float = Field(
         0.0,
         ge=0,
-        description="seconds that an engine takes for each prompt before the first token of the response, and again "
-        "after each weight update",
+        description="seconds that an engine takes to process a prompt before the first token of the response, and "
+        "again after each weight update",
     )
     prefill_seconds_per_token: float = Field(
         0.0,
         ge=0,
-        description="seconds that an engine stops for each prompt token that it computes, and, after a weight "
-        "update, for each token in its KV cache",
+        description="seconds for which an engine stops all its requests for each prompt token that it computes and, "
+        "after a weight update, for each token in its KV cache",
     )
     batch_slowdown: float = Field(
         0.0,
         ge=0,
-        description="c in this formula: with n running requests and t tokens in the KV cache, a request decodes 1 + "
-        "c(n - 1) + r t times slower than alone (r is kv_read_cost)",
+        description="slowdown c by other requests: with n running requests and t tokens in the KV cache, generating "
+        "a token takes 1 + c(n - 1) + r t times as long as in a request that runs alone; r is kv_read_cost",
     )
     kv_read_cost: float = Field(
         0.0,
         ge=0,
-        description="r in the formula of batch_slowdown: slowdown of every request for each token in the KV cache",
+        description="slowdown r of every request for each token in the KV cache, in the formula of batch_slowdown",
     )
     kv_tokens: int | None = Field(
         None,
         gt=0,
-        description="capacity of the KV cache, in tokens; when the cache is full, the request that started last is "
-        "preempted; default: no limit",
+        description="capacity of the KV cache of one engine, in tokens; when the cache is full, the request that "
+        "started last is preempted; default: no limit",
     )
     speeds: tuple[float, ...] = Field(
         (),
-        description="speeds of the first engines, in order; a speed divides an engine's seconds per token and prompt",
+        description="speed factors of the first engines, in order; the seconds per token and per prompt of an "
+        "engine are divided by its factor",
     )
     speed_spread: float = Field(
         0.0,
         ge=0,
-        description="sigma of the lognormal distribution of the speeds of engines that `speeds` leaves out; the median "
-        "is 1",
+        description="sigma of the lognormal distribution from which the speed factors of engines without an entry "
+        "in `speeds` are drawn; the median factor is 1; 0: these engines have the factor 1",
     )
 
     @model_validator(mode="after")
@@ -82,39 +87,53 @@ class EnginesHardware(Section):
 
 
 class ResponsesHardware(Section):
-    """The lengths of responses: lognormal, or a list of measured lengths."""
+    """The lengths of simulated responses: from a lognormal distribution, or from a list of measured lengths."""
 
-    median: float = Field(1000.0, gt=0, description="median length of a response, in tokens")
-    sigma: float = Field(1.0, ge=0, description="sigma of the lognormal distribution of response lengths")
-    prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt takes in the KV cache")
+    median: float = Field(1000.0, gt=0, description="median length of a simulated response, in tokens")
+    sigma: float = Field(
+        1.0,
+        ge=0,
+        description="sigma of the lognormal distribution of response lengths; 0: every response has the median length",
+    )
+    prompt_tokens: int = Field(0, ge=0, description="number of tokens that each prompt occupies in the KV cache")
     cap: int | None = Field(
-        None, gt=0, description="largest length of a response, in tokens; default: the recipe's engine.max_new_tokens"
+        None, gt=0, description="largest length of a response, in tokens; default: engine.max_new_tokens of the recipe"
     )
     correlation: float = Field(
-        0.7, ge=0, le=1, description="correlation (rho) of the lengths of responses to one prompt"
+        0.7,
+        ge=0,
+        le=1,
+        description="correlation between the lengths of the responses to one prompt, from 0 (independent) to 1 (equal)",
     )
     lengths: tuple[int, ...] = Field(
-        (), description="measured response lengths, in tokens; they replace the lognormal lengths"
+        (),
+        description="list of measured response lengths, in tokens, from which lengths are drawn in place of the "
+        "lognormal distribution",
     )
     tokens_per_tick: int | None = Field(
-        None, gt=0, description="number of real tokens that one simulated token stands for; default: cap / 128"
+        None,
+        gt=0,
+        description="number of real tokens that one simulated token stands for; a larger number makes the "
+        "simulation faster and coarser; default: cap / 128",
     )
 
 
 class RewardHardware(Section):
-    """The time to score a response, and the share of correct responses."""
+    """How long it takes to score a simulated response, and how many simulated responses are correct."""
 
-    seconds: float = Field(0.0, ge=0, description="mean time to score a response, in seconds")
+    seconds: float = Field(0.0, ge=0, description="mean time to score one response, in seconds")
     sigma: float = Field(
         0.0,
         ge=0,
-        description="sigma of the lognormal distribution of scoring times; 0: every score takes the mean time",
+        description="sigma of the lognormal distribution of scoring times; 0: scoring every response takes the mean "
+        "time",
     )
     measured: tuple[float, ...] = Field(
-        (), description="measured scoring times, in seconds; they replace the lognormal times"
+        (),
+        description="list of measured scoring times, in seconds, which are used in place of the lognormal distribution",
     )
     workers: int | None = Field(
-        None, gt=0, description="largest number of responses that are scored at a time; default: no limit"
+        None, gt=0, description="largest number of responses that are scored at the same time; default: no limit"
     )
     accuracy: float = Field(0.5, ge=0, le=1, description="share of responses that are scored as correct")
     agreeing: float = Field(
@@ -123,70 +142,79 @@ class RewardHardware(Section):
 
 
 class LearnerHardware(Section):
-    """The seconds of a train step: seconds + epochs x (per_trajectory x trajectories + per_token x tokens) / gpus."""
+    """The learner of the simulated hardware. A train step takes seconds_per_version + epochs x (seconds_per_trajectory
+    x trajectories + seconds_per_token x tokens) / gpus.
+    """
 
-    gpus: float = Field(1.0, gt=0, description="number of GPUs that train")
+    gpus: float = Field(1.0, gt=0, description="number of GPUs on which the learner trains")
     colocated: bool = Field(
         False,
-        description="whether the learner trains on the GPUs of the engines, in turns with them; only with "
-        "async_ratio = 0",
+        description="whether learner and engines take turns on the same GPUs; only with async_ratio = 0",
     )
-    epochs: float = Field(1.0, gt=0, description="number of passes of the learner over each batch")
+    epochs: float = Field(1.0, gt=0, description="number of times that the learner trains on each batch")
     seconds_per_version: float = Field(
         0.0,
         ge=0,
-        description="seconds that each version takes whatever its batch, for example for publishing and for the "
-        "optimizer",
+        description="fixed part of a train step's duration, in seconds, for example for the optimizer and for "
+        "publishing the weights",
     )
     seconds_per_trajectory: float = Field(
-        0.0, ge=0, description="seconds of one GPU that each trajectory takes to train"
+        0.0,
+        ge=0,
+        description="seconds that one GPU takes to train on one trajectory, in addition to the seconds for its tokens",
     )
-    seconds_per_token: float = Field(
-        0.0, ge=0, description="seconds of one GPU that each response token takes to train"
-    )
+    seconds_per_token: float = Field(0.0, ge=0, description="seconds that one GPU takes to train on one response token")
     measured: tuple[float, ...] = Field(
         (),
-        description="measured seconds of whole train steps, one for each version; they replace computed seconds",
+        description="list of measured durations of train steps, in seconds, one for each policy version; they "
+        "replace the computed durations",
     )
 
 
 class UpdateHardware(Section):
-    """The time to bring a new version to the engines."""
+    """How long it takes until the engines run a new policy version."""
 
-    seconds: float = Field(0.0, ge=0, description="seconds that every engine pauses to load a new version")
+    seconds: float = Field(0.0, ge=0, description="seconds for which every engine pauses to load a new policy version")
     fetch_seconds: float = Field(
         0.0,
         ge=0,
-        description="seconds that a new version takes to reach an engine, while the engine goes on generating",
+        description="seconds that the weights of a new policy version take to reach an engine, while the engine "
+        "continues to generate",
     )
 
 
 class EngineDeath(Section):
-    """The death of one engine."""
+    """A crash of one simulated engine at a given time."""
 
-    at_seconds: float = Field(ge=0, description="time at which the engine dies, in seconds from the start of the run")
-    engine: int = Field(ge=0, description="number of the engine that dies; the first engine has number 0")
+    at_seconds: float = Field(
+        ge=0, description="time at which the engine crashes, in seconds from the start of the run"
+    )
+    engine: int = Field(ge=0, description="number of the engine that crashes; the first engine has number 0")
 
 
 class FaultsHardware(Section):
-    """Faults: engines that die and are replaced, and engines that are slow."""
+    """Simulated faults: engines that crash and are restarted, and engines that are slow."""
 
     deaths: tuple[EngineDeath, ...] = ()
-    deaths_per_hour: float = Field(0.0, ge=0, description="average number of random deaths of each engine per hour")
+    deaths_per_hour: float = Field(0.0, ge=0, description="average number of random crashes of each engine per hour")
     restart_seconds: float = Field(
-        30.0, ge=0, description="seconds from the death of an engine until another engine replaces it"
+        30.0, ge=0, description="seconds from the crash of an engine until its replacement runs"
     )
-    slow_share: float = Field(0.0, ge=0, le=1, description="share of engines that are slow during the whole run")
-    slow_factor: float = Field(1.0, ge=1, description="factor by which a slow engine is slower than the other engines")
+    slow_share: float = Field(
+        0.0, ge=0, le=1, description="share of engines that are slow during the whole simulated run"
+    )
+    slow_factor: float = Field(
+        1.0, ge=1, description="factor by which a slow engine takes longer than the other engines"
+    )
 
 
 class Hardware(Section):
-    """One hardware file."""
+    """A hardware file: the assumptions of a simulation about machines and workload."""
 
     keys_page: ClassVar[str] = "`rollflow keys --hardware`"
     renames: ClassVar[Renames] = HARDWARE
 
-    title: str = Field("", description="title of the simulation's figures and timelines")
+    title: str = Field("", description="title of the figures and timelines of the simulation")
     engines: EnginesHardware = EnginesHardware()
     responses: ResponsesHardware = ResponsesHardware()
     reward: RewardHardware = RewardHardware()

@@ -31,11 +31,13 @@ class MachinePrice(Section):
 
 
 class StoragePrice(Section):
-    """The price of the object store, and how much a version writes to it."""
+    """The price of the object store, and the size of what one policy version writes to it."""
 
     gb_month: float = Field(ge=0, description="price of one GB of storage per month")
-    weights_gb: float = Field(ge=0, description="size of the weights of one version, in GB")
-    state_gb: float = Field(0.0, ge=0, description="size of the learner's state of one version, in GB")
+    weights_gb: float = Field(ge=0, description="size of the stored weights of one policy version, in GB")
+    state_gb: float = Field(
+        0.0, ge=0, description="size of the stored learner's state (optimizer moments) of one policy version, in GB"
+    )
 
 
 class Prices(Section):
@@ -44,13 +46,16 @@ class Prices(Section):
     keys_page: ClassVar[str] = "docs/planning.md"
 
     currency: str = Field(min_length=1, description='currency that is printed behind each amount, e.g. "USD"')
-    rollout: MachinePrice = Field(description="machines that the engines run on")
-    train: MachinePrice = Field(description="machines that train; if engines and learner take turns, all machines")
+    rollout: MachinePrice = Field(description="machines on which the inference engines run")
+    train: MachinePrice = Field(
+        description="machines on which the learner trains; if engines and learner take turns on the same GPUs, all "
+        "machines"
+    )
     rest_hour: float = Field(
-        0.0, ge=0, description="price per hour of everything without a GPU: head, services and database"
+        0.0, ge=0, description="price per hour of everything without a GPU: Ray head, servers and database"
     )
     storage: StoragePrice | None = Field(
-        None, description="price of the store; by default the cost of storage is not counted"
+        None, description="price of the object store; by default the cost of storage is not counted"
     )
 
 

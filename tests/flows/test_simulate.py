@@ -149,7 +149,7 @@ def test_baseline_shares_of_time_equal_the_published_shares() -> None:
 def test_keys_lists_hardware_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "--hardware"]) == 0
     out = capsys.readouterr().out
-    assert "engines.batch_slowdown = 0.0  # number at least 0: c in this formula: with n running requests" in out
+    assert "engines.batch_slowdown = 0.0  # number at least 0: slowdown c by other requests" in out
     assert "group_size" not in out
 
 
