@@ -24,9 +24,9 @@ class Correction(Section):
 
     outside: Literal["none", "clamp", "mask", "second-moment"] = Field(
         "none",
-        description="what happens to a token whose probability ratio (trained policy to sampling policy) is outside "
-        "the range from low to high. none: nothing; clamp: the ratio is clamped to the range; mask: the loss of the "
-        "token is 0; second-moment: the tokens with the largest squared log-ratios are dropped",
+        description="what happens to a token whose probability ratio is outside low to high. none: nothing; clamp: "
+        "the ratio is clamped; mask: the token's loss is 0; second-moment: the tokens with the largest squared "
+        "log-ratios are dropped",
     )
     level: Level = Field(
         "token",
@@ -89,15 +89,14 @@ class Advantage(Section):
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
-        description="what is subtracted from each reward to compute the advantage. none: nothing; group: the mean "
-        "reward of the responses to the same prompt; leave-one-out: the mean reward of the other responses to the "
-        "same prompt; batch: the mean reward of the batch; critic: a critic's estimate for each token",
+        description="what is subtracted from a reward. none: nothing; group: the mean reward of all responses to "
+        "the prompt; leave-one-out: that of the other responses to the prompt; batch: that of the batch; critic: "
+        "the critic's estimate for each token",
     )
     scale: Literal["none", "group", "batch", "whiten"] = Field(
         "group",
-        description="what the advantage is divided by. none: nothing; group: the standard deviation of the rewards "
-        "of the same prompt; batch: the standard deviation of the rewards of the batch; whiten: the standard "
-        "deviation over all tokens, after their mean is subtracted",
+        description="what advantages are divided by. none: nothing; group: the standard deviation of rewards of the "
+        "same prompt; batch: that of the batch; whiten: that over all tokens, after the mean is subtracted",
     )
     gamma: float = Field(
         1.0, gt=0, le=1, description="gamma, the discount per token; 1: no discount; only with a critic"
@@ -213,9 +212,9 @@ class ObjectiveBase(Section):
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="how the losses of tokens are averaged over a batch. token-mean: mean over all tokens; "
-        "sequence-mean: mean over responses of each response's mean token loss; sequence-sum: mean over responses "
-        "of each response's summed token loss; constant: like sequence-sum, but divided by engine.max_new_tokens",
+        description="how token losses are averaged. token-mean: over all tokens; the other values average over "
+        "responses, where each response counts with the mean of its token losses, their sum, or (constant) their "
+        "sum divided by engine.max_new_tokens",
     )
 
 

@@ -108,9 +108,8 @@ class BinaryTv(Section):
 
     kind: Literal["binary-tv"] = Field(
         "binary-tv",
-        description="binary total-variation loss: maximizes advantage x ratio, but only for tokens whose change of "
-        "probability, pi - mu, is within the bounds low and high; pi is the token's probability under the trained "
-        "policy, and mu under the policy of train.objective.ratio.to",
+        description="binary total-variation loss: maximizes advantage x ratio for tokens whose probability changed "
+        "by less than low and high allow, compared with the policy of train.objective.ratio.to",
     )
     low: float = Field(
         0.2,

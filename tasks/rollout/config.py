@@ -93,9 +93,9 @@ class RolloutConfig(Section):
     )
     on_stale: Literal["drop", "wait"] | None = Field(
         None,
-        description="what happens to responses that are still running and would be too old for the next batch. wait "
-        "(default): the batch waits for these responses; drop (default with redundant_groups or tail_batching): the "
-        "responses are discarded, and their prompt is started again",
+        description="what happens to running responses that would be too old for the next batch. wait (default): "
+        "the batch waits for them; drop (default with redundant_groups or tail_batching): they are discarded and "
+        "generated again later",
     )
     batch_order: Literal["finished", "started"] = Field(
         "finished",
@@ -177,7 +177,7 @@ class EvaluationConfig(Section):
     )
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
-        description="engine that generates the responses of evaluations during training. lent: one of the run's "
-        "engines; own: an additional engine like [engine]; transformers: an additional transformers engine on a "
-        "CPU; auto: lent if engine.replicas is 2 or more, and a separate engine if it is 1",
+        description="engine that runs the evaluations during training. lent: one of the run's engines; own: an "
+        "additional engine like [engine]; transformers: an additional one on a CPU; auto: lent with 2 or more "
+        "replicas, otherwise an additional one",
     )

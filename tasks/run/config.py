@@ -321,7 +321,7 @@ class RunConfig(Section):
         """
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
-            cure = 'DeepSpeed trains a critic only in float32; choose "float32", or set train.kind = "torch"'
+            cure = 'with a critic, DeepSpeed supports only float32; choose "float32", or set train.kind = "torch"'
             yield refusal("policy.dtype", self.policy.dtype, cure)
 
     def evaluates(self, version: int) -> bool:
