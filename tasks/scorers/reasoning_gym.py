@@ -13,10 +13,17 @@ import reasoning_gym
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
 
+# The library compares the boards of these families as tuples. A reference is stored as JSON, which has only lists.
+BOARDS = frozenset({"arc_agi", "rearc"})
+
 
 def family_score(response: str, reference: Mapping[str, Any]) -> Score:
     """Return a score from 0 to 1 of a response, from reasoning-gym's scorer for the prompt's task family."""
-    value = float(_find_scorer(str(reference["family"]))(response, dict(reference)))
+    family, entry = str(reference["family"]), dict(reference)
+    if family in BOARDS:
+        board = tuple(tuple(row) for row in entry["metadata"]["output"])
+        entry["metadata"] = {**entry["metadata"], "output": board}
+    value = float(_find_scorer(family)(response, entry))
     if value == 1.0:
         return Score(value, "right", Outcome.CORRECT)
     return Score(value, "wrong", Outcome.WRONG) if value <= 0.01 else Score(value, "partly right", Outcome.PARTIAL)

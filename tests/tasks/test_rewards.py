@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import reasoning_gym
+from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer
 
 from rollflow.storage.errors import ConfigError
@@ -23,6 +25,7 @@ from rollflow.tasks.runtime.actor_warnings import Warnings
 from rollflow.tasks.scorers.base import ScoreRequest
 from rollflow.tasks.scorers.config import ImportReward, ReasoningGymReward
 from rollflow.tasks.scorers.pool import RewardPool
+from rollflow.tasks.scorers.reasoning_gym import family_score
 from rollflow.tasks.scorers.verifier import answer_of
 from rollflow.tasks.scorers.worker_process import WorkerProcess
 from tests.support.user_code import put_in_reach
@@ -86,6 +89,30 @@ async def test_reasoning_gym_scores_its_own_answers(folder: Path) -> None:
     found = await scores(RewardPool(ReasoningGymReward(), folder), requests)
     assert found[0::3] == [(1.0, "right")] * 8
     assert all(reward < 1.0 for reward, _ in found[1::3] + found[2::3])
+
+
+@pytest.mark.long
+def test_arc_board_from_json_is_right() -> None:
+    for family in ("arc_agi", "rearc"):
+        entry = reasoning_gym.create_dataset(family, seed=3, size=1)[0]
+        reference = {"family": family, "answer": entry["answer"], "metadata": entry["metadata"]}
+        stored = json.loads(json.dumps(reference))
+        assert family_score(entry["answer"], stored).value == 1.0
+        assert family_score(entry["answer"].replace("8", "1"), stored).value < 1.0
+
+
+@pytest.mark.soak
+def test_own_answer_of_each_family_is_right() -> None:
+    families = sorted(set(DATASETS) - {"composite"})
+    with_answer = 0
+    for family in families:
+        entry = reasoning_gym.create_dataset(family, seed=11, size=1)[0]
+        if entry["answer"] is None:  # the family accepts any answer that follows its rules
+            continue
+        reference = {"family": family, "answer": entry["answer"], "metadata": entry["metadata"]}
+        assert family_score(str(entry["answer"]), json.loads(json.dumps(reference))).value == 1.0, family
+        with_answer += 1
+    assert with_answer >= 100
 
 
 @pytest.mark.long
