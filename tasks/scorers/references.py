@@ -67,8 +67,10 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
 def _find_maths_fault(answer: str) -> str | None:
     if NUMBER.fullmatch(answer.strip()):
         return None
+    from rollflow.tasks.scorers.text.marked import find_boxed
     from rollflow.tasks.scorers.text.maths import equals, find_fault
 
+    answer = find_boxed(answer) or answer
     if not answer.strip():
         return 'the answer is empty, and reward.kind = "maths" gives no response a reward for it; give an answer'
     if fault := find_fault(answer):

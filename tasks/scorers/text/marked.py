@@ -7,7 +7,9 @@ import re
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LINE = re.compile(r"####[ \t]*([^\n]*)")
-JOINT = re.compile(r"[\s$.]*(?:,|;|and|or|\\text\{\s*(?:and|or)\s*\})[\s$,]*|[\s$]*")  # between boxes of one answer
+SPACE = r"(?:[\s$]|\\q?quad\b|\\[,;: !()\[\]])*+"  # possessive, so that long spaces take linear time
+WORD = r"(?:and|or|\\text\{\s*(?:and|or)\s*\})"
+JOINT = re.compile(rf"{SPACE}\.?{SPACE}(?:[,;]{SPACE}{WORD}?|{WORD},?){SPACE}|{SPACE}")  # between boxes of one answer
 
 
 def find_marked(response: str) -> str | None:
@@ -15,12 +17,18 @@ def find_marked(response: str) -> str | None:
 
     Several adjacent LaTeX boxes are one answer, which joins their contents with commas.
     """
-    if boxes := list_boxes(response):
-        return ", ".join(dict.fromkeys(_last_boxes(response, boxes)))
+    if (boxed := find_boxed(response)) is not None:
+        return boxed
     if tags := TAG.findall(response):
         return str(tags[-1]).strip()
     lines = LINE.findall(response)
     return str(lines[-1]).strip() if lines else None
+
+
+def find_boxed(text: str) -> str | None:
+    """Return the content of the last LaTeX box, or of several adjacent ones, or None if the text has no closed box."""
+    boxes = list_boxes(text) if BOX.search(text) else []
+    return ", ".join(dict.fromkeys(_last_boxes(text, boxes))) if boxes else None
 
 
 def list_boxes(text: str) -> list[tuple[int, int, str]]:

@@ -26,7 +26,7 @@ from sympy.core.relational import Relational
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
-from rollflow.tasks.scorers.text.marked import BOX, find_marked, strip_boxes
+from rollflow.tasks.scorers.text.marked import BOX, find_boxed, find_marked
 from rollflow.tasks.scorers.text.maths_text import (
     WRAPPED,
     clean_answer,
@@ -81,10 +81,13 @@ def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, 
 
 
 def equals(gold: str, answer: str, decimals: int = 6) -> bool:
-    """Return whether an answer equals the reference answer; the answer has no mark around it, such as a LaTeX box."""
-    gold, answer = clean_answer(strip_boxes(gold)), clean_answer(answer)
+    """Return whether an answer equals the reference answer; the answer has no mark around it, such as a LaTeX box.
+
+    If the reference answer is a whole solution with a LaTeX box, the reference answer is the content of the box.
+    """
+    gold, answer = clean_answer(find_boxed(gold) or gold), clean_answer(answer)
     if (words := read_words(gold)) is not None:
-        return words == read_words(answer)
+        return words in (read_words(answer), read_words(rf"\text{{{answer}}}"))
     bases = read_base(gold), read_base(answer)
     if None not in bases and bases[0] != bases[1]:
         return False

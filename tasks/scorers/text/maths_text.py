@@ -102,7 +102,7 @@ def read_words(text: str) -> str | None:
     """Return an answer in words, such as "no solution", in normalised spelling, or None if the answer is not made of
     words.
     """
-    plain = WRAPPED.sub(r"\1", text).strip()
+    plain = WRAPPED.sub(lambda found: found[1].strip("()"), text).strip()
     if not WORDS.fullmatch(plain) or MATHS_WORD.fullmatch(plain):
         return None
     letters = sum(letter.isalpha() for letter in plain)
