@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Protocol
 from uuid import uuid4
@@ -23,7 +23,7 @@ from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.no_signal import count_newest_without, describe_no_signal
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import KEPT, RECENT, RunProgress, system_figures
-from rollflow.flows.views.reward_alarms import RewardAlarm, find_alarms
+from rollflow.flows.views.reward_alarms import FlipAlarm, RewardAlarm, find_alarms, find_flip_alarms
 from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.policies import PolicyVersion
@@ -39,6 +39,7 @@ TELL_SECONDS = 1.0
 MESSAGES = 3  # Number of messages that the live view shows; the newest ones are shown.
 # Names of the counts of adaptive time limits in `RewardStatus`.
 DEADLINE_COUNTS = ("kills", "rechecked", "false_kills")
+VERDICT_COUNTS = ("second_verdicts", "flips")  # Names of the counts of second verdicts in `RewardStatus`.
 USAGE_SECONDS = 30.0  # Seconds between two writes of the CPU usage of a run's actors.
 
 
@@ -76,13 +77,15 @@ class StatusWriter:
         self._evaluated: dict[int, Evaluation] = {}
         self._written_at = 0.0
         self.no_signal = ""  # A sentence for the user if the newest policy versions have no learning signal, else "".
-        self.alarms: list[RewardAlarm] = []  # Signs of reward hacking in the newest policy versions.
+        self._hacking: list[RewardAlarm] = []  # Signs of reward hacking in the newest policy versions.
+        self._flips: list[FlipAlarm] = []  # Scorers whose verdicts flip.
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
 
     def refresh(self, phase: Phase | None = None) -> None:
         """Read the new entries of the run's log, log the metrics of new policy versions to MLflow, and write the run's
         status.
         """
+        self._update_flips()
         new = self.progress.advance()
         for place, version in enumerate(new, 1 - len(new)):
             self._update_alarms(place)
@@ -113,11 +116,14 @@ class StatusWriter:
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
         """Return the metrics of a policy version. Figures with the prefix `system/` are added unless the policy version
-        is the first one that this process sees. Counts of adaptive time limits are added if there are any.
+        is the first one that this process sees. Counts of adaptive time limits and of second verdicts are added if
+        there are any.
         """
         reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
         if reward.kills:
             metrics |= {f"reward/{name}": float(getattr(reward, name)) for name in DEADLINE_COUNTS}
+        if any(reward.second_verdicts.values()):
+            metrics |= {f"reward/{name}": float(sum(getattr(reward, name).values())) for name in VERDICT_COUNTS}
         if self._before is None:
             return metrics
         return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
@@ -148,14 +154,31 @@ class StatusWriter:
         """
         versions = list(self.progress.versions)
         found = find_alarms(versions[: len(versions) + newest], self.context.config.shares)
+        self._announce(found)
+        self._hacking = found
+
+    def _update_flips(self) -> None:
+        """Find the scorers whose verdicts flip. A reward actor that has just started knows no counts."""
+        reward = self.stages.reward
+        if reward.second_verdicts:
+            found = find_flip_alarms(reward.second_verdicts, reward.flips)
+            self._announce(found)
+            self._flips = found
+
+    def _announce(self, found: Sequence[RewardAlarm | FlipAlarm]) -> None:
+        """Add the headlines of new alarms to the messages of the live view."""
         raised = {alarm.headline for alarm in self.alarms}
         self.messages += [alarm.headline for alarm in found if alarm.headline not in raised]
-        self.alarms = found
+
+    @property
+    def alarms(self) -> list[RewardAlarm | FlipAlarm]:
+        """The alarms that are raised now."""
+        return [*self._hacking, *self._flips]
 
     @property
     def warnings(self) -> list[str]:
-        """The sentences about problems that a user should look at now: a missing learning signal, or signs of reward
-        hacking.
+        """The sentences about problems that a user should look at now: a missing learning signal, signs of reward
+        hacking, or scorers whose verdicts flip.
         """
         return [self.no_signal] * bool(self.no_signal) + [alarm.sentence for alarm in self.alarms]
 

@@ -1,15 +1,21 @@
-"""Finds signs of reward hacking in the metrics of a run's policy versions, for each prompt domain.
+"""Finds signs of reward hacking in the metrics of a run's policy versions, for each prompt domain, and scorers whose
+verdicts flip.
 
     part     the reward rises, the accuracy does not, and only one of several reward parts rises
     length   the responses become much longer or much shorter
+    flip     responses get another verdict when they are judged again
 
 The mean of the newest `ENDS` versions is compared with the mean of the first `ENDS` of the newest `SPAN` versions. An
 alarm is a reason to read responses, and no proof: no decision of a run depends on an alarm. The metrics come from the
 run's log, so that a live view, a summary and a resumed run show the same alarms.
+
+A run judges a share of its responses a second time (`reward.second_verdict_share`). A scorer raises an alarm if its
+share of flips is above `FLIP_LIMIT` even at the lower end of a confidence interval, so that one flip raises no alarm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +34,9 @@ LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # Smallest change of the mean response
 SHOWN_PARTS = 8  # Largest number of a prompt domain's reward parts that tables and charts show.
 SUM = "answer"  # Name of the reward part that has the score before penalties for form or length.
 PENALTIES = ("format", "length_penalty")
+LEAST_VERDICTS = 20  # smallest number of second verdicts of a scorer with an alarm
+FLIP_LIMIT = 0.02  # share of flips that raises no alarm
+Z = 2.576  # quantile of the normal distribution for an interval of 99%, because the counts are looked at repeatedly
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,3 +194,43 @@ def _measure(versions: Sequence[PolicyVersion], name: str) -> Ends | None:
     if len(values) < LEAST:
         return None
     return Ends(sum(values[:ENDS]) / ENDS, sum(values[-ENDS:]) / ENDS)
+
+
+@dataclass(frozen=True, slots=True)
+class FlipAlarm:
+    """A scorer, named by its section of the config, whose verdicts flip."""
+
+    section: str
+    verdicts: int
+    flips: int
+
+    @property
+    def headline(self) -> str:
+        """The alarm as text without figures, which stays the same while responses are judged again."""
+        return f"verdicts of [{self.section}] flip when responses are judged again"
+
+    @property
+    def sentence(self) -> str:
+        """The alarm as a sentence."""
+        return (
+            f"[{self.section}]: {self.flips} of {self.verdicts} verdicts flipped when the response was judged again, "
+            "so rewards are partly chance; see which (`rollflow rejudge`), and make the scorer deterministic"
+        )
+
+
+def find_flip_alarms(verdicts: Mapping[str, int], flips: Mapping[str, int]) -> list[FlipAlarm]:
+    """Return an alarm for each scorer with too many flips, given the numbers of its second verdicts and of its flips by
+    its section of the config.
+    """
+    return [
+        FlipAlarm(section, count, flips.get(section, 0))
+        for section, count in verdicts.items()
+        if count >= LEAST_VERDICTS and compute_lower_bound(flips.get(section, 0), count) > FLIP_LIMIT
+    ]
+
+
+def compute_lower_bound(flips: int, verdicts: int) -> float:
+    """Return the lower end of Wilson's interval for the share of flips among second verdicts (Wilson 1927)."""
+    share, square = flips / verdicts, Z**2 / verdicts
+    spread = Z * math.sqrt(share * (1 - share) / verdicts + square / (4 * verdicts))
+    return (share + square / 2 - spread) / (1 + square)

@@ -49,7 +49,8 @@ class RunStatus:
     has the share of solved questions that each prompt domain skips in its newest epoch. `tokens_per_second` is a mean
     over the newest policy versions, and `tokens_per_second_total` is a mean over the whole run. `buffer_groups` is the
     number of response groups that are ready for the learner, and `buffer_capacity` is the largest possible number.
-    `alarms` has a sentence for each sign of reward hacking in the newest policy versions. `flow_run` is the id of the
+    `alarms` has a sentence for each sign of reward hacking in the newest policy versions, and for each scorer whose
+    verdicts flip. `flow_run` is the id of the
     supervising Prefect flow run that wrote the status.
     """
 

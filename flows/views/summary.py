@@ -8,15 +8,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rollflow.flows.views.no_signal import count_newest_without, count_without_signal
 from rollflow.flows.views.progress import RunProgress, length_bias
-from rollflow.flows.views.reward_alarms import scan_alarms
+from rollflow.flows.views.reward_alarms import find_flip_alarms, scan_alarms
 from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.storage.run_records.second_verdicts import read_all_counts
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.prompts.epochs import list_epochs
@@ -59,7 +61,8 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "not_evaluated": {one.version: one.reason for one in read_skipped(context.store)},
         "versions": versions,
         "no_signal": count_no_signal(trained),
-        "alarms": [alarm.sentence for alarm in scan_alarms(trained, context.config.shares)],
+        "alarms": [*(alarm.sentence for alarm in scan_alarms(trained, context.config.shares)), *_list_flips(context)],
+        "second_verdicts": {name: asdict(one) for name, one in read_all_counts(context.store).items()},
         "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
         "paused_seconds": round(progress.paused_seconds, 2),
@@ -80,6 +83,13 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "seed": context.config.seed,
         "storage": context.store.uri,
     }
+
+
+def _list_flips(context: RunContext) -> list[str]:
+    """Return a sentence for each scorer whose verdicts flipped when responses were judged again."""
+    counts = read_all_counts(context.store)
+    verdicts, flips = ({name: getattr(one, count) for name, one in counts.items()} for count in ("verdicts", "flips"))
+    return [alarm.sentence for alarm in find_flip_alarms(verdicts, flips)]
 
 
 def _list_skipped(context: RunContext) -> dict[str, dict[int, float]]:

@@ -63,12 +63,6 @@ def anchors_path(section: str) -> str:
     return f"case_anchors/{section}.json"
 
 
-def store_anchors(run: ObjectStore, section: str, record: bytes) -> None:
-    """Store the encoded anchors (run times) of a scorer; anchors of this scorer that were stored earlier are
-    replaced."""
-    run.put(anchors_path(section), record)
-
-
 def read_anchors(run: ObjectStore, section: str) -> CaseAnchors:
     """Read the stored anchors (run times) of a scorer; a missing or damaged record counts as empty."""
     try:

@@ -23,7 +23,8 @@ from typing import Any
 import ray
 
 from rollflow.storage.errors import RollflowError, StoreFailed, Unreachable
-from rollflow.storage.run_records.case_anchors import CaseAnchors, read_anchors, store_anchors
+from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors
+from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts, counts_path, read_counts
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
@@ -44,7 +45,7 @@ from rollflow.tasks.scorers.config import has_adaptive_deadlines, name_section
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
 PACKET_SECONDS = 0.05  # seconds that the first scores of a call wait, so that more scores are returned with them
-SAVE_SECONDS = 30.0  # seconds between two times at which the learned `CaseAnchors` are stored
+SAVE_SECONDS = 30.0  # seconds between two times at which the `CaseAnchors` and counts of second verdicts are stored
 POLL_SECONDS = 2.0  # longest time, in seconds, that one call waits for a score
 
 
@@ -81,7 +82,8 @@ class RewardActor:
         self._scorer = AsyncOnce(self._start)
         # name of a scorer with adaptive deadlines -> what the run has learned about its test cases
         self._anchors: dict[str, CaseAnchors] = {}
-        self._stored: dict[str, bytes] = {}  # name of a scorer -> the stored form of its `CaseAnchors`
+        self._counts: dict[str, SecondVerdictCounts] = {}  # name of a scorer that judges responses again -> its counts
+        self._stored: dict[str, bytes] = {}  # path of a stored record -> the record
         self._saving: asyncio.Task[None] | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
@@ -106,14 +108,14 @@ class RewardActor:
         self._attended = True
         scorer = await self._scorer.get()
         await scorer.serve(self._finished)
-        await self._store_anchors()
+        await self._store_records()
         return scorer.usage.scored
 
     async def _start(self) -> Scorer:
         scorer = await asyncio.to_thread(self._build_scorer)
         await scorer.start()
-        if self._anchors:
-            self._saving = asyncio.create_task(self._keep_anchors())
+        if self._anchors or self._counts:
+            self._saving = asyncio.create_task(self._keep_records())
         spare_collector()
         return scorer
 
@@ -121,30 +123,33 @@ class RewardActor:
         scorers = self.context.config.scorers
         for name in (name for name, config in scorers.items() if has_adaptive_deadlines(config)):
             self._anchors[name] = read_anchors(self.context.store, name_section(name))
-        scorer = build_scorers(scorers, self.context.policy_folder, RayCopies, self._anchors)
+        for name in (name for name, config in scorers.items() if config.second_verdict_share):
+            self._counts[name] = read_counts(self.context.store, name_section(name))
+        scorer = build_scorers(scorers, self.context.policy_folder, RayCopies, self._anchors, self._counts)
         # the run goes on without this record of the scorers' versions
         with contextlib.suppress(RollflowError, OSError):
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
         return scorer
 
-    async def _keep_anchors(self) -> None:
-        """Periodically store what the run has learned about how long test cases take (`CaseAnchors`)."""
+    async def _keep_records(self) -> None:
+        """Periodically store what the run has learned about its scorers."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
-            await self._store_anchors()
+            await self._store_records()
 
-    async def _store_anchors(self) -> None:
-        """Store the `CaseAnchors` that have changed.
+    async def _store_records(self) -> None:
+        """Store how long test cases take (`CaseAnchors`), and the counts of second verdicts, if they have changed.
 
-        If storage fails, the next call of `_store_anchors` stores the `CaseAnchors`.
+        If storage fails, the next call of `_store_records` stores the records.
         """
-        for name, anchors in self._anchors.items():
-            record = anchors.encode()
-            if record != self._stored.get(name):
+        records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}
+        records |= {counts_path(name_section(name)): one.encode() for name, one in self._counts.items()}
+        for path, record in records.items():
+            if record != self._stored.get(path):
                 with contextlib.suppress(Unreachable, StoreFailed):
-                    await asyncio.to_thread(store_anchors, self.context.store, name_section(name), record)
-                    self._stored[name] = record
+                    await asyncio.to_thread(self.context.store.put, path, record)
+                    self._stored[path] = record
 
     async def finish(self) -> None:
         """Make `run` return, because no more responses will be scored."""
@@ -187,6 +192,8 @@ class RewardActor:
             kills=sum(anchors.kills for anchors in self._anchors.values()),
             rechecked=sum(anchors.rechecked for anchors in self._anchors.values()),
             false_kills=sum(anchors.false_kills for anchors in self._anchors.values()),
+            second_verdicts={name_section(name): one.verdicts for name, one in self._counts.items()},
+            flips={name_section(name): one.flips for name, one in self._counts.items()},
             attended=self._attended,
         )
         return self._gauges.show(status)

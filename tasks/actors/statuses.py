@@ -201,7 +201,8 @@ class RewardStatus(ActorStatus):
 
     `kills` counts the test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
     again with the longest deadline, and `false_kills` passed when run again. `kills`, `rechecked` and `false_kills`
-    count from the beginning of the run.
+    count from the beginning of the run. `second_verdicts` counts the responses that were judged twice, by the config
+    section of the scorer, and `flips` those of them whose two verdicts differ.
     """
 
     scored: int = 0
@@ -209,6 +210,11 @@ class RewardStatus(ActorStatus):
     kills: int = 0
     rechecked: int = 0
     false_kills: int = 0
+    second_verdicts: Mapping[str, int] = field(default_factory=dict)
+    flips: Mapping[str, int] = field(default_factory=dict)
+
+    # second verdicts of one scorer say nothing about responses that wait for their first verdict
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"second_verdicts", "flips"}
 
     @property
     def progress(self) -> Mapping[str, object]:
@@ -230,6 +236,8 @@ class RewardStatus(ActorStatus):
     def line(self) -> str:
         """The actor's status as one line for people."""
         late = f", {self.timeouts} timed out" if self.timeouts else ""
+        if twice := sum(self.second_verdicts.values()):
+            late += f", {sum(self.flips.values())} of {twice} flipped when judged again"
         if not self.kills:
             return f"{self.scored} scored{late}"
         checked = f", {self.false_kills} of {self.rechecked} rechecked wrongly" if self.rechecked else ""

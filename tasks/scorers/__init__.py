@@ -8,6 +8,7 @@ scorer has its own module.
     routed       several scorers, of which each prompt names one
     model        a reward model, whose copies are actors
     versioned    adds the version to the scores of a scorer without worker processes
+    second_verdicts    judges a share of the responses again, to count verdicts that differ
 
 Only `build_scorer` decides which scorer a run has.
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import (
     ChoiceReward,
@@ -48,12 +50,14 @@ def build_scorers(
     policy_folder: Path,
     copies: Callable[[str], ModelCopies | None] | None = None,
     anchors: Mapping[str, CaseAnchors] | None = None,
+    counts: Mapping[str, SecondVerdictCounts] | None = None,
 ) -> Scorer:
     """Build all scorers of a run (`RunConfig.scorers`) as one scorer, without starting it.
 
     Args:
         copies: A function that returns the copies of a reward model, given the name of its scorer. anchors: Measured
-        program times that decide the adaptive deadlines of test cases, by the name of the scorer.
+        program times that decide the adaptive deadlines of test cases, by the name of the scorer. counts: Counts of
+        second verdicts, by the name of a scorer that judges a share of its responses again.
 
     Raises:
         ConfigError: a user-defined function does not exist on this machine.
@@ -69,6 +73,11 @@ def build_scorers(
         for name, config in configs.items()
     }
     scorers = {name: _add_version(scorer, configs[name], name_section(name)) for name, scorer in scorers.items()}
+    if counts:
+        from rollflow.tasks.scorers.second_verdicts import SecondVerdictScorer
+
+        for name, of_scorer in counts.items():
+            scorers[name] = SecondVerdictScorer(scorers[name], configs[name].second_verdict_share, of_scorer)
     if len(scorers) == 1:
         return next(iter(scorers.values()))
     from rollflow.tasks.scorers.routed import RoutedScorer

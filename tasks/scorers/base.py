@@ -82,7 +82,7 @@ class ScoreRequest:
     `scorer` is the name of the scorer; the name "" means the scorer of `[reward]`. `messages` is the prompt as chat
     messages. `peers` are the tokens of the other responses to the same prompt, for a scorer that compares responses.
     With `adapts = False`, adaptive deadlines of test cases are at their maximum, so that earlier and later scores can
-    be compared.
+    be compared. With `uses_cache = False`, the score is computed although the score of an equal response is known.
     """
 
     tokens: Sequence[int]
@@ -91,6 +91,7 @@ class ScoreRequest:
     messages: Sequence[Mapping[str, str]] = ()
     peers: Sequence[Sequence[int]] = ()
     adapts: bool = True
+    uses_cache: bool = True
 
     def encode(self) -> bytes:
         """Encode the request as JSON for a worker process, with the tokens as hexadecimal int32."""

@@ -110,6 +110,13 @@ class RewardBase(Section):
         description="the run fails after this many groups in a row with a response that nobody could "
         "judge; groups that run at the same time count once",
     )
+    second_verdict_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="largest share of the responses that a run scores a second time, to report a scorer whose two "
+        "scores of a response differ; the second score is not stored",
+    )
     start_seconds: float = Field(
         120.0,
         gt=0,

@@ -171,7 +171,7 @@ PartConfig = Annotated[
 ]
 SHARED = (
     *("at_once", "deadline_seconds", "format", "judge_tries", "length_penalty", "max_unjudged"),
-    *("special_tokens", "start_seconds", "workers"),
+    *("second_verdict_share", "special_tokens", "start_seconds", "workers"),
 )
 
 

@@ -29,10 +29,12 @@ from rollflow.tasks.scorers.config import CompositeReward, RewardConfig
 LENGTH = 12  # number of hexadecimal digits of a scorer's version
 # config keys that do not affect scores
 OPERATIONS = {
-    *("at_once", "judge_tries", "max_unjudged", "start_seconds", "workers"),
+    *("at_once", "judge_tries", "max_unjudged", "second_verdict_share", "start_seconds", "workers"),
     *("batch_tokens", "cpus", "gpus", "max_batch"),
     *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
+# a key that earlier releases did not have; the parts of a composite scorer cannot set it
+_OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share"}}}}
 EVERY = ("base.py", "verifier.py")  # names of the source files that every scorer uses
 # kind of scorer -> source files that only this kind uses
 SOURCES: dict[str, tuple[str, ...]] = {
@@ -84,7 +86,7 @@ def describe_scorer(config: RewardConfig, section: str = "reward") -> Descriptio
     files = sorted({*EVERY, *(file for one in kinds.values() for file in SOURCES.get(one.kind, ()))})
     libraries = sorted({name for one in kinds.values() for name in LIBRARIES.get(one.kind, ())})
     return {
-        "keys": config.model_dump(mode="json", exclude=OPERATIONS),
+        "keys": config.model_dump(mode="json", exclude={**dict.fromkeys(OPERATIONS, True), **_OF_PARTS}),
         "code": {file: _hash_file(file) for file in files},
         "own_code": {place: code_of(section + place, one) for place, one in kinds.items() if isinstance(one, Imported)},
         "libraries": {"python": platform.python_version(), **{name: _find_package(name) for name in libraries}},

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rollflow.flows.config import load_recipe
 from rollflow.flows.tracking.mlflow_payload import list_figures
+from rollflow.flows.tracking.status_writer import StatusWriter
 from rollflow.flows.tracking.tracking import shown_name
 from rollflow.flows.views import reward_alarms
 from rollflow.flows.views.console import print_summary, render
-from rollflow.flows.views.reward_alarms import Ends, find_alarms, find_lone_part, has_drifted, scan_alarms
-from rollflow.flows.views.status import RunStatus
+from rollflow.flows.views.reward_alarms import (
+    FLIP_LIMIT,
+    Ends,
+    compute_lower_bound,
+    find_alarms,
+    find_flip_alarms,
+    find_lone_part,
+    has_drifted,
+    scan_alarms,
+)
+from rollflow.flows.views.status import RunStatus, read_status
+from rollflow.flows.views.summary import _list_flips
+from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts, counts_path
+from rollflow.tasks.actors.statuses import LearnerStatus, RewardStatus, RolloutStatus
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from tests.flows.test_status_writer import NoTracker, Seen
+from tests.support.described import describe
 
 Series = Callable[[float], float]  # share of the run that is over -> value of a metric
 COUNT = 60
@@ -177,3 +195,50 @@ def test_alarms_and_parts_have_names_in_mlflow() -> None:
     }
     assert list_figures(summary)["alarms"] == 2.0
     assert list_figures({name: value for name, value in summary.items() if name != "alarms"})["alarms"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flips", "verdicts", "raised"),
+    [
+        (0, 1000, False),
+        (1, 20, False),
+        (1, 1, False),
+        (19, 19, False),
+        (3, 20, True),
+        (3, 100, False),
+        (60, 1000, True),
+    ],
+)
+def test_many_flips_are_an_alarm_and_one_is_none(flips: int, verdicts: int, raised: bool) -> None:
+    found = find_flip_alarms({"reward": verdicts, "rewards.b": 500}, {"reward": flips, "rewards.b": 0})
+    assert [alarm.section for alarm in found] == ["reward"] * raised
+    assert not raised or f"[reward]: {flips} of {verdicts} verdicts flipped" in found[0].sentence
+
+
+def test_lower_bound_is_wilsons() -> None:
+    """Worked by hand: (0.15 + 0.1659 - 2.576 x 0.10258) / 1.3318 for 3 flips of 20."""
+    assert compute_lower_bound(3, 20) == pytest.approx(0.0388, abs=5e-5)
+    assert compute_lower_bound(0, 20) == pytest.approx(0.0, abs=1e-12)
+    assert compute_lower_bound(1, 1) > FLIP_LIMIT, "so a smallest number of verdicts is needed, too"
+
+
+def test_flips_reach_status_messages_and_summary(tmp_path: Path) -> None:
+    describe(open_store(str(tmp_path)), "flips", RunConfig())
+    context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
+    many = RewardStatus(second_verdicts={"reward": 40}, flips={"reward": 20})
+    seen = Seen(RolloutStatus(), LearnerStatus(), many)
+    writer = StatusWriter(context, seen, tracker)
+    for reward in (many, RewardStatus(), many):  # the reward actor is restarted
+        seen.reward = reward
+        writer.refresh()
+    status = read_status(context)
+    assert status is not None
+    assert status.alarms == (find_flip_alarms({"reward": 40}, {"reward": 20})[0].sentence,)
+    assert writer.warnings == [*status.alarms]
+    assert status.messages.count("verdicts of [reward] flip when responses are judged again") == 1
+    version = PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {}, "")
+    assert writer._metrics_of(version)["alarms"] == 1.0
+    context.store.put(counts_path("reward"), SecondVerdictCounts("a", 40, 20).encode())
+    assert _list_flips(context) == [*status.alarms]
+    context.store.put(counts_path("reward"), SecondVerdictCounts("a", 40, 1).encode())
+    assert _list_flips(context) == []

@@ -97,7 +97,7 @@ def test_damaged_status_counts_as_missing(tmp_path: Path, damaged: str) -> None:
     assert read_status(context) is None
 
 
-def test_false_kills_are_metrics_of_the_version(tmp_path: Path) -> None:
+def test_counts_of_rewards_are_metrics_of_the_version(tmp_path: Path) -> None:
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     version = PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {"reward": 0.5}, "")
@@ -108,6 +108,10 @@ def test_false_kills_are_metrics_of_the_version(tmp_path: Path) -> None:
         "reward/rechecked": 2.0,
         "reward/false_kills": 1.0,
     }
+    twice = RewardStatus(second_verdicts={"reward": 30, "rewards.b": 10}, flips={"reward": 0, "rewards.b": 2})
+    metrics = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus(), twice), tracker)._metrics_of(version)
+    shown = {name: value for name, value in metrics.items() if "/" in name}
+    assert shown == {"reward/second_verdicts": 40.0, "reward/flips": 2.0}
     assert shown_name("reward/kills") == "reward/kills"
     assert shown_name("reward") == "rollout/reward"
     without = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)._metrics_of(version)

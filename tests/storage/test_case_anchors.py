@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors, store_anchors
+from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors
 
 SECONDS = st.floats(0, 1000)
 
@@ -26,7 +26,7 @@ def test_anchor_is_the_longest_measured_time(measured: list[tuple[str, int, floa
 def test_stored_anchors_are_read_back() -> None:
     run = MemoryStore("anchors")
     anchors = CaseAnchors({"a": {0: 1.5, 11: 0.01}}, 7, 2, 1)
-    store_anchors(run, "rewards.code", anchors.encode())
+    run.put(anchors_path("rewards.code"), anchors.encode())
     assert read_anchors(run, "rewards.code") == anchors
     assert read_anchors(run, "reward") == CaseAnchors()
 

@@ -212,7 +212,7 @@ async def test_real_programs_meet_adaptive_deadlines(tmp_path: Path) -> None:
     assert (await actor.status()).false_kills == 1
     [passed] = await ask(actor, slow)
     assert passed.outcome is Outcome.CORRECT
-    await actor._store_anchors()
+    await actor._store_records()
     await (await actor._scorer.get()).close()
     again = RewardActor(context)
     [restored] = await ask(again, slow)

@@ -347,6 +347,26 @@ async def test_equal_questions_are_asked_once(folder: Path) -> None:
         await scorer.close()
 
 
+@pytest.mark.parametrize("mode", ["verdict", "rubric", "pairwise"])
+async def test_second_verdict_asks_the_judge_again(folder: Path, mode: str) -> None:
+    """It neither reads nor changes the cache, and its tokens count."""
+    replies = {"verdict": verdict(score=7), "rubric": verdict(sound=True), "pairwise": verdict(winner="first")}
+    rubric = {"sound": RubricItem(text="It is sound.")} if mode == "rubric" else {}
+    with judge_server(lambda *_: replies[mode]) as server:
+        scorer = JudgeScorer(build_config(server, mode=mode, rubric=rubric), folder)
+        await scorer.start()
+        [request, _] = build_requests(folder, ["7", "8"], peers=True)
+        counted = list[tuple[int, int]]()
+        for uses_cache in (True, True, False, False, True):
+            [score] = await asyncio.wait_for(scorer.score([replace(request, uses_cache=uses_cache)]), HANG_SECONDS)
+            counted.append((len(server.bodies), scorer._endpoint.usage.tokens))
+        await scorer.close()
+    calls = [number for number, _ in counted]
+    assert calls == [1, 1, 2, 3, 3]
+    assert [tokens for _, tokens in counted] == [100 * number for number in calls]
+    assert score.outcome is not Outcome.UNJUDGED
+
+
 async def test_repeated_verdicts_show_their_disagreement(judge: Callable[..., Any]) -> None:
     scores = [2, 6, 10]
     found, server = await judge(lambda n, _: verdict(score=scores[n - 1]), ["a"], repeats=3, temperature=1.0, at_once=1)

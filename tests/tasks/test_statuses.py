@@ -65,4 +65,8 @@ def test_status_line_omits_small_shares() -> None:
     assert RewardStatus(scored=9, kills=4).line == "9 scored, 4 test cases killed early"
     checked = RewardStatus(scored=9, timeouts=1, kills=40, rechecked=2, false_kills=1)
     assert checked.line == "9 scored, 1 timed out, 40 test cases killed early, 1 of 2 rechecked wrongly"
+    twice = replace(
+        checked, kills=0, second_verdicts={"reward": 30, "rewards.b": 10}, flips={"reward": 0, "rewards.b": 2}
+    )
+    assert twice.line == "9 scored, 1 timed out, 2 of 40 flipped when judged again"
     assert LearnerStatus(note="replaying version 2 of 5").line == "replaying version 2 of 5"

@@ -11,7 +11,7 @@
   0, and in the mode pairwise neither response of the pair gets points.
 - With `repeats`, the part "disagreement" is the mean difference between two verdicts on the same question, from 0 to 1.
 - An equal question is asked once while its verdicts are in the cache, or on their way. Two responses of a group ask the
-  same question about each other.
+  same question about each other. A request with `uses_cache = False` asks each of its questions again.
 """
 
 from __future__ import annotations
@@ -147,25 +147,26 @@ class JudgeScorer(Scorer):
             ConfigError: the judge's endpoint has failed.
             ValueError: the data row has no valid rubric.
         """
-        config, material = self._config, describe_material(request.messages, request.reference)
+        config, cached = self._config, request.uses_cache
+        material = describe_material(request.messages, request.reference)
         if not response.strip():
             return EMPTY
         if config.mode == "verdict":
-            return _combine(await self._ask([ask_verdict(config, material, response)] * config.repeats))
+            return _combine(await self._ask([ask_verdict(config, material, response)] * config.repeats, cached))
         if config.mode == "rubric":
             rubric = read_rubric(config, request.reference)
-            return _combine(await self._ask([ask_rubric(config, material, response, rubric)] * config.repeats))
+            return _combine(await self._ask([ask_rubric(config, material, response, rubric)] * config.repeats, cached))
         peers = [answer_of(self._decode(tokens), config.answer) for tokens in request.peers]
-        return await self._compare(response, material, choose_opponents(response, peers, config.opponents))
+        return await self._compare(response, material, choose_opponents(response, peers, config.opponents), cached)
 
-    async def _compare(self, response: str, material: Material, peers: Sequence[str]) -> Score:
+    async def _compare(self, response: str, material: Material, peers: Sequence[str], cached: bool) -> Score:
         """Let the judge compare a response with other responses. The value of the score is the share of points that the
         response wins.
         """
         others = peers or ([material.answer] if material.answer.strip() else [])
         if not others:
             raise Unjudged('the mode "pairwise" has neither another response nor a reference answer to compare with')
-        found = await _gather([self._compare_pair(response, other, material) for other in others])
+        found = await _gather([self._compare_pair(response, other, material, cached) for other in others])
         scores = [_combine(verdicts) for verdicts in found]
         points = [score.value for score in scores]
         lost = next((score.reason for score in scores if score.value < 1), "")
@@ -174,7 +175,7 @@ class JudgeScorer(Scorer):
         parts = {"disagreement": statistics.fmean(disagreement)} if disagreement else {}
         return Score(statistics.fmean(points), reason, parts=parts)
 
-    async def _compare_pair(self, response: str, other: str, material: Material) -> list[Verdict]:
+    async def _compare_pair(self, response: str, other: str, material: Material, cached: bool) -> list[Verdict]:
         """Return the judge's verdicts on a pair of responses, with the points of `response` as values.
 
         The order of the two responses depends on a hash of both texts, and alternates with each repetition. Scoring
@@ -187,7 +188,7 @@ class JudgeScorer(Scorer):
         orders = [pair, pair[::-1]]
         questions = [ask_comparison(self._config, material, *orders[n % 2]) for n in range(self._config.repeats)]
         try:
-            verdicts = await self._ask(questions)
+            verdicts = await self._ask(questions, cached)
         except NoVerdict as error:
             return [Verdict(0.0, str(error), {})]
         is_first = itertools.cycle([response == pair[0], response != pair[0]])
@@ -196,12 +197,14 @@ class JudgeScorer(Scorer):
             for verdict, first in zip(verdicts, is_first, strict=False)
         ]
 
-    async def _ask(self, questions: Sequence[JudgeQuestion]) -> list[Verdict]:
-        """Ask the judge a question several times, or return the verdicts from the cache."""
+    async def _ask(self, questions: Sequence[JudgeQuestion], cached: bool) -> list[Verdict]:
+        """Ask the judge a question several times, or return the verdicts from the cache if `cached` allows it."""
         key = _hash(questions[0].text)
         task = self._cache.get(key)
-        if task is None:
+        if task is None or not cached:
             asked = [self._endpoint.ask(question, repeat) for repeat, question in enumerate(questions)]
+            if not cached:
+                return await _gather(asked)
             task = self._cache[key] = asyncio.get_running_loop().create_task(_gather(asked))
             task.add_done_callback(lambda done: self._settle(key, done))
         self._cache.move_to_end(key)
