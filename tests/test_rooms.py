@@ -41,6 +41,7 @@ MAY: dict[str, set[str]] = {
     },
     "tasks/scorers/model": {"tasks/policies", "tasks/runtime", "tasks/scorers"},
     "tasks/scorers/text": {"tasks/scorers"},
+    "tasks/scorers/spread": {"tasks/scorers"},
     "tasks/scorers/judge": {"tasks/policies", "tasks/runtime", "tasks/scorers"},
     "tasks/policies": {"tasks/runtime", "tasks/prompts"},
     "tasks/sandboxes": {"tasks/runtime", "tasks/sandboxes/box"},
@@ -79,8 +80,9 @@ MAY: dict[str, set[str]] = {
     "tasks/simulation": {"tasks/engines", "tasks/rollout", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "tasks/actors": {
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),
-        *("tasks/run", "tasks/runtime", "tasks/scorers"),
+        *("tasks/actors/reward_helpers", "tasks/run", "tasks/runtime", "tasks/scorers"),
     },
+    "tasks/actors/reward_helpers": {"tasks/actors", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "flows/services": set(),
     "flows/ray_cluster": {"flows/services"},
     "flows/registration": set(),

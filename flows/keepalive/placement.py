@@ -62,4 +62,5 @@ def needed_cpus(config: RunConfig) -> float:
     ranks = config.train.threads * (config.train.ranks - 1) if config.train.multi_node else 0
     own = config.evaluation_engine(on_cpu=True)
     engines = config.engine.replicas * engine_cpus(config.engine) + (engine_cpus(own) if own else 0.0)
-    return engines + learner_cpus(config) + ranks + 1.0 + config.scorer_workers + model_cpus(config)
+    rewards = config.scorer_workers * config.cluster.reward_actors.min
+    return engines + learner_cpus(config) + ranks + 1.0 + rewards + model_cpus(config)

@@ -117,13 +117,15 @@ class StatusWriter:
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
         """Return the metrics of a policy version. Figures with the prefix `system/` are added unless the policy version
         is the first one that this process sees. Counts of adaptive time limits and of second verdicts are added if
-        there are any.
+        there are any. The number of reward actors is added if it can exceed one.
         """
         reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
         if reward.kills:
             metrics |= {f"reward/{name}": float(getattr(reward, name)) for name in DEADLINE_COUNTS}
         if any(reward.second_verdicts.values()):
             metrics |= {f"reward/{name}": float(sum(getattr(reward, name).values())) for name in VERDICT_COUNTS}
+        if self.context.config.cluster.reward_actors.most > 1:
+            metrics["reward/actors"] = float(reward.actors)
         if self._before is None:
             return metrics
         return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}

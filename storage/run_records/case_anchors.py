@@ -48,6 +48,22 @@ class CaseAnchors:
             known = self.rows.setdefault(row, {})
             known[case] = max(math.ceil(measured * 100) / 100, known.get(case, 0.0))
 
+    def merge_rows(self, rows: Mapping[str, Mapping[int, float]]) -> None:
+        """Raise the longest run times to those of another process's record, without rounding; no run time is
+        lowered."""
+        for row, seconds in rows.items():
+            known = self.rows.setdefault(row, {})
+            for case, longest in seconds.items():
+                known[case] = max(longest, known.get(case, 0.0))
+
+    def select_news(self, known: CaseAnchors) -> dict[str, dict[int, float]]:
+        """Return the rows in which a test case has a longer run time than in the record `known`."""
+        return {
+            row: dict(seconds)
+            for row, seconds in self.rows.items()
+            if any(longest > known.list_row(row).get(case, -1.0) for case, longest in seconds.items())
+        }
+
     def encode(self) -> bytes:
         """Return the record as JSON."""
         return json.dumps(

@@ -33,6 +33,16 @@ class SecondVerdictCounts:
         self.verdicts += 1
         self.flips += is_flip
 
+    def merge_news(self, now: SecondVerdictCounts, before: SecondVerdictCounts) -> None:
+        """Add what another process has counted since it counted `before`. Counts of an older version are dropped."""
+        if now == before:
+            return
+        if now.version != self.version:
+            self.version, self.verdicts, self.flips = now.version, 0, 0
+        old = before if before.version == now.version else SecondVerdictCounts()
+        self.verdicts += now.verdicts - old.verdicts
+        self.flips += now.flips - old.flips
+
     def encode(self) -> bytes:
         """Return the record as JSON."""
         return json.dumps(asdict(self)).encode()

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import ray
@@ -25,10 +23,12 @@ import ray
 from rollflow.storage.errors import RollflowError, StoreFailed, Unreachable
 from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts, counts_path, read_counts
-from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
+from rollflow.tasks.actors.reward_helpers.actor import HelperReport
+from rollflow.tasks.actors.reward_helpers.calls import POLL_SECONDS, PackedRequest, ScoreCalls, Verdicts, stream_scores
+from rollflow.tasks.actors.reward_helpers.owner import HelperOwner
 from rollflow.tasks.actors.reward_models import RayCopies
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
@@ -39,35 +39,20 @@ from rollflow.tasks.runtime.coalesce import Coalescer
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.scorers import build_scorers
-from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreRequest
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
 from rollflow.tasks.scorers.config import has_adaptive_deadlines, name_section
+from rollflow.tasks.scorers.spread.spread import SpreadScorer, list_slots
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-PACKET_SECONDS = 0.05  # seconds that the first scores of a call wait, so that more scores are returned with them
 SAVE_SECONDS = 30.0  # seconds between two times at which the `CaseAnchors` and counts of second verdicts are stored
-POLL_SECONDS = 2.0  # longest time, in seconds, that one call waits for a score
-
-
-# a scoring request as sent to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
-PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdicts:
-    """Scores of responses, each with the position of its request.
-
-    Scores are sent as tuples, because tuples are quick to pickle.
-
-    `ticket` is the number with which `await_more` returns the missing scores. If no score is missing, `ticket` is None.
-    """
-
-    scores: list[tuple[int, ScoreColumns]]
-    ticket: int | None
 
 
 class RewardActor:
-    """Ray actor that runs the scorers. A run has one such actor."""
+    """Ray actor that runs the scorers. A run has one such actor.
+
+    With `cluster.reward_actors`, the actor owns helpers, which may run on other nodes. All helpers end with the actor.
+    """
 
     def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
         """Create the actor without reading storage, so that `status` can report that the actor waits for storage."""
@@ -75,8 +60,7 @@ class RewardActor:
             lease.hold(REWARD)
         self.context = context
         self._began = 0.0
-        self._tickets = itertools.count()
-        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores
+        self._calls = ScoreCalls()
         self._finished = asyncio.Event()
         self._attended = False
         self._scorer = AsyncOnce(self._start)
@@ -85,6 +69,7 @@ class RewardActor:
         self._counts: dict[str, SecondVerdictCounts] = {}  # name of a scorer that judges responses again -> its counts
         self._stored: dict[str, bytes] = {}  # path of a stored record -> the record
         self._saving: asyncio.Task[None] | None = None
+        self._helpers: HelperOwner | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
 
@@ -108,12 +93,18 @@ class RewardActor:
         self._attended = True
         scorer = await self._scorer.get()
         await scorer.serve(self._finished)
+        if self._helpers:
+            await self._helpers.close()
         await self._store_records()
         return scorer.usage.scored
 
     async def _start(self) -> Scorer:
         scorer = await asyncio.to_thread(self._build_scorer)
         await scorer.start()
+        config = self.context.config
+        if config.cluster.reward_actors.most > 1:
+            scorer = SpreadScorer(scorer, list_slots(scorer, config.scorers))
+            self._helpers = HelperOwner(self.context, self._anchors, self._counts, scorer)
         if self._anchors or self._counts:
             self._saving = asyncio.create_task(self._keep_records())
         spare_collector()
@@ -159,29 +150,22 @@ class RewardActor:
         """Start scoring these requests, and return the first scores."""
         scorer = await self._scorer.get()
         self._began = self._began or time.monotonic()
-        ticket, to_come = next(self._tickets), scorer.submit([_unpack(request) for request in requests])
-        self._open[ticket] = {future: place for place, future in enumerate(to_come)}
-        return await self.await_more(ticket)
+        return await self._calls.score(scorer, requests)
 
     async def await_more(self, ticket: int) -> Verdicts:
         """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
-        to_come = self._open[ticket]
-        done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
-        if not done:
-            done, _ = await asyncio.wait(to_come, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        judged = [(to_come.pop(future), future.result()) for future in done]
-        if not to_come:
-            del self._open[ticket]
-        return Verdicts([(place, score.to_columns()) for place, score in judged], ticket if to_come else None)
+        return await self._calls.await_more(ticket)
 
     async def status(self) -> RewardStatus:
         """Return the reward actor's status, for the Prefect flow of the reward stage and for the live view."""
-        waits, costs, warned = self.context.store.waits, self._cpu.read(), warnings_of(REWARD).read()
-        scorer = self._scorer.found
+        helped = self._helpers.sum_reports() if self._helpers else HelperReport()
+        actors = 1 + (self._helpers.fleet.count if self._helpers else 0)
+        costs, warned = [*self._cpu.read(), *helped.costs], [*warnings_of(REWARD).read(), *helped.warned]
+        waits, scorer = self.context.store.waits, self._scorer.found
         if not self._began or scorer is None:
-            return RewardStatus(waits, costs, warned=warned, attended=self._attended)
-        lasted = max(time.monotonic() - self._began, 1e-9) * self._workers
-        idle = max(0.0, 1.0 - scorer.usage.busy_seconds / lasted)
+            return RewardStatus(waits, costs, warned=warned, actors=actors, attended=self._attended)
+        lasted = max(time.monotonic() - self._began, 1e-9) * self._workers + helped.worker_seconds
+        idle = max(0.0, 1.0 - (scorer.usage.busy_seconds + helped.busy_seconds) / lasted)
         status = RewardStatus(
             waits,
             costs,
@@ -194,6 +178,7 @@ class RewardActor:
             false_kills=sum(anchors.false_kills for anchors in self._anchors.values()),
             second_verdicts={name_section(name): one.verdicts for name, one in self._counts.items()},
             flips={name_section(name): one.flips for name, one in self._counts.items()},
+            actors=actors,
             attended=self._attended,
         )
         return self._gauges.show(status)
@@ -204,16 +189,6 @@ def start_reward(context: RunContext) -> Any:
     options = {"name": REWARD, "lifetime": "detached", "get_if_exists": True, "max_concurrency": 256}
     options |= actor_options(context.config, "reward", float(context.config.scorer_workers), imports="reward")
     return ray.remote(RewardActor).options(**options).remote(context, Lease.of(context))
-
-
-def _pack(request: ScoreRequest) -> PackedRequest:
-    peers = [Int32s.of(tokens).data for tokens in request.peers]
-    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages, peers, request.adapts
-
-
-def _unpack(packed: PackedRequest) -> ScoreRequest:
-    tokens, reference, scorer, messages, peers, adapts = packed
-    return ScoreRequest(Int32s(tokens), reference, scorer, messages, [Int32s(peer) for peer in peers], adapts)
 
 
 class RewardClient:
@@ -255,14 +230,8 @@ class RewardClient:
         """Yield the scores that the reward actor returns. End early if the actor has died."""
         try:
             self._actor = actor = self._actor or await asyncio.to_thread(ray.get_actor, REWARD)
-            call = actor.score.remote([_pack(one) for one in requests])
-            while True:
-                async with asyncio.timeout(self._patience + POLL_SECONDS):
-                    verdicts: Verdicts = await call
-                yield [(place, Score.of_columns(columns)) for place, columns in verdicts.scores]
-                if verdicts.ticket is None:
-                    return
-                call = actor.await_more.remote(verdicts.ticket)
+            async for found in stream_scores(actor, requests, self._patience + POLL_SECONDS):
+                yield found
         # `ValueError` means that no actor has this name
         except (ray.exceptions.RayActorError, ValueError, TimeoutError):
             self._actor = None

@@ -202,7 +202,8 @@ class RewardStatus(ActorStatus):
     `kills` counts the test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
     again with the longest deadline, and `false_kills` passed when run again. `kills`, `rechecked` and `false_kills`
     count from the beginning of the run. `second_verdicts` counts the responses that were judged twice, by the config
-    section of the scorer, and `flips` those of them whose two verdicts differ.
+    section of the scorer, and `flips` those of them whose two verdicts differ. `actors` is the number of actors that
+    score, which includes the helpers of the reward actor; all counts are sums over them.
     """
 
     scored: int = 0
@@ -212,9 +213,10 @@ class RewardStatus(ActorStatus):
     false_kills: int = 0
     second_verdicts: Mapping[str, int] = field(default_factory=dict)
     flips: Mapping[str, int] = field(default_factory=dict)
+    actors: int = 1
 
     # second verdicts of one scorer say nothing about responses that wait for their first verdict
-    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"second_verdicts", "flips"}
+    TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"second_verdicts", "flips", "actors"}
 
     @property
     def progress(self) -> Mapping[str, object]:
@@ -235,10 +237,11 @@ class RewardStatus(ActorStatus):
     @property
     def line(self) -> str:
         """The actor's status as one line for people."""
+        by = f" by {self.actors} reward actors" if self.actors > 1 else ""
         late = f", {self.timeouts} timed out" if self.timeouts else ""
         if twice := sum(self.second_verdicts.values()):
             late += f", {sum(self.flips.values())} of {twice} flipped when judged again"
         if not self.kills:
-            return f"{self.scored} scored{late}"
+            return f"{self.scored} scored{by}{late}"
         checked = f", {self.false_kills} of {self.rechecked} rechecked wrongly" if self.rechecked else ""
-        return f"{self.scored} scored{late}, {self.kills} test cases killed early{checked}"
+        return f"{self.scored} scored{by}{late}, {self.kills} test cases killed early{checked}"

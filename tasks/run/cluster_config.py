@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refusal, refuse
 
 
 class RolePlacement(Section):
@@ -35,8 +36,8 @@ class PlacementConfig(Section):
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",
-        description="how engines are placed on the nodes of the Ray cluster. spread: on all nodes in turn; pack: as "
-        "Ray packs actors, which fills a node to half before the next node is used",
+        description="how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on all "
+        "nodes in turn; pack: as Ray packs actors, which fills a node to half before the next node is used",
     )
     reserve_cpus: bool = Field(
         False,
@@ -47,6 +48,46 @@ class PlacementConfig(Section):
     learner: RolePlacement = RolePlacement()
     scheduler: RolePlacement = RolePlacement()
     reward: RolePlacement = RolePlacement()
+
+
+class RewardActorsConfig(Section):
+    """The number of reward actors, which follows the queue of responses that wait for a score."""
+
+    min: int = Field(1, gt=0, le=1024, description="smallest number of reward actors")
+    max: int | None = Field(
+        None,
+        gt=0,
+        le=1024,
+        description="largest number of reward actors, each with all worker processes of [reward] and [rewards], on "
+        "different nodes if there are; default: min",
+    )
+    grow_seconds: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="seconds in which responses waited for a free worker, until another reward actor starts",
+    )
+    idle_seconds: float = Field(
+        60.0, ge=0, le=3600, description="seconds in which fewer reward actors were needed, until one ends"
+    )
+
+    @property
+    def most(self) -> int:
+        """The largest number of reward actors."""
+        return self.min if self.max is None else self.max
+
+    def find_idle(self, workers: int) -> Iterator[PydanticCustomError]:
+        """Refuse further reward actors of a run whose scorers have no worker processes. `workers` counts them."""
+        if self.most > 1 and not workers:
+            key = "min" if self.max is None else "max"
+            cure = "no scorer of this run has worker processes, so further reward actors have no work; remove the key"
+            yield refusal(f"cluster.reward_actors.{key}", self.most, cure)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.most < self.min:
+            refuse("max", self.max, f"max is smaller than min = {self.min}; raise max or lower min")
+        return self
 
 
 SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
@@ -69,6 +110,7 @@ class ClusterConfig(Section):
         "actors end and free their GPUs; 0: the actors never end by themselves",
     )
     placement: PlacementConfig = PlacementConfig()
+    reward_actors: RewardActorsConfig = RewardActorsConfig()
     env: dict[str, str] = Field(
         default_factory=dict,
         description='environment variables of the run\'s Ray actors, e.g. {NCCL_SOCKET_IFNAME = "eth0"}',

@@ -262,13 +262,12 @@ class RunConfig(Section):
             yield refusal("rollout.max_batches_ahead", rollout.max_batches_ahead, cure)
 
     def _places(self) -> Refusals:
-        """Check the settings of the evaluation engine and of the tracking server."""
-        if self.evaluation.engine == "lent" and self.engine.replicas < 2:
-            cure = (
-                f'with engine.replicas = {self.engine.replicas} no engine would be left to generate; set "own" '
-                'or "transformers"'
-            )
+        """Check the settings of the evaluation engine, of the reward actors and of the tracking server."""
+        replicas = self.engine.replicas
+        if self.evaluation.engine == "lent" and replicas < 2:
+            cure = f'with engine.replicas = {replicas} no engine would be left to generate; set "own" or "transformers"'
             yield refusal("evaluation.engine", self.evaluation.engine, cure)
+        yield from self.cluster.reward_actors.find_idle(self.scorer_workers)
         place = urlsplit(self.tracking.uri or "")
         if place.password:
             cure = (

@@ -112,6 +112,8 @@ class Scorer(Protocol):
     """Scores responses. The module's docstring lists the guarantees."""
 
     usage: ScorerUsage
+    # number of responses that the scorer's worker processes score at the same time; 0 without worker processes
+    slots: int = 0
 
     async def start(self) -> None:
         """Start the scorer; `submit` may be called before the scorer is ready."""

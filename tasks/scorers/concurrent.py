@@ -51,6 +51,7 @@ class ConcurrentPool(WorkerPool):
         super().__init__(config, tokenizer_folder, section)
         self._anchors = anchors
         self._at_once, self._takes_several = config.at_once, verifier.takes_several
+        self.slots = config.workers * config.at_once
         self._limit_seconds = config.deadline_seconds
         if verifier.is_async:  # after a failed call, the worker process calls the verifier again for each response
             self._limit_seconds = config.deadline_seconds * (2 if verifier.takes_several else 1) + GRACE_SECONDS

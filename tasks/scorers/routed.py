@@ -20,12 +20,12 @@ class RoutedScorer(Scorer):
     """Several scorers by name. See the module's docstring."""
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
-        self._scorers = dict(scorers)
+        self.scorers = dict(scorers)
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
         """The usage counters of all scorers, summed."""
-        found = [scorer.usage for scorer in self._scorers.values()]
+        found = [scorer.usage for scorer in self.scorers.values()]
         return ScorerUsage(
             sum(usage.scored for usage in found),
             sum(usage.timeouts for usage in found),
@@ -34,7 +34,7 @@ class RoutedScorer(Scorer):
 
     async def start(self) -> None:
         """Start all scorers."""
-        await asyncio.gather(*(scorer.start() for scorer in self._scorers.values()))
+        await asyncio.gather(*(scorer.start() for scorer in self.scorers.values()))
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
         """Begin to score these responses, each with the scorer that its request names.
@@ -42,7 +42,7 @@ class RoutedScorer(Scorer):
         Raises:
             ConfigError: a request names a scorer that the run does not have.
         """
-        if unknown := {request.scorer for request in requests} - self._scorers.keys():
+        if unknown := {request.scorer for request in requests} - self.scorers.keys():
             section = name_section(unknown.pop())
             raise ConfigError(f"{section}: a prompt names this scorer, and the run has no such scorer; add the section")
         places: dict[str, list[int]] = {}
@@ -50,7 +50,7 @@ class RoutedScorer(Scorer):
             places.setdefault(request.scorer, []).append(place)
         found: dict[int, asyncio.Future[Score]] = {}
         for name, of_name in places.items():
-            futures = self._scorers[name].submit([requests[place] for place in of_name])
+            futures = self.scorers[name].submit([requests[place] for place in of_name])
             found |= zip(of_name, futures, strict=True)
         return [found[place] for place in range(len(requests))]
 
@@ -60,7 +60,7 @@ class RoutedScorer(Scorer):
         Raises:
             ConfigError: one of the scorers can score no response at all.
         """
-        serving = [asyncio.create_task(scorer.serve(finished)) for scorer in self._scorers.values()]
+        serving = [asyncio.create_task(scorer.serve(finished)) for scorer in self.scorers.values()]
         try:
             done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -71,4 +71,4 @@ class RoutedScorer(Scorer):
 
     async def close(self) -> None:
         """Close all scorers."""
-        await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
+        await asyncio.gather(*(scorer.close() for scorer in self.scorers.values()))

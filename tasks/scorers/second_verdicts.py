@@ -40,6 +40,7 @@ class SecondVerdictScorer(Scorer):
     def __init__(self, scorer: Scorer, share: float, counts: SecondVerdictCounts) -> None:
         """Wrap `scorer`. `share` is the share of the responses that are judged again, and `counts` counts them."""
         self._scorer, self._share, self._counts = scorer, share, counts
+        self.slots = scorer.slots
         self._waiting: deque[tuple[ScoreRequest, Score]] = deque(maxlen=MOST_WAITING)
         self._pending = 0  # number of responses that wait for their first verdict
         self._news = asyncio.Event()

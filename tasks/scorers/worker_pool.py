@@ -47,6 +47,7 @@ class WorkerPool(Scorer):
 
     def __init__(self, config: RewardConfig, tokenizer_folder: Path, section: str = "reward") -> None:
         self._config, self._section = config, section
+        self.slots = config.workers
         self._command = [sys.executable, "-m", "rollflow.tasks.scorers.worker"]
         self._command += [config.model_dump_json(), str(tokenizer_folder), str(open_socket().fileno())]
         self._queue: asyncio.PriorityQueue[tuple[int, ScoringJob]] = asyncio.PriorityQueue()  # sorted by arrival

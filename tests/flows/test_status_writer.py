@@ -15,6 +15,7 @@ from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
+from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from tests.support.described import describe
@@ -116,3 +117,14 @@ def test_counts_of_rewards_are_metrics_of_the_version(tmp_path: Path) -> None:
     assert shown_name("reward") == "rollout/reward"
     without = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)._metrics_of(version)
     assert not any("/" in name for name in without)
+
+
+def test_reward_actors_are_a_metric_if_they_may_be_several(tmp_path: Path) -> None:
+    actors = ClusterConfig(reward_actors=RewardActorsConfig(max=4))
+    describe(open_store(str(tmp_path)), "new", RunConfig(cluster=actors))
+    context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
+    version = PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {"reward": 0.5}, "")
+    seen = Seen(RolloutStatus(), LearnerStatus(), RewardStatus(actors=3))
+    metrics = StatusWriter(context, seen, tracker)._metrics_of(version)
+    assert {name: value for name, value in metrics.items() if "/" in name} == {"reward/actors": 3.0}
+    assert shown_name("reward/actors") == "reward/actors"

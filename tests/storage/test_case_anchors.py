@@ -46,3 +46,28 @@ def test_damaged_record_counts_as_empty(damaged: str) -> None:
     run = MemoryStore("anchors")
     run.put(anchors_path("reward"), damaged.encode())
     assert read_anchors(run, "reward") == CaseAnchors()
+
+
+@given(
+    learned=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 3), SECONDS)),
+    every=st.integers(1, 4),
+)
+def test_two_records_that_exchange_news_become_equal(learned: list[tuple[bool, str, int, float]], every: int) -> None:
+    one, other, known = CaseAnchors(), CaseAnchors(), CaseAnchors()
+
+    def exchange() -> None:
+        for giver, taker in ((one, other), (other, one)):
+            news = giver.select_news(known)
+            taker.merge_rows(news)
+            known.merge_rows(news)
+
+    for number, (first, row, case, seconds) in enumerate(learned):
+        (one if first else other).raise_row(row, {case: seconds})
+        if number % every == 0:
+            exchange()
+    exchange()
+    assert one == other == known
+    assert one.select_news(known) == {}
+    for row, case in {(row, case) for _, row, case, _ in learned}:
+        longest = max(s for _, r, c, s in learned if (r, c) == (row, case))
+        assert longest <= one.list_row(row)[case] <= longest + 0.0101  # an exchange does not round up again

@@ -13,7 +13,7 @@ import pytest
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Outcome, Prompt
-from rollflow.tasks.actors.reward import _pack, _unpack
+from rollflow.tasks.actors.reward_helpers.calls import pack_request, unpack_request
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.rollout.limits import JudgingLimits
 from rollflow.tasks.rollout.peers import GroupPeers
@@ -126,7 +126,7 @@ async def test_group_that_is_given_up_waits_for_nobody() -> None:
 
 def test_peers_reach_the_reward_actor() -> None:
     request = ScoreRequest([1, 2], {"answer": 3}, "name", [{"role": "user", "content": "?"}], [[4], [5, 6]])
-    found = _unpack(_pack(request))
+    found = unpack_request(pack_request(request))
     assert list(found.tokens) == [1, 2]
     assert [list(peer) for peer in found.peers] == [[4], [5, 6]]
     assert (found.scorer, found.messages, found.reference) == (request.scorer, request.messages, request.reference)

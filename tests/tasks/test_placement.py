@@ -20,6 +20,8 @@ from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import KIND
 from rollflow.tasks.actors.placement import LEAST, actor_options, engine_cpus, learner_cpus
+from rollflow.tasks.actors.reward_helpers.owner import choose_node
+from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
 from rollflow.tasks.run.config import RunConfig
 from tests.support.waiting import RUN_SECONDS
 
@@ -57,6 +59,27 @@ def test_actors_cpus_equal_its_threads() -> None:
     assert engine_cpus(tree.engine) == 3.0
     assert learner_cpus(tree) == 4.0
     assert needed_cpus(tree) == 3 + 3 + 4 + 1 + 1  # an engine, one that evaluates, two ranks, scheduler, a verifier
+    helped = tree.model_copy(update={"cluster": ClusterConfig(reward_actors=RewardActorsConfig(min=3))})
+    assert needed_cpus(helped) == 3 + 3 + 4 + 1 + 3
+
+
+def test_helper_starts_on_the_fitting_node_with_fewest_actors() -> None:
+    node = {"Alive": True, "Labels": FAST, "Resources": {"CPU": 2.0}}
+    nodes = [
+        {**node, "NodeID": "a"},
+        {**node, "NodeID": "b"},
+        {**node, "NodeID": "dead", "Alive": False},
+        {**node, "NodeID": "without CPUs", "Resources": {}},
+        {**node, "NodeID": "other", "Labels": {}},
+    ]
+    placed = config(placement={"reward": {"labels": FAST}})
+    assert choose_node(nodes, placed, {"a": 1}) == "b"
+    assert choose_node(nodes, placed, {"a": 1, "b": 2}) == "a"
+    assert choose_node(nodes, config(), {"a": 1, "b": 1}) == "other"
+    assert choose_node(nodes[2:], placed, {}) is None
+    assert choose_node(nodes, config(placement={"strategy": "pack"}), {}) is None
+    large = config(placement={"reserve_cpus": True})
+    assert choose_node([{**nodes[0], "Resources": {"CPU": 0.5}}, nodes[1]], large, {"b": 3}) == "b"
 
 
 def test_every_actor_gets_the_environment() -> None:

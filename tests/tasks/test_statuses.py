@@ -70,3 +70,8 @@ def test_status_line_omits_small_shares() -> None:
     )
     assert twice.line == "9 scored, 1 timed out, 2 of 40 flipped when judged again"
     assert LearnerStatus(note="replaying version 2 of 5").line == "replaying version 2 of 5"
+
+
+def test_reward_line_shows_several_actors() -> None:
+    assert RewardStatus(scored=9, actors=3).line == "9 scored by 3 reward actors"
+    assert RewardStatus(scored=9, timeouts=1, actors=2).line == "9 scored by 2 reward actors, 1 timed out"

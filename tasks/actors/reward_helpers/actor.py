@@ -1,0 +1,143 @@
+"""Defines the Ray actor of a helper, which scores responses for the reward actor.
+
+A helper is owned by the reward actor: Ray ends the helper when the reward actor ends or dies. A helper runs the scorers
+with worker processes, and has the same number of worker processes as the reward actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
+from rollflow.storage.run_records.usage import CpuCost
+from rollflow.tasks.actors.lease import Lease
+from rollflow.tasks.actors.placement import actor_options
+from rollflow.tasks.actors.reward_helpers.calls import PackedRequest, ScoreCalls, Verdicts
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.actor_warnings import ActorWarning, warnings_of
+from rollflow.tasks.runtime.async_once import AsyncOnce
+from rollflow.tasks.runtime.cpu import CpuClock
+from rollflow.tasks.runtime.gc_tuning import spare_collector
+from rollflow.tasks.scorers import build_scorers
+from rollflow.tasks.scorers.base import Scorer
+from rollflow.tasks.scorers.config import has_adaptive_deadlines
+
+HELPER = "reward helper"
+AnchorRows = dict[str, dict[int, float]]  # row of the data -> test case -> longest run time of a correct program
+
+
+@dataclass(frozen=True, slots=True)
+class HelperReport:
+    """What a helper reports about its work since its start. `anchors` has, for each scorer with adaptive deadlines, the
+    run times that the reward actor does not know yet, and counts of programs killed early. `counts` has the counts of
+    each scorer that judges responses again.
+
+    `worker_seconds` is the number of worker processes times the seconds since the start.
+    """
+
+    busy_seconds: float = 0.0
+    worker_seconds: float = 0.0
+    costs: Sequence[CpuCost] = ()
+    warned: Sequence[ActorWarning] = ()
+    anchors: Mapping[str, CaseAnchors] = field(default_factory=dict)
+    counts: Mapping[str, SecondVerdictCounts] = field(default_factory=dict)
+
+
+class RewardHelper:
+    """Ray actor that runs the scorers with worker processes. See the module's docstring."""
+
+    def __init__(self, context: RunContext, lease: Lease | None = None) -> None:
+        """Create the actor without reading storage."""
+        if lease:
+            lease.hold(HELPER)
+        self.context = context
+        self._scorer = AsyncOnce(self._start)
+        self._calls = ScoreCalls()
+        self._anchors: dict[str, CaseAnchors] = {}
+        self._known: dict[str, CaseAnchors] = {}  # what the reward actor knows of `_anchors`
+        self._counts: dict[str, SecondVerdictCounts] = {}
+        self._cpu = CpuClock(HELPER, "reward workers")
+        self._began = time.monotonic()
+
+    async def begin(self, rows: Mapping[str, AnchorRows]) -> str:
+        """Start the scorers with what the run has learned about test cases; return the id of the Ray node."""
+        await self._scorer.get()
+        self._learn(rows)
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def score(self, requests: Sequence[PackedRequest]) -> Verdicts:
+        """Start scoring these requests, and return the first scores."""
+        return await self._calls.score(await self._scorer.get(), requests)
+
+    async def await_more(self, ticket: int) -> Verdicts:
+        """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
+        return await self._calls.await_more(ticket)
+
+    async def exchange(self, rows: Mapping[str, AnchorRows]) -> HelperReport:
+        """Note what the run has learned about test cases, and return a report with what the helper has learned."""
+        scorer = await self._scorer.get()
+        self._learn(rows)
+        workers = sum(self.context.config.scorers[name].workers for name in self._pools)
+        return HelperReport(
+            scorer.usage.busy_seconds,
+            (time.monotonic() - self._began) * workers,
+            self._cpu.read(),
+            warnings_of(HELPER).read(),
+            {name: self._report_anchors(name) for name in self._anchors},
+            self._counts,
+        )
+
+    async def close(self) -> None:
+        """End the worker processes, which end their sandboxes."""
+        if scorer := self._scorer.found:
+            await scorer.close()
+
+    @property
+    def _pools(self) -> list[str]:
+        """Names of the scorers with worker processes."""
+        return [name for name, config in self.context.config.scorers.items() if config.worker_processes]
+
+    async def _start(self) -> Scorer:
+        scorer = await asyncio.to_thread(self._build_scorer)
+        await scorer.start()
+        spare_collector()
+        return scorer
+
+    def _build_scorer(self) -> Scorer:
+        configs = {name: self.context.config.scorers[name] for name in self._pools}
+        self._anchors = {name: CaseAnchors() for name, config in configs.items() if has_adaptive_deadlines(config)}
+        self._known = {name: CaseAnchors() for name in self._anchors}
+        self._counts = {name: SecondVerdictCounts() for name, config in configs.items() if config.second_verdict_share}
+        return build_scorers(configs, self.context.policy_folder, anchors=self._anchors, counts=self._counts)
+
+    def _learn(self, rows: Mapping[str, AnchorRows]) -> None:
+        for name, learned in rows.items():
+            self._anchors[name].merge_rows(learned)
+            self._known[name].merge_rows(learned)
+
+    def _report_anchors(self, name: str) -> CaseAnchors:
+        own, known = self._anchors[name], self._known[name]
+        news = own.select_news(known)
+        known.merge_rows(news)
+        return CaseAnchors(news, own.kills, own.rechecked, own.false_kills)
+
+
+def start_helper(context: RunContext, node: str | None) -> Any:
+    """Start a helper on a node, or on another one if the node has no room; return the handle of its Ray actor.
+
+    A node of None leaves the choice to Ray.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = actor_options(context.config, "reward", float(context.config.scorer_workers), imports="reward")
+    if node is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
+    remote = ray.remote(RewardHelper).options(max_concurrency=1024, max_restarts=0, **options)
+    return remote.remote(context, Lease.of(context))

@@ -1,0 +1,93 @@
+"""Scoring requests and scores as the reward actor and its helpers receive and send them.
+
+    score([...])  ------> the first scores, and a ticket if scores are missing
+    await_more(ticket) -> further scores, after a short wait
+
+A slow score does not delay the other scores of its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.scorers.base import Score, ScoreColumns, Scorer, ScoreRequest
+
+PACKET_SECONDS = 0.05  # seconds that the first scores of a call wait, so that more scores are returned with them
+POLL_SECONDS = 2.0  # longest time, in seconds, that one call waits for a score
+
+# a scoring request as sent to the actor: the bytes of its int32 tokens, and the other fields of `ScoreRequest`
+PackedRequest = tuple[bytes, Mapping[str, Any], str, Sequence[Mapping[str, str]], Sequence[bytes], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Scores of responses, each with the position of its request.
+
+    Scores are sent as tuples, because tuples are quick to pickle.
+
+    `ticket` is the number with which `await_more` returns the missing scores. If no score is missing, `ticket` is None.
+    """
+
+    scores: list[tuple[int, ScoreColumns]]
+    ticket: int | None
+
+
+class ScoreCalls:
+    """The calls of an actor that have missing scores."""
+
+    def __init__(self) -> None:
+        self._tickets = itertools.count()
+        self._open: dict[int, dict[asyncio.Future[Score], int]] = {}  # ticket -> missing scores
+
+    async def score(self, scorer: Scorer, requests: Sequence[PackedRequest]) -> Verdicts:
+        """Start scoring these requests, and return the first scores."""
+        ticket, to_come = next(self._tickets), scorer.submit([unpack_request(request) for request in requests])
+        self._open[ticket] = {future: place for place, future in enumerate(to_come)}
+        return await self.await_more(ticket)
+
+    async def await_more(self, ticket: int) -> Verdicts:
+        """Return further scores of an earlier call of `score`, which `ticket` identifies, after a short wait."""
+        to_come = self._open[ticket]
+        done, _ = await asyncio.wait(to_come, timeout=PACKET_SECONDS)
+        if not done:
+            done, _ = await asyncio.wait(to_come, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        judged = [(to_come.pop(future), future.result()) for future in done]
+        if not to_come:
+            del self._open[ticket]
+        return Verdicts([(place, score.to_columns()) for place, score in judged], ticket if to_come else None)
+
+
+async def stream_scores(
+    actor: Any, requests: Sequence[ScoreRequest], answer_seconds: float
+) -> AsyncIterator[list[tuple[int, Score]]]:
+    """Yield the scores that an actor with the methods `score` and `await_more` returns, with their requests' positions.
+
+    Raises:
+        TimeoutError: the actor did not answer a call for `answer_seconds`.
+        RayError: the actor has died or failed.
+    """
+    call = actor.score.remote([pack_request(one) for one in requests])
+    while True:
+        async with asyncio.timeout(answer_seconds):
+            verdicts: Verdicts = await call
+        yield [(place, Score.of_columns(columns)) for place, columns in verdicts.scores]
+        if verdicts.ticket is None:
+            return
+        call = actor.await_more.remote(verdicts.ticket)
+
+
+def pack_request(request: ScoreRequest) -> PackedRequest:
+    """Return a request as plain values, which are quick to pickle."""
+    peers = [Int32s.of(tokens).data for tokens in request.peers]
+    return Int32s.of(request.tokens).data, request.reference, request.scorer, request.messages, peers, request.adapts
+
+
+def unpack_request(packed: PackedRequest) -> ScoreRequest:
+    """Return the request that `pack_request` packed."""
+    tokens, reference, scorer, messages, peers, adapts = packed
+    return ScoreRequest(Int32s(tokens), reference, scorer, messages, [Int32s(peer) for peer in peers], adapts)

@@ -1,0 +1,204 @@
+"""Owns the helpers of the reward actor: chooses their nodes, calls them, and merges what they report.
+
+- A helper starts on the node with the fewest reward actors, of the nodes that may run them.
+- The reward actor's record of test cases (`CaseAnchors`) contains what all helpers learn, and each helper learns what
+  the record contains. The reward actor's counts are sums over the helpers. With a lost helper, what it learned and
+  counted in the last `EXCHANGE_SECONDS` is lost.
+- A helper that does not answer for `ANSWER_SECONDS` counts as lost, and is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
+from rollflow.tasks.actors.placement import actor_options, is_fitting
+from rollflow.tasks.actors.reward_helpers.actor import HelperReport, start_helper
+from rollflow.tasks.actors.reward_helpers.calls import stream_scores
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.runtime.coalesce import Coalescer
+from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.spread.fleet import Helper, HelperFleet
+from rollflow.tasks.scorers.spread.follower import QueueFollower
+from rollflow.tasks.scorers.spread.spread import PlaceLost, SpreadScorer
+
+ANSWER_SECONDS = 30.0  # longest time, in seconds, that a call of a helper may take
+START_SECONDS = 600.0  # longest time, in seconds, until a helper has started, which includes the wait for a node
+CLOSE_SECONDS = 5.0  # longest time, in seconds, that a helper gets to end its worker processes
+
+
+def choose_node(nodes: Sequence[Mapping[str, Any]], config: RunConfig, used: Mapping[str, int]) -> str | None:
+    """Return the id of the node for the next helper: of the living nodes that may run reward actors, the node with the
+    fewest. Return None if Ray should choose.
+
+    Args:
+        nodes: the nodes of the cluster, as `ray.nodes` describes them.
+        used: number of reward actors, and of helpers that were lost, on each node.
+    """
+    if config.cluster.placement.strategy != "spread":
+        return None
+    cpus = actor_options(config, "reward", float(config.scorer_workers))["num_cpus"]
+    fitting = [
+        str(node["NodeID"])
+        for node in nodes
+        if node["Alive"] and node["Resources"].get("CPU", 0.0) >= cpus and is_fitting(node, config, "reward")
+    ]
+    return min(fitting, key=lambda node: (used.get(node, 0), node), default=None)
+
+
+class HelperOwner:
+    """Owns the helpers of the reward actor. See the module's docstring."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        anchors: Mapping[str, CaseAnchors],
+        counts: Mapping[str, SecondVerdictCounts],
+        spread: SpreadScorer,
+    ) -> None:
+        """Create the owner without helpers. `anchors` and `counts` are the reward actor's records of test cases and of
+        second verdicts, by scorer.
+        """
+        self.context, self.anchors, self._counts = context, anchors, counts
+        self.used = Counter[str]([str(ray.get_runtime_context().get_node_id())])  # node -> actors, and lost helpers
+        self.reports = dict[RayHelper, HelperReport]()  # the last report of each helper
+        self._ended = HelperReport()  # the sums of the helpers that have ended
+        bounds = context.config.cluster.reward_actors
+        follower = QueueFollower(bounds.min, bounds.most, bounds.grow_seconds, bounds.idle_seconds)
+        warn = logging.getLogger(__name__).warning
+        self.fleet = HelperFleet(spread, follower, lambda: RayHelper(self), warn)
+        self._running = asyncio.create_task(self.fleet.run())
+
+    async def close(self) -> None:
+        """End all helpers."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    def sum_reports(self) -> HelperReport:
+        """Return the sums of all helpers since the start of the reward actor, with the costs and warnings of those that
+        run.
+        """
+        running = list(self.reports.values())
+        return HelperReport(
+            sum((report.busy_seconds for report in running), self._ended.busy_seconds),
+            sum((report.worker_seconds for report in running), self._ended.worker_seconds),
+            [cost for report in running for cost in report.costs],
+            [warning for report in running for warning in report.warned],
+        )
+
+    def note_report(self, helper: RayHelper, report: HelperReport) -> None:
+        """Keep a helper's report, and add what it has learned and counted to the reward actor's records."""
+        before = self.reports.get(helper, HelperReport())
+        for scorer, counts in report.counts.items():
+            self._counts[scorer].merge_news(counts, before.counts.get(scorer, SecondVerdictCounts()))
+        for name, new in report.anchors.items():
+            record, old = self.anchors[name], before.anchors.get(name, CaseAnchors())
+            record.merge_rows(new.rows)
+            record.kills += new.kills - old.kills
+            record.rechecked += new.rechecked - old.rechecked
+            record.false_kills += new.false_kills - old.false_kills
+        self.reports[helper] = report
+
+    def forget(self, helper: RayHelper) -> None:
+        """Add the last report of a helper that ends to the sums of ended helpers."""
+        report = self.reports.pop(helper, HelperReport())
+        busy = self._ended.busy_seconds + report.busy_seconds
+        self._ended = HelperReport(busy, self._ended.worker_seconds + report.worker_seconds)
+
+
+class RayHelper(Helper):
+    """A helper in a Ray actor."""
+
+    def __init__(self, owner: HelperOwner) -> None:
+        self._owner = owner
+        self._actor: Any = None
+        self._node = ""
+        self._known = {name: CaseAnchors() for name in owner.anchors}  # what the helper knows of the anchors
+        self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
+        self._asking = set[asyncio.Task[Score]]()
+
+    async def start(self) -> None:
+        """Start the Ray actor with its scorers. Raise `PlaceLost` if it cannot start."""
+        owner = self._owner
+        with _lost_helpers():
+            nodes = await asyncio.to_thread(ray.nodes)
+            chosen = choose_node(nodes, owner.context.config, owner.used)
+            self._use_node(chosen or "")
+            self._actor = await asyncio.to_thread(start_helper, owner.context, chosen)
+        self._use_node(await self._call(self._actor.begin.remote(self._select_news()), START_SECONDS))
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        """Begin to score responses. Requests of the same tick share a call."""
+        return [self._ask(request) for request in requests]
+
+    def _ask(self, request: ScoreRequest) -> asyncio.Future[Score]:
+        task = asyncio.create_task(self._calls.ask(request))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+        return task
+
+    async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
+        with _lost_helpers():
+            async for found in stream_scores(self._actor, requests, ANSWER_SECONDS):
+                yield found
+
+    async def exchange(self) -> None:
+        """Exchange what is known about test cases, and read the helper's report."""
+        report: HelperReport = await self._call(self._actor.exchange.remote(self._select_news()), ANSWER_SECONDS)
+        for name, news in report.anchors.items():
+            self._known[name].merge_rows(news.rows)
+        self._owner.note_report(self, report)
+
+    async def end(self) -> None:
+        """End the Ray actor, its worker processes and their sandboxes."""
+        for task in self._asking:
+            task.cancel()
+        self._owner.forget(self)
+        if self._actor is None:
+            return
+        try:
+            with contextlib.suppress(PlaceLost):
+                await self._call(self._actor.close.remote(), CLOSE_SECONDS)
+                self._use_node("")
+        finally:
+            ray.kill(self._actor)
+
+    async def _call(self, call: Any, seconds: float) -> Any:
+        with _lost_helpers():
+            async with asyncio.timeout(seconds):
+                return await call
+
+    def _use_node(self, node: str) -> None:
+        """Count the helper on a node, and no longer on the node that was chosen before. The node of a lost helper
+        still counts, so that the next helper starts elsewhere if possible.
+        """
+        self._owner.used[self._node] -= 1
+        self._owner.used[node] += 1
+        self._node = node
+
+    def _select_news(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Return what the helper does not know yet about test cases, and count it as known."""
+        news = {name: anchors.select_news(self._known[name]) for name, anchors in self._owner.anchors.items()}
+        for name, rows in news.items():
+            self._known[name].merge_rows(rows)
+        return news
+
+
+@contextlib.contextmanager
+def _lost_helpers() -> Iterator[None]:
+    """Raise `PlaceLost` in place of the errors of a helper that has died, failed or does not answer."""
+    try:
+        yield
+    except TimeoutError:
+        raise PlaceLost("it does not answer") from None
+    except ray.exceptions.RayError as error:
+        raise PlaceLost((str(error).strip() or type(error).__name__).splitlines()[0]) from None

@@ -1,0 +1,46 @@
+"""Decides the number of a run's reward actors, which follows the queue of responses.
+
+    seen in the last `grow_seconds`: the responses always wanted more actors   -> as many as they always wanted
+    seen in the last `idle_seconds`: the responses always wanted fewer actors  -> as many as they wanted at most
+
+A short burst therefore starts no actor, and a short pause ends none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class QueueFollower:
+    """Decides the number of places that score responses. See the module's docstring."""
+
+    def __init__(self, least: int, most: int, grow_seconds: float, idle_seconds: float) -> None:
+        self._least, self._most = least, most
+        self._grow_seconds, self._idle_seconds = grow_seconds, idle_seconds
+        self.count = least
+        self._seen = deque[tuple[float, int]]()  # time, and the number of places that the queue wanted at this time
+
+    def decide(self, now: float, wanted: int) -> int:
+        """Return the number of places.
+
+        Args:
+            now: time in seconds, of any clock that never goes back.
+            wanted: number of places whose workers would all have a response.
+        """
+        wanted = min(max(wanted, self._least), self._most)
+        self._seen.append((now, wanted))
+        oldest = now - max(self._grow_seconds, self._idle_seconds)
+        while len(self._seen) > 1 and self._seen[1][0] <= oldest:
+            self._seen.popleft()
+        if (busy := self._list_since(now - self._grow_seconds)) and min(busy) > self.count:
+            self.count = min(busy)
+        elif (quiet := self._list_since(now - self._idle_seconds)) and max(quiet) < self.count:
+            self.count = max(quiet)
+        return self.count
+
+    def _list_since(self, begin: float) -> list[int]:
+        """Return the numbers that the queue wanted since `begin`; return [] if nothing was seen before `begin`."""
+        if self._seen[0][0] > begin:
+            return []
+        first = max(time for time, _ in self._seen if time <= begin)
+        return [wanted for time, wanted in self._seen if time >= first]

@@ -1,0 +1,203 @@
+"""Scores responses on a Ray cluster of two nodes, loses one node and the reward actor, and prints what it saw.
+
+`python -m tests.support.reward_places FOLDER`. The last line of output is JSON. The script is a process of its own,
+because Ray reads the token of a cluster when it is first imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
+from rollflow.tasks.scorers.base import Score, ScoreRequest
+
+WAIT_SECONDS = 180.0
+
+
+def score_when(response: str, reference: Mapping[str, Any]) -> Score:
+    """Wait until a file exists; return a score whose reason names the actor's process and the worker's."""
+    while not os.path.exists(reference["until"]):
+        time.sleep(0.01)
+    return Score(float(reference["number"]), f"{os.getppid()} {os.getpid()}")
+
+
+async def wait_until(true: Any) -> None:
+    """Wait until an asynchronous function returns a true value."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not await true():
+            await asyncio.sleep(0.1)
+
+
+class Scoring:
+    """A reward actor with one helper, and the scores that it returned."""
+
+    def __init__(self, folder: Path) -> None:
+        from rollflow.tasks.actors.reward import RewardClient
+        from rollflow.tasks.run.context import RunContext
+
+        self.folder, self.context = folder, RunContext(str(folder / "run"), folder / "cache")
+        self.client = RewardClient(WAIT_SECONDS)
+        self.numbers, self.actor, self.running = 0, None, None
+
+    def start(self) -> None:
+        """Start the reward actor, or its successor."""
+        from rollflow.tasks.actors.reward import start_reward
+
+        actor: Any = start_reward(self.context)
+        self.actor, self.running = actor, actor.run.remote()
+
+    async def count_actors(self) -> int:
+        """Return the number of actors in the status."""
+        actor: Any = self.actor
+        return int((await actor.status.remote()).actors)
+
+    async def await_actors(self, count: int) -> None:
+        """Wait until this number of actors scores."""
+
+        async def has_count() -> bool:
+            return await self.count_actors() == count
+
+        await wait_until(has_count)
+
+    def ask(self, count: int, until: Path) -> list[asyncio.Future[Score]]:
+        """Ask for the scores of further responses, which wait for a file."""
+        numbers = range(self.numbers, self.numbers + count)
+        self.numbers += count
+        found = [ScoreRequest([1], {"until": str(until), "number": number}) for number in numbers]
+        return [asyncio.ensure_future(self.client.score(request)) for request in found]
+
+    async def take(self, waiting: Sequence[asyncio.Future[Score]]) -> Counter[int]:
+        """Return the number of responses that each actor process scored; check that each response has its own score."""
+        async with asyncio.timeout(WAIT_SECONDS):
+            scores = await asyncio.gather(*waiting)
+        values = [int(score.value) for score in scores]
+        assert values == list(range(values[0], values[0] + len(waiting))), values
+        return Counter(int(score.reason.split()[0]) for score in scores)
+
+
+def find_workers(actor: int) -> list[psutil.Process]:
+    """Return the process of an actor with its worker processes."""
+    process = psutil.Process(actor)
+    return [process, *process.children(recursive=True)]
+
+
+async def await_end(processes: Sequence[psutil.Process]) -> bool:
+    """Wait until processes have ended; return whether all have."""
+
+    async def have_ended() -> bool:
+        return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+
+    with contextlib.suppress(TimeoutError, psutil.NoSuchProcess):
+        await wait_until(have_ended)
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in list_living(processes))
+
+
+def list_living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that exist."""
+    return [one for one in processes if one.is_running()]
+
+
+async def score_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
+    """Run all phases; return what the test compares."""
+    scoring, found = Scoring(folder), dict[str, Any]()
+    now = folder / "now"
+    now.touch()
+    scoring.start()
+    await scoring.await_actors(2)
+    first = await scoring.take(scoring.ask(40, now))
+    on_node = set(node.processes)
+    found["actors"], found["on node"] = len(first), len(on_node & set(first))
+    [helper] = on_node & set(first)
+    [home] = set(first) - {helper}
+
+    lost = find_workers(helper)
+    waiting = scoring.ask(12, later := folder / "later")
+    await asyncio.sleep(2.0)  # both actors have responses
+    [raylet] = [pid for pid in node.processes if psutil.Process(pid).name() == "raylet"]
+    os.kill(raylet, signal.SIGKILL)
+    found["processes of the lost node ended"] = await await_end(lost)
+    later.touch()
+    found["scored by the lost node"] = (await scoring.take(waiting))[helper]
+    await scoring.await_actors(2)
+    again = await scoring.take(scoring.ask(40, now))
+    found["actors after the loss"] = len(again)
+    [second] = set(again) - {home}
+    actor: Any = scoring.actor
+    found["scored"], found["asked"] = (await actor.status.remote()).scored, scoring.numbers
+
+    lost = [*find_workers(home), *find_workers(second)]
+    waiting = scoring.ask(6, last := folder / "last")
+    await asyncio.sleep(2.0)
+    os.kill(home, signal.SIGKILL)
+    found["helper ended with its owner"] = await await_end(lost)
+    last.touch()
+    scoring.start()
+    found["scored by the dead owner"] = (await scoring.take(waiting))[home]
+    await scoring.await_actors(2)
+    third = await scoring.take(scoring.ask(40, now))
+    found["actors after a restart"], found["new actors"] = len(third), len(set(third) - {home, second})
+
+    lost = [process for pid in third for process in find_workers(pid)[1:]]
+    [helper] = [pid for pid in third if pid != await pid_of(scoring.actor)]
+    lost.append(psutil.Process(helper))
+    actor = scoring.actor
+    await actor.finish.remote()
+    running: Any = scoring.running
+    found["returned"], found["asked of the successor"] = await running, 6 + 40
+    found["all ended"] = await await_end(lost)
+    return found
+
+
+async def pid_of(actor: Any) -> int:
+    """Return the process of an actor."""
+    import ray
+
+    state = await asyncio.to_thread(ray._private.state.actors, actor._actor_id.hex())
+    return int(state["Pid"])
+
+
+def prepare(folder: Path) -> None:
+    """Write a run whose scorer is `score_when`."""
+    from rollflow.storage.objects import open_store
+    from rollflow.tasks.policies.config import ColdStart
+    from rollflow.tasks.policies.folder import build_cold_folder
+    from rollflow.tasks.prompts.config import ReasoningGymPrompts
+    from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
+    from rollflow.tasks.run.config import RunConfig
+    from rollflow.tasks.scorers.config import ImportReward
+    from tests.support.described import describe
+
+    store = open_store(str(folder / "run"))
+    reward = ImportReward(path="tests.support.reward_places:score_when", workers=2, deadline_seconds=WAIT_SECONDS)
+    actors = ClusterConfig(reward_actors=RewardActorsConfig(min=2), lease_seconds=0)
+    describe(store, "places", RunConfig(prompts=(ReasoningGymPrompts(),), reward=reward, cluster=actors))
+    for name, data in build_cold_folder(ColdStart(), ["1"]).items():
+        store.put(f"policy/{name}", data)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    head = RayHead(folder / "ray", cpus=2)
+    os.environ.update(head.env)
+    with head, RayNode(head, cpus=2) as node:
+        from rollflow.flows.ray_cluster import cluster
+
+        prepare(folder)
+        cluster.attach(head.address, "places", deadline_seconds=60)
+        print(json.dumps(asyncio.run(score_on_two_nodes(folder, node))))
+
+
+if __name__ == "__main__":
+    main()

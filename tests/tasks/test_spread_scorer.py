@@ -1,0 +1,318 @@
+"""Responses spread over the reward actor and its helpers: each gets one score, although helpers come and are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Outcome
+from rollflow.tasks.runtime.clock import run_virtual
+from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
+from rollflow.tasks.scorers.spread.fleet import Helper, HelperFleet
+from rollflow.tasks.scorers.spread.follower import QueueFollower
+from rollflow.tasks.scorers.spread.spread import PlaceLost, ScoringPlace, SpreadScorer, choose_place
+
+SLOTS = {"": 2}
+
+
+class TimedPlace(Scorer, Helper):
+    """Scores `workers` responses at a time; the reason of a score is the place's name. `lose` loses all of them."""
+
+    def __init__(self, name: str, seconds: float = 1.0, *, workers: int = 2, starts: bool = True) -> None:
+        self.name, self.seconds, self.starts = name, seconds, starts
+        self.usage, self._workers = ScorerUsage(), asyncio.Semaphore(workers)
+        self.asked, self.most, self.exchanges, self.ended = list[int](), 0, 0, False
+        self._running, self._lost = set[asyncio.Task[Score]](), False
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.5)
+        if not self.starts:
+            raise PlaceLost("no such node")
+
+    async def exchange(self) -> None:
+        self.exchanges += 1
+        if self._lost:
+            raise PlaceLost("its node died")
+
+    async def end(self) -> None:
+        self.ended = True
+        self.lose()
+
+    def lose(self) -> None:
+        self._lost = True
+        for task in self._running:
+            task.cancel()
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        try:
+            async with self._workers:
+                if not self._lost:
+                    await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            raise PlaceLost("its node died") from None
+        if self._lost:
+            raise PlaceLost("its node died")
+        self.usage.scored += 1
+        return Score(float(request.tokens[0]), self.name, Outcome.CORRECT, seconds=self.seconds)
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        found = [asyncio.create_task(self._score(request)) for request in requests]
+        self.asked += [request.tokens[0] for request in requests]
+        self._running |= set(found)
+        for task in found:
+            task.add_done_callback(self._running.discard)
+        self.most = max(self.most, len(self._running))
+        return list(found)
+
+
+def ask(numbers: Sequence[int], scorer: str = "") -> list[ScoreRequest]:
+    return [ScoreRequest([number], {}, scorer) for number in numbers]
+
+
+@dataclass
+class Run:
+    """A scorer with a fleet of helpers, as the reward actor has it."""
+
+    least: int = 1
+    most: int = 3
+    starts: Sequence[bool] = ()
+    seconds: float = 1.0
+    home: TimedPlace = field(default_factory=lambda: TimedPlace("home"))
+    helpers: list[TimedPlace] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.spread = SpreadScorer(self.home, SLOTS)
+        follower = QueueFollower(self.least, self.most, 5.0, 20.0)
+        self.fleet = HelperFleet(self.spread, follower, self._build, self.warned.append)
+        self.running = asyncio.create_task(self.fleet.run())
+
+    def _build(self) -> TimedPlace:
+        number = len(self.helpers)
+        starts = self.starts[number] if number < len(self.starts) else True
+        self.helpers.append(TimedPlace(f"helper {number}", self.seconds, starts=starts))
+        return self.helpers[-1]
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+
+
+@given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8), closed=st.sets(st.integers(0, 7)))
+def test_open_place_with_the_smallest_load_is_chosen(loads: list[int], closed: set[int]) -> None:
+    places = [ScoringPlace(lambda requests: []) for _ in loads]
+    for number, (place, load) in enumerate(zip(places, loads, strict=True)):
+        place.loads[""], place.open = load, number not in closed
+    free = [load for number, load in enumerate(loads) if number not in closed and load < 4]
+    chosen = choose_place(places, "", 2)
+    assert (chosen is None) == (not free)
+    if chosen:
+        assert chosen.loads[""] == min(free)
+        assert chosen is next(place for place in places if place.open and place.loads[""] == min(free))
+
+
+@given(
+    calls=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0.0, 0.3, 2.0])), max_size=12),
+    lost=st.lists(st.floats(0.1, 40.0), max_size=6),
+    starts=st.lists(st.booleans(), max_size=4),
+    least=st.integers(1, 3),
+)
+def test_every_response_gets_one_score_in_order(
+    calls: list[tuple[int, float]], lost: list[float], starts: list[bool], least: int
+) -> None:
+    async def main() -> None:
+        run, futures, number = Run(least, 3, starts), list[asyncio.Future[Score]](), 0
+
+        def lose() -> None:
+            if run.helpers:
+                run.helpers[-1].lose()
+
+        for seconds in lost:
+            asyncio.get_running_loop().call_later(seconds, lose)
+        for size, pause in calls:
+            futures += run.spread.submit(ask(range(number, number + size)))
+            number += size
+            await asyncio.sleep(pause)
+        scores = await asyncio.gather(*futures)
+        assert [score.value for score in scores] == list(range(number))
+        assert run.spread.usage.scored == number
+        assert run.spread.count_wanted() == 0
+        assert run.spread.home.idle
+        assert all(member.place is None or member.place.idle for member in run.fleet._members)
+        await run.close()
+        assert all(helper.ended for helper in run.helpers)
+        assert run.fleet.count == 0
+
+    run_virtual(main())
+
+
+def test_helpers_follow_the_queue() -> None:
+    async def main() -> None:
+        run = Run(1, 3)
+        futures = run.spread.submit(ask(range(4)))
+        await asyncio.gather(*futures)
+        assert run.helpers == []  # a short burst starts no helper
+        futures = run.spread.submit(ask(range(200)))
+        await asyncio.sleep(4.0)
+        assert run.helpers == []
+        await asyncio.sleep(4.0)
+        assert run.fleet.count == 2
+        await asyncio.gather(*futures)
+        assert asyncio.get_running_loop().time() < 2 + 5 + 1 + 200 / 6 + 5  # three places scored
+        await asyncio.sleep(15.0)
+        assert run.fleet.count == 2  # a short pause ends none
+        await asyncio.sleep(10.0)
+        assert run.fleet.count == 0
+        assert all(helper.ended for helper in run.helpers)
+        assert run.warned == []
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_least_number_of_helpers_starts_without_a_queue() -> None:
+    async def main() -> None:
+        run = Run(3, 3)
+        await asyncio.sleep(100.0)
+        assert run.fleet.count == len(run.helpers) == 2
+        assert all(helper.exchanges > 40 for helper in run.helpers)
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_ending_helper_continues_if_the_queue_grows() -> None:
+    async def main() -> None:
+        run = Run(1, 2, seconds=60.0)
+        futures = run.spread.submit(ask(range(40)))
+        await asyncio.sleep(100.0)  # only two responses of the helper have no score
+        assert run.fleet.count == 1
+        assert not run.fleet._members[0].stays
+        futures += run.spread.submit(ask(range(40, 60)))
+        await asyncio.sleep(7.0)
+        assert run.fleet._members[0].stays
+        assert len(run.helpers) == 1
+        await asyncio.gather(*futures)
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_slow_place_gets_fewer_responses_and_holds_few() -> None:
+    async def main() -> None:
+        run = Run(2, 2, seconds=9.0)
+        await asyncio.sleep(1.0)
+        scores = await asyncio.gather(*run.spread.submit(ask(range(100))))
+        assert [score.value for score in scores] == list(range(100))
+        [slow] = run.helpers
+        assert 4 * len(slow.asked) < len(run.home.asked)
+        assert slow.most <= 4
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_quick_place_gets_many_responses_at_once() -> None:
+    async def main() -> None:
+        run = Run(2, 2, seconds=0.001, home=TimedPlace("home", 0.001))
+        await asyncio.sleep(1.0)
+        await asyncio.gather(*run.spread.submit(ask(range(4000))))
+        assert min(run.home.most, run.helpers[0].most) > 300
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_response_that_two_helpers_lost_is_scored_at_home() -> None:
+    async def main() -> None:
+        run = Run(2, 2)
+        while len(run.helpers) < 4:  # each helper is lost at its first response
+            futures = run.spread.submit(ask(range(8)))
+            await asyncio.sleep(1.5)
+            run.helpers[-1].lose()
+            await asyncio.gather(*futures)
+            await asyncio.sleep(1.5)
+        assert len(run.warned) >= 3
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_starts_pause_longer_while_helpers_cannot_start() -> None:
+    async def main() -> None:
+        run = Run(2, 2, starts=[False] * 50)
+        scores = await asyncio.gather(*run.spread.submit(ask(range(8))))
+        assert {score.reason for score in scores} == {"home"}
+        await asyncio.sleep(300.0)
+        assert 5 <= len(run.helpers) <= 12
+        assert all("no such node" in text for text in run.warned)
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_response_of_another_scorer_stays_at_home() -> None:
+    async def main() -> None:
+        run = Run(2, 2)
+        await asyncio.sleep(1.0)
+        scores = await asyncio.gather(*run.spread.submit([*ask(range(6), "judge"), *ask(range(6, 12))]))
+        assert [score.value for score in scores] == list(range(12))
+        assert run.helpers[0].asked
+        assert min(run.helpers[0].asked) >= 6
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_error_of_the_own_scorer_is_passed_on() -> None:
+    class Refusing(TimedPlace):
+        async def _score(self, request: ScoreRequest) -> Score:
+            raise ConfigError("no worker gets ready")
+
+    async def main() -> None:
+        spread = SpreadScorer(Refusing("home"), SLOTS)
+        found = await asyncio.gather(*spread.submit(ask(range(9))), return_exceptions=True)
+        assert [str(error) for error in found] == ["no worker gets ready"] * 9
+        assert spread.count_wanted() == 0
+
+    run_virtual(main())
+
+
+@given(
+    wanted=st.lists(st.integers(0, 9), min_size=1, max_size=60),
+    least=st.integers(1, 3),
+    more=st.integers(0, 4),
+    grow=st.integers(0, 5),
+    idle=st.integers(0, 9),
+)
+def test_count_changes_only_after_a_whole_stretch(
+    wanted: list[int], least: int, more: int, grow: int, idle: int
+) -> None:
+    follower, count = QueueFollower(least, least + more, grow, idle), least
+    bounded = [min(max(number, least), least + more) for number in wanted]
+    for now, number in enumerate(wanted):
+        before, count = count, follower.decide(float(now), number)
+        assert least <= count <= least + more
+        if count > before:
+            assert now >= grow
+            assert count == min(bounded[now - grow : now + 1])
+        elif count < before:
+            assert now >= idle
+            assert count == max(bounded[now - idle : now + 1])
+        else:
+            assert now < grow or min(bounded[now - grow : now + 1]) <= count
+            assert now < idle or max(bounded[now - idle : now + 1]) >= count
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_place_counts_room_by_its_pace(seconds: float) -> None:
+    place = ScoringPlace(lambda requests: [])
+    for _ in range(40):
+        place.note_score("", Score(1.0, seconds=seconds))
+    assert place.count_room("", 2) == (512 if seconds == 0 else 4)
