@@ -227,7 +227,7 @@ def test_share_does_not_change_the_scorers_version() -> None:
 def test_only_scorers_with_a_share_judge_again() -> None:
     configs = {"": ExactReward(), "twice": ExactReward(second_verdict_share=0.5)}
     built: Any = build_scorers(configs, Path(), counts={"twice": SecondVerdictCounts()})
-    assert [type(one) for one in built._scorers.values()] == [RewardPool, SecondVerdictScorer]
+    assert [type(one) for one in built.scorers.values()] == [RewardPool, SecondVerdictScorer]
     assert isinstance(build_scorers({"": configs["twice"]}, Path()), RewardPool), "`rollflow rejudge` judges once"
 
 
