@@ -450,7 +450,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_faults_name_tests_of_their_contract(kind: str) -> None:
+def test_each_planted_fault_names_an_existing_contract_test(kind: str) -> None:
     contract, _, faults, _ = KINDS[kind]
     suite = getattr(importlib.import_module(f"rollflow.testing.{kind}"), contract)
     assert [fault.test for fault in faults.values() if not hasattr(suite, fault.test)] == []
@@ -458,7 +458,7 @@ def test_faults_name_tests_of_their_contract(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_planted_fault_fails_with_a_sentence(pytester: pytest.Pytester, kind: str, name: str) -> None:
+def test_planted_fault_fails_its_contract_test_with_a_message(pytester: pytest.Pytester, kind: str, name: str) -> None:
     contract, code, faults, test = KINDS[kind]
     fault = faults[name]
     is_built = "{code}" in test

@@ -88,7 +88,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return sums
 
 
-def test_node_serves_vllms_metrics(found: dict[str, float]) -> None:
+def test_ray_node_exports_the_metrics_of_vllm(found: dict[str, float]) -> None:
     assert found["ray_vllm_num_requests_running"] == 0
     tokens = found["ray_vllm_generation_tokens_total"]
     assert 8 <= tokens <= 2 * 4 * 8

@@ -42,7 +42,7 @@ CASES: dict[str, EnvironmentConfig] = {
 }
 
 
-def test_every_config_kind_has_a_test_case() -> None:
+def test_every_environment_kind_has_a_test_case() -> None:
     kinds = EnvironmentConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(config) for config in CASES.values()} == set(kinds)
 
@@ -56,7 +56,9 @@ class TestEnvironments(EnvironmentContract):
         found: EnvironmentConfig = request.param
         return found
 
-    def test_run_with_the_environment_audits_clean(self, environment: Environment, ports: EnvironmentPorts) -> None:
+    def test_run_with_each_environment_passes_the_audit(
+        self, environment: Environment, ports: EnvironmentPorts
+    ) -> None:
         pipeline = Pipeline(
             MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment, environment_ports=ports
         )
@@ -91,7 +93,7 @@ def trajectories(pipeline: Pipeline) -> list[Trajectory]:
     return [one for group in groups for one in group.trajectories]
 
 
-def test_tokens_of_an_environment_are_masked() -> None:
+def test_environment_tokens_are_masked_out_of_the_loss() -> None:
     pipeline = Pipeline(MemoryStore("turns"), versions=3, async_ratio=1.0, environment=Turns())
     run_virtual(pipeline.run())
     assert audit(pipeline.store).clean
@@ -119,7 +121,7 @@ def test_each_turn_has_its_own_seed() -> None:
         assert response[:16] != response[18:34]
 
 
-def test_surplus_episodes_are_dropped_between_turns() -> None:
+def test_surplus_episodes_are_aborted_between_turns() -> None:
     """Tokens of dropped episodes count as surplus tokens, as tokens of aborted requests do."""
     choices = {"redundant_responses": 2, "on_stale": "drop"}
     pipeline = Pipeline(MemoryStore("extra"), versions=4, environment=Turns(3), choices=choices)
@@ -173,7 +175,7 @@ class Speaking(TimedEngine):
         return Generation(request.id, said, StopReason.STOP)
 
 
-def test_environment_uses_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_can_use_stop_strings_and_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two turns with a tool: a stop string ends the first turn, and the second turn reads the tool's result."""
     put_in_reach(monkeypatch, FOLDER)
     engine = Speaking("Let me ask <a:banana> and see", "=3, so ", "it is 3")
@@ -194,7 +196,7 @@ def test_environment_uses_its_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.outcome is (Outcome.CORRECT if one.reward else Outcome.WRONG)
 
 
-def test_generation_ends_at_its_token_budget() -> None:
+def test_episode_ends_at_its_token_budget() -> None:
     """A budget that cuts the call leaves no call, so the first answer is judged."""
     engine = Speaking("<a:banana>", "=3, so ", "3")
     pipeline = Pipeline(
@@ -238,7 +240,9 @@ class Budget(Environment):
         ("count", {"letter": "a", "word": 1}, "count failed: AttributeError: 'int' object has no attribute 'count'"),
     ],
 )
-def test_failed_tool_call_is_a_result(monkeypatch: pytest.MonkeyPatch, name: Any, arguments: Any, text: str) -> None:
+def test_failed_tool_call_returns_an_error_result(
+    monkeypatch: pytest.MonkeyPatch, name: Any, arguments: Any, text: str
+) -> None:
     put_in_reach(monkeypatch, FOLDER)
     result = run_virtual(build_ports(CASES["tool"]).tools.call(name, arguments))
     assert (result.text, result.is_error) == (text, "=" not in text)
@@ -255,7 +259,7 @@ def prompt(hours: float) -> ToolResult:
     return ToolResult("")
 
 
-def test_slow_tool_call_ends_at_its_deadline() -> None:
+def test_slow_tool_call_returns_an_error_at_its_deadline() -> None:
     tools = build_toolbox({"sleepy": ImportTool(path=f"{__name__}:sleepy", seconds=5)})
     result = run_virtual(tools.call("sleepy", {}))
     assert result == ToolResult("sleepy failed: it took more than 5 s", is_error=True)
@@ -269,7 +273,7 @@ def test_slow_tool_call_ends_at_its_deadline() -> None:
         (ImportTool(path=f"{__name__}:sleepy", options={"days": 1}), r"tools\.now\.options = .*'days'"),
     ],
 )
-def test_unsuitable_tool_is_refused(part: ImportTool, words: str) -> None:
+def test_tool_with_a_wrong_signature_is_refused(part: ImportTool, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_toolbox({"now": part})
 
@@ -284,7 +288,7 @@ def test_unsuitable_tool_is_refused(part: ImportTool, words: str) -> None:
         ({"max_tokens": 0}, "max_tokens is 0, but a generation has at least"),
     ],
 )
-def test_wrong_generation_request_fails_its_episode(wrong: dict[str, Any], reason: str) -> None:
+def test_invalid_generation_request_fails_only_its_episode(wrong: dict[str, Any], reason: str) -> None:
     environment = own("request")
     environment._own.request = wrong  # type: ignore[attr-defined]
     pipeline = Pipeline(MemoryStore(reason), versions=1, sigma=0.0, environment=environment)
@@ -362,7 +366,7 @@ def own(wrong: str) -> Environment:
         ("unsaid", "None"),
     ],
 )
-def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None:
+def test_exception_in_an_episode_is_recorded_as_its_failure(wrong: str, reason: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong), vocabulary=300)
     run_virtual(pipeline.run())
     assert {one.reward for one in trajectories(pipeline)} == {0.0}
@@ -376,7 +380,7 @@ def test_fault_in_an_episode_becomes_its_reason(wrong: str, reason: str) -> None
     ("wrong", "kind", "words"),
     [("silent", ConfigError, "without a generation"), ("engine", EngineFailed, "none is left")],
 )
-def test_fault_in_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError], words: str) -> None:
+def test_run_fails_if_every_episode_fails(wrong: str, kind: type[RollflowError], words: str) -> None:
     pipeline = Pipeline(MemoryStore(wrong), versions=1, environment=own(wrong))
     with pytest.raises(BaseExceptionGroup) as ended:
         run_virtual(pipeline.run())
@@ -384,6 +388,6 @@ def test_fault_in_all_episodes_ends_the_run(wrong: str, kind: type[RollflowError
     assert others is None
 
 
-def test_class_that_is_no_environment_is_refused() -> None:
+def test_class_without_environment_methods_is_refused() -> None:
     with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's Environment"):
         build_environment(ImportEnvironment(path=f"{__name__}:Pipeline"))

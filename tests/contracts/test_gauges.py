@@ -72,7 +72,7 @@ def scraped(home: Path, switch: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_node_serves_an_actors_gauges(tmp_path: Path) -> None:
+def test_ray_node_exports_the_gauges_of_an_actor(tmp_path: Path) -> None:
     """A gauge that the actor no longer reports becomes zero."""
     on, *lines = scraped(tmp_path, "1")
     assert on == "True"
@@ -82,7 +82,7 @@ def test_node_serves_an_actors_gauges(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_gauges_are_off_without_rays_metrics(tmp_path: Path) -> None:
+def test_gauges_are_off_if_ray_exports_no_metrics(tmp_path: Path) -> None:
     assert scraped(tmp_path, "0")[0] == "False"
 
 

@@ -93,7 +93,7 @@ def cases(*always: str) -> list[ParameterSet]:
     return [pytest.param(name, marks=[pytest.mark.soak] if name in soak else []) for name in CASES]
 
 
-def test_every_config_kind_has_a_test_case() -> None:
+def test_every_learner_kind_has_a_test_case() -> None:
     assert {type(config) for config in CASES.values()} == set(sections_of(TrainConfig))
 
 

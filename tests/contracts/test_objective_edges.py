@@ -36,7 +36,7 @@ def given(logp: list[float], old: list[float], advantage: float, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", PRESETS)
-def test_far_apart_policies_do_not_overflow(name: str, dtype: torch.dtype) -> None:
+def test_loss_of_very_different_policies_does_not_overflow(name: str, dtype: torch.dtype) -> None:
     objective = build_objective(PartsObjective(kind=name))
     for logp, old, advantage in itertools.product(FAR, FAR, (1e6, -1e6)):
         tokens = given([logp, logp, -1.0], [old, old, -1.0], advantage, dtype)
@@ -58,7 +58,7 @@ def test_micro_batch_may_have_no_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
+def test_ratio_of_a_single_token_is_the_same_at_every_level(name: str) -> None:
     """In a row of one token, the sum and the mean over the row equal the token's own value."""
     part = PartsObjective(kind=name)
     tokens = given([-0.5], [-0.7], -1.0, torch.float64)
@@ -71,7 +71,7 @@ def test_row_of_one_token_is_the_same_at_every_level(name: str) -> None:
     assert len(losses) == 1
 
 
-def test_m2po_may_mask_every_token() -> None:
+def test_second_moment_correction_may_mask_every_token() -> None:
     """The squares 0.09 and 0.25 are both above the bound 0.04, so no token counts and all gradients are zero."""
     objective = build_objective(PartsObjective(kind="m2po"))
     proximal, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-1.3, -0.5])

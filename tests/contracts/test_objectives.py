@@ -94,7 +94,7 @@ class TestObjectives(ObjectiveContract):
         return build_objective(case.config)
 
 
-def test_every_config_kind_has_a_test_case() -> None:
+def test_every_objective_kind_has_a_test_case() -> None:
     kinds = ObjectiveConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(case.config) for case in CASES.values()} == set(kinds)
     assert ORACLES.keys() == PRESETS.keys()
@@ -110,7 +110,7 @@ def test_every_config_kind_has_a_test_case() -> None:
         ({"penalties": {"kl_weight": 0.1, "kl_to": "reference", "kl_in": "reward"}}, False),
     ],
 )
-def test_rows_of_advantage_zero_run_only_with_a_penalty(parts: dict[str, object], every: bool) -> None:
+def test_rows_of_advantage_zero_are_computed_only_for_a_penalty(parts: dict[str, object], every: bool) -> None:
     assert build_objective(PartsObjective.model_validate(parts)).every_row is every
 
 
@@ -178,7 +178,7 @@ def test_loss_and_gradient_equal_the_formula(case: Case, staleness: float, seed:
     assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # these presets may mask all stale rows
 
 
-def test_any_row_level_makes_an_objective_need_rows() -> None:
+def test_sequence_level_part_makes_the_loss_need_whole_rows() -> None:
     """Each of these parts alone makes an objective need whole rows."""
     assert build_objective(PartsObjective()).by_token
     for parts in (
@@ -394,7 +394,7 @@ class Mean(Objective):
         return TokenLoss(-(tokens.logp_M * tokens.advantage_M).mean(), torch.zeros_like(tokens.logp_M).bool())
 
 
-def test_loss_without_one_number_per_token_is_refused() -> None:
+def test_loss_must_return_one_number_per_token() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Mean"))
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*shapes \(\) and \(200,\) for 200 tokens"):
         objective.loss(draw_tokens())
@@ -442,7 +442,7 @@ class Looks(Cut):
     """A subclass that replaces the loss and does not set `by_token`."""
 
 
-def test_by_token_is_not_inherited() -> None:
+def test_subclass_does_not_inherit_the_by_token_flag() -> None:
     """The new loss of a subclass may need whole rows, so the subclass is not by token unless it says so."""
     for name, expected in (("Detached", False), ("Cut", True), ("Looks", False)):
         assert build_objective(ImportObjective(path=f"{__name__}:{name}")).by_token is expected
@@ -464,7 +464,7 @@ class Unsure(Mean):
         return proximal_B - behaviour_B
 
 
-def test_keep_of_an_objective_must_return_one_bool_per_token() -> None:
+def test_keep_method_must_return_one_bool_per_token() -> None:
     objective = build_objective(ImportObjective(path=f"{__name__}:Unsure"))
     assert objective.uses_batch
     with pytest.raises(ConfigError, match=r"train\.objective\.path = .*keep did not return one bool for each of 3"):

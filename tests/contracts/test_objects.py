@@ -81,13 +81,13 @@ class TestObjectStores(ObjectStoreContract):
 @pytest.mark.parametrize(
     "uri", ["s3://bucket/../other", "s3://..", "s3://bucket/a//b", "memory://a/../b", "memory://."]
 )
-def test_uri_that_leads_upwards_is_refused(uri: str) -> None:
+def test_uri_with_parent_folders_is_refused(uri: str) -> None:
     """Services and proxies interpret a key with an empty part, "." or ".." in different ways."""
     with pytest.raises(ConfigError, match=r"store\.uri = .* has an empty, '\.' or '\.\.' part"):
         open_store(uri)
 
 
-def test_uri_opens_the_same_store(store: ObjectStore) -> None:
+def test_store_is_reopened_by_its_uri(store: ObjectStore) -> None:
     store.put("a/b", b"x")
     assert open_store(store.uri).get("a/b") == b"x"
     assert open_store(store.child("a").uri).get("b") == b"x"
@@ -141,7 +141,7 @@ def test_one_of_racing_threads_creates_without_hard_link_support(
     assert len(list(local.list())) == 20
 
 
-def test_repeated_link_request_counts_as_success(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_hard_link_request_counts_as_success(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def twice(source: Path, target: Path) -> None:
@@ -172,7 +172,7 @@ def test_temporary_files_are_hidden_and_reserved(local: LocalStore) -> None:
         local.put("a/.tmp/b", b"")
 
 
-def test_check_deletes_files_of_killed_writers(local: LocalStore) -> None:
+def test_store_check_deletes_files_of_killed_writers(local: LocalStore) -> None:
     local.put("a", b"x")
     old, new = local.root / ".tmp" / "old", local.root / ".tmp" / "new"
     for path in (old, new):
@@ -194,7 +194,9 @@ def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 3_000_000])
-def test_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_file_is_synced_before_the_record_that_names_it(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     """If a record exists after a power cut, the record's file and all folders above the file exist, too."""
     synced, fsync, link = set[Path](), os.fsync, os.link
 
@@ -213,7 +215,7 @@ def test_file_is_durable_before_its_record(local: LocalStore, monkeypatch: pytes
     assert synced == {local.root / "a"}
 
 
-def test_short_write_of_many_pieces_is_continued(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_write_to_disk_is_continued(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writev = os.writev
     monkeypatch.setattr("os.writev", lambda file, parts: writev(file, [memoryview(b"".join(parts))[:100_000]]))
     data = [os.urandom(n % 7 * 1000) for n in range(2000)]
@@ -239,7 +241,7 @@ def test_failed_write_leaves_no_file(local: LocalStore, monkeypatch: pytest.Monk
     assert [path for path in local.root.rglob("*") if path.is_file()] == []
 
 
-def test_check_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_error_names_a_store_folder_that_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = LocalStore(tmp_path / "file" / "store")
     with pytest.raises(
@@ -262,27 +264,27 @@ def proxy(aws: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
 
 
 @pytest.mark.parametrize("data", [b"", b"content"])
-def test_create_recognises_its_write_after_a_lost_answer(s3: S3Store, proxy: FaultyProxy, data: bytes) -> None:
+def test_create_succeeds_if_only_the_s3_response_was_lost(s3: S3Store, proxy: FaultyProxy, data: bytes) -> None:
     proxy.lose_answers("PUT", 1)
     s3.create("a", data)
     assert proxy.seen("PUT") == 2
     assert s3.get("a") == data
 
 
-def test_create_recognises_its_write_if_every_answer_is_lost(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_create_succeeds_if_all_s3_responses_were_lost(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("PUT", 100)
     s3.create("a", b"content")
     assert s3.get("a") == b"content"
 
 
-def test_create_conflicts_after_a_lost_refusal(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_create_reports_a_conflict_after_a_lost_s3_response(s3: S3Store, proxy: FaultyProxy) -> None:
     s3.create("a", b"same")
     proxy.lose_answers("PUT", 1)
     with pytest.raises(Conflict):
         s3.create("a", b"same")
 
 
-def test_silent_service_is_unreachable_not_missing(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_s3_without_response_is_unreachable_not_empty(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.lose_answers("GET", 100)
     with pytest.raises(Unreachable, match=r"did not answer a request for s3://contract/.*/a \(6 tries in \d+ s\)"):
         s3.get("a")
@@ -312,7 +314,7 @@ def test_network_fault_leaves_the_store_unchanged(
 
 
 @pytest.mark.long
-def test_stalled_body_is_read_again(s3: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_download_is_repeated(s3: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("a", b"content")
     proxy.do("GET", Fault.STALLED)
     with monkeypatch.context() as patch:
@@ -333,7 +335,7 @@ def test_object_with_altered_bytes_is_corrupt(s3: S3Store, proxy: FaultyProxy, f
 
 
 @pytest.mark.long
-def test_reader_in_parts_never_sees_a_mixture_of_puts(s3: S3Store) -> None:
+def test_read_in_parts_never_mixes_two_versions_of_an_object(s3: S3Store) -> None:
     contents = [bytes([letter]) * 18_000_000 for letter in b"ab"]
     s3.put("a", contents[0])
 
@@ -348,14 +350,14 @@ def test_reader_in_parts_never_sees_a_mixture_of_puts(s3: S3Store) -> None:
         writer.result()
 
 
-def test_list_follows_all_pages(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_includes_all_pages_of_s3(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "3")
     for number in range(10):
         s3.put(f"{number}", b"")
     assert [*s3.list()] == [f"{number}" for number in range(10)]
 
 
-def test_large_object_is_created_once_in_parts(s3: S3Store) -> None:
+def test_large_object_is_created_once_by_multipart_upload(s3: S3Store) -> None:
     data = os.urandom(2 * PART_BYTES + 1)
     assert len(race_to_create(s3, "a", [data] * 3)) == 1
     assert s3.get("a") == data
@@ -363,7 +365,7 @@ def test_large_object_is_created_once_in_parts(s3: S3Store) -> None:
         s3.create("a", b"small")
 
 
-def test_objects_of_other_writers_cause_conflicts(s3: S3Store) -> None:
+def test_create_conflicts_with_objects_of_other_programs(s3: S3Store) -> None:
     folder = s3fs.S3FileSystem(skip_instance_cache=True)
     folder.pipe_file(f"{s3.root}/plain", b"x")
     folder.pipe_file(f"{s3.root}/drawn-by-a-console/", b"")
@@ -400,7 +402,7 @@ def test_pickled_store_works_in_a_fresh_process(s3: S3Store) -> None:
     assert s3.get("a") == b"fresh"
 
 
-def test_check_names_a_missing_bucket(aws: str) -> None:
+def test_store_check_names_a_missing_bucket(aws: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.uri = 's3://nowhere/x' names a bucket that does not exist; create"):
         S3Store("nowhere/x").check()
 
@@ -412,7 +414,7 @@ def test_missing_bucket_is_not_a_missing_object(aws: str) -> None:
 
 
 @pytest.mark.long
-def test_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultyProxy(aws) as closed:
         pass
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", closed.endpoint)
@@ -422,7 +424,7 @@ def test_check_names_an_unreachable_endpoint(aws: str, monkeypatch: pytest.Monke
         S3Store("contract/x").check()
 
 
-def test_check_names_a_timeout_without_a_message(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_check_names_a_timeout_without_a_message(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def probe(self: S3Store, name: str) -> None:
         raise TimeoutError
 
@@ -431,20 +433,20 @@ def test_check_names_a_timeout_without_a_message(s3: S3Store, monkeypatch: pytes
         s3.check()
 
 
-def test_check_does_not_wait_for_a_silent_endpoint(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_store_check_does_not_wait_for_a_silent_endpoint(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.fall_silent()
     with pytest.raises(ConfigError, match="cannot be reached"):
         s3.check()
     assert proxy.seen("PUT") == 1
 
 
-def test_check_names_denied_access(s3: S3Store, proxy: FaultyProxy) -> None:
+def test_store_check_names_denied_access(s3: S3Store, proxy: FaultyProxy) -> None:
     proxy.answer("PUT", 403, "AccessDenied")
     with pytest.raises(ConfigError, match=r"store\.uri = .* denies access .*; check AWS_PROFILE or AWS_ACCESS_KEY_ID"):
         s3.check()
 
 
-def test_check_names_missing_credentials(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_check_names_missing_credentials(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(variable)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -453,7 +455,7 @@ def test_check_names_missing_credentials(s3: S3Store, monkeypatch: pytest.Monkey
         s3.check()
 
 
-def test_check_refuses_a_service_without_conditional_writes(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_service_without_conditional_writes_is_refused(s3: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     put_object = moto.s3.responses.S3Response.put_object
 
     def unconditional(self: moto.s3.responses.S3Response) -> object:
@@ -466,7 +468,7 @@ def test_check_refuses_a_service_without_conditional_writes(s3: S3Store, monkeyp
     assert list(s3.list()) == []
 
 
-def test_uri_without_a_name_is_refused() -> None:
+def test_memory_store_uri_without_a_name_is_refused() -> None:
     for uri in ("s3://", "memory://"):
         with pytest.raises(ConfigError, match=r"store\.uri = "):
             open_store(uri).check()
@@ -474,7 +476,7 @@ def test_uri_without_a_name_is_refused() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9, 100])
 @pytest.mark.parametrize("start", [0, 1, 5])
-def test_end_of_a_chain_is_found_by_probing(count: int, start: int) -> None:
+def test_first_missing_number_of_numbered_objects_is_found(count: int, start: int) -> None:
     store = open_store(f"memory://{uuid.uuid4().hex}")
     for number in range(count):
         store.put(f"n/{number}", b"")

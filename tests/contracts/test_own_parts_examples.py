@@ -44,7 +44,7 @@ def test_example_part_passes_its_contract_test_suite(
 
 
 @pytest.mark.soak
-def test_examples_pass_with_the_wheel(tmp_path: Path) -> None:
+def test_contract_test_examples_pass_with_the_wheel(tmp_path: Path) -> None:
     """The suites come from the wheel; nothing of the source tree but the user-defined parts is in reach."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "wheel")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=HANG_SECONDS)

@@ -90,7 +90,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["sorting", "reasoning"])
-def test_cold_start_has_the_same_tokens_in_autotokenizer(
+def test_autotokenizer_gives_the_tokens_of_a_cold_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     """A cold start's tokenizer has fixed phrases as single tokens; a pre-tokenizer that splits words would fail."""

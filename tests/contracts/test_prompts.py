@@ -61,7 +61,7 @@ def opened(config: PromptConfig, seed: int = 0, held_out: int = 40) -> RunPrompt
     return open_prompts(config, seed, held_out)
 
 
-def test_every_config_kind_has_a_test_case(tmp_path: Path) -> None:
+def test_every_prompt_source_kind_has_a_test_case(tmp_path: Path) -> None:
     kinds = PromptConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(make(tmp_path)) for make in CASES.values()} == set(kinds)
 
@@ -141,7 +141,7 @@ def own(wrong: str) -> ImportPrompts:
         ("drawn", "the source asks other questions each time it is opened; draw from its seed alone"),
     ],
 )
-def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
+def test_faulty_prompt_source_is_refused_before_a_run(wrong: str, words: str) -> None:
     config = parse_config({"prompts": [own(wrong).model_dump()], "evaluation": {"prompts": 5}})
     with pytest.raises(ConfigError) as refused:
         check_own_parts(config)
@@ -149,7 +149,7 @@ def test_faulty_source_is_refused_before_a_run(wrong: str, words: str) -> None:
     assert str(refused.value).startswith("prompts.")
 
 
-def test_other_spelling_of_a_held_out_question_is_replaced() -> None:
+def test_held_out_question_in_other_spelling_is_not_trained_on() -> None:
     """The held-out question occurs in the middle of a run, and earlier positions do not show the question."""
     source = opened(own("late")).sources[0]
     assert [source.training(position).text for position in (4, 5)] == ["t4", "t1000008"]
@@ -160,15 +160,15 @@ def test_held_out_demonstration_is_refused() -> None:
         opened(own("shown")).demonstration(0)
 
 
-def test_endless_held_out_set_is_cut_to_the_wanted_size() -> None:
+def test_endless_held_out_set_is_cut_to_the_configured_size() -> None:
     assert [prompt.text for prompt in opened(own("endless"), held_out=3).held_out()] == ["h0", "h1", "h2"]
 
 
-def test_class_that_is_no_source_is_refused() -> None:
+def test_class_that_is_no_prompt_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="the path does not name a class that derives from rollflow's QuestionSource"):
         opened(ImportPrompts(path=f"{__name__}:CASES"))
 
 
-def test_prompts_are_named_by_class_or_option() -> None:
+def test_prompt_ids_have_the_name_of_class_or_option() -> None:
     assert opened(own("")).prompt(0).id == "Own/00000000"
     assert opened(own("").model_copy(update={"name": "letters"})).prompt(0).domain == "letters"

@@ -24,7 +24,7 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def test_ray_accepts_the_parameters_of_a_node() -> None:
+def test_ray_accepts_the_parameters_of_a_private_node() -> None:
     assert set(inspect.signature(RayParams).parameters) >= PARAMETERS
     assert set(inspect.signature(Node).parameters) >= {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"}
     left_out = inspect.signature(Node.start_api_server).parameters.values()

@@ -22,7 +22,7 @@ def connection(monkeypatch: pytest.MonkeyPatch) -> S3Connection:
     return S3Connection(RetryLimits(connect_seconds=3.0, silence_seconds=7.0))
 
 
-def test_connection_has_one_client_without_retries(connection: S3Connection) -> None:
+def test_s3_connection_has_one_client_without_retries(connection: S3Connection) -> None:
     """A client for each request would open new connections; a client that retries would add to rollflow's retries."""
     first, second = (connection.wait(connection._filesystem.set_session) for _ in range(2))
     assert first is second
@@ -32,7 +32,7 @@ def test_connection_has_one_client_without_retries(connection: S3Connection) -> 
     assert config.max_pool_connections == 4 * AT_ONCE
 
 
-def test_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_region_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
     for name, region in (("AWS_DEFAULT_REGION", "eu-west-1"), ("AWS_REGION", "eu-central-1")):  # AWS_REGION wins
@@ -41,7 +41,7 @@ def test_region_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         assert client.meta.region_name == region
 
 
-def test_condition_unknown_to_the_client_is_refused(connection: S3Connection) -> None:
+def test_unknown_conditional_header_is_refused_by_the_s3_client(connection: S3Connection) -> None:
     """If the client silently ignored an unknown condition, two writers could create the same object."""
     with pytest.raises(botocore.exceptions.ParamValidationError, match="IfNobodyDid"):
         connection.call("put_object", Bucket="bucket", Key="key", Body=b"", IfNobodyDid="*")
@@ -59,7 +59,7 @@ def test_condition_unknown_to_the_client_is_refused(connection: S3Connection) ->
         ("never heard of", OSError),
     ],
 )
-def test_refusal_keeps_the_services_error_code(code: str, kind: type[OSError]) -> None:
+def test_s3_error_keeps_the_error_code_of_the_service(code: str, kind: type[OSError]) -> None:
     refused = botocore.exceptions.ClientError({"Error": {"Code": code, "Message": "no"}}, "PutObject")
     found = translate_boto_error(refused)
     assert isinstance(found, kind)

@@ -114,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_config_kind_has_a_test_case() -> None:
+def test_every_scorer_kind_has_a_test_case() -> None:
     kinds = RewardConfig.__origin__.__args__  # type: ignore[attr-defined]
     assert {type(case.config) for case in CASES.values()} | {JudgeReward} == set(kinds)
 

@@ -133,7 +133,7 @@ def by_the_model(model: Any, tokens: list[int], temperature: float = 1.0) -> Ten
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
-def test_all_passes_use_the_models_own_head(name: str) -> None:
+def test_every_forward_pass_uses_the_models_own_head(name: str) -> None:
     tokens, batch = one_row()
     made, spy = learner_of(model_of(name)), Spy(uses_batch=True)
     made.objective = spy
@@ -201,7 +201,7 @@ def test_learner_computes_every_term_of_the_config(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *ATTENTION}))
-def test_attention_passes_all_arguments_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_wrapper_passes_on_all_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An argument that a future model passes to its attention fails this test until it is listed in this module."""
     given: set[str] = set()
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -264,7 +264,7 @@ def test_kl_weight_is_passed_only_if_it_is_adapted() -> None:
         assert spy.trained[0].kl_weight == expected
 
 
-def test_distance_is_infinite_if_one_side_is_no_number() -> None:
+def test_logprob_distance_is_infinite_for_a_nan_or_infinity() -> None:
     """The distance is zero if both sides are NaN, or if both sides are minus infinity."""
     whole, minus = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, -math.inf, 3.0])
     broken = torch.tensor([1.0, math.nan, 3.0])
@@ -314,7 +314,7 @@ def pass_over(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch, temperatu
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "gpt2", "phi"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_number_of_chunks_does_not_change_the_result(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_chunks_does_not_change_log_probs(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs and entropies are equal with and without chunks; the head's gradients are summed in another order."""
     model = model_of(name)
     whole = pass_over(model, ROWS * LENGTH, monkeypatch)
@@ -326,7 +326,7 @@ def test_number_of_chunks_does_not_change_the_result(name: str, chunk: int, monk
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_logits_never_exceed_a_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_memory_never_exceed_one_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of logits exceeds a chunk, neither in the forward nor in the backward pass."""
     model = model_of(name)
     for chunk, most in ((ROWS * LENGTH, ROWS * (LENGTH - 1)), (50, 50), (24, 23)):

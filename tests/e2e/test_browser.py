@@ -167,7 +167,7 @@ def browser(home: Path) -> Iterator[Browser]:
         chromium.close()
 
 
-def test_form_starts_a_run(browser: Browser, home: Path) -> None:
+def test_prefect_form_starts_a_run(browser: Browser, home: Path) -> None:
     page = browser.page
     browser.form_of("short")
     browser.shot("form")

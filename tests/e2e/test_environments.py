@@ -134,7 +134,7 @@ GROUPS: dict[str, Settings] = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_run_trains_under_a_settings_file(group: str, tmp_path: Path) -> None:
+def test_run_trains_with_each_group_of_environment_variables(group: str, tmp_path: Path) -> None:
     if group == "socks" and find_spec("socksio") is None:
         pytest.skip("socksio is not installed, and such a run is refused")
     if GROUPS[group].user is not None and not _can_be_another(GROUPS[group].user):

@@ -38,7 +38,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Root]:
     shutil.rmtree(folder)
 
 
-def test_batch_with_an_image_is_trained_on(image: Root) -> None:
+def test_run_in_the_container_image_passes_the_audit(image: Root) -> None:
     assert image.user == "rollflow"
     checks = {check["name"]: check for check in json.loads(image.run("rollflow doctor --json"))}
     assert checks["engine"]["found"].startswith("vllm 0.")
@@ -48,7 +48,7 @@ def test_batch_with_an_image_is_trained_on(image: Root) -> None:
     assert "clean" in said
 
 
-def test_image_contains_the_service_commands(image: Root) -> None:
+def test_container_image_contains_the_service_commands(image: Root) -> None:
     """Compose and Kubernetes start these commands by name."""
     for command in ("prefect version", "mlflow --version", "ray --version", "python infra/bucket.py --help"):
         image.run(command)

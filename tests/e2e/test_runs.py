@@ -108,7 +108,7 @@ def leftovers(home: Path) -> list[str]:
 
 
 @pytest.mark.xdist_group("vllm")
-def test_asynchronous_run_on_vllm_audits_clean(
+def test_asynchronous_run_on_vllm_passes_the_audit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = Command(tmp_path, SMALL.format(versions=5, alpha=2, engine="vllm"))
@@ -139,7 +139,7 @@ def test_asynchronous_run_on_vllm_audits_clean(
 
 @pytest.mark.soak
 @pytest.mark.xdist_group("vllm")
-def test_vllm_run_with_extra_groups_and_restarts_audits_clean(tmp_path: Path) -> None:
+def test_vllm_run_with_redundant_prompts_passes_the_audit(tmp_path: Path) -> None:
     """Test extra groups and responses, a filter and tail batching on vLLM, with updates that
     restart running requests.
     """
@@ -199,7 +199,7 @@ def test_sigterm_during_start_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_served_deployment_starts_a_run(
+def test_prefect_deployment_starts_a_run(
     tmp_path: Path, s3: str, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Start a flow run as the Prefect UI does, with typed parameters, a local model, local data and an S3 store."""
@@ -307,7 +307,7 @@ def services(tmp_path: Path, prefect_database: Path) -> Iterator[tuple[PrefectSe
 
 
 @pytest.mark.soak
-def test_stopped_run_resumes_on_given_services(
+def test_stopped_run_resumes_on_existing_services(
     tmp_path: Path,
     prefect_database: Path,
     services: tuple[PrefectServer, RayHead],

@@ -91,7 +91,7 @@ def port_of(url: str) -> int:
 
 
 @pytest.mark.parametrize("secret", PLANTED.values(), ids=PLANTED)
-def test_search_finds_secrets_in_every_encoding(secret: str) -> None:
+def test_secret_search_finds_every_encoding_of_a_secret(secret: str) -> None:
     for text in (f"key={secret};", f"https://me:{quote(secret, safe='')}@host", f"me:{secret}"):
         assert leaks({"log": text.encode()}, {"X": secret}) == ["X in log"]
     for user in ("", "m", "me", "me:"):
@@ -102,7 +102,7 @@ def test_search_finds_secrets_in_every_encoding(secret: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_run_leaves_no_secret(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_stores_and_logs_no_secret(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run uses given Prefect, Ray and MLflow servers, and gets their secrets from the environment.
 
     Prefect and MLflow are reached by HTTPS, with certificates from their own settings.

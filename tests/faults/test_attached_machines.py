@@ -118,7 +118,7 @@ def test_run_on_an_existing_cluster_trains_on_its_nodes(attached: Attached, name
     assert audit.wait(LONG_SECONDS) == 0, machine.output()
 
 
-def test_refused_cluster_gives_a_one_sentence_error(attached: Attached) -> None:
+def test_refused_cluster_connection_gives_a_one_sentence_error(attached: Attached) -> None:
     """`check` and `run` refuse within seconds: without token, with another one, without TLS, and outside the nodes."""
     desk, address = attached.desk, attached.address
     own = attached.environments["desk"]

@@ -105,7 +105,7 @@ def last_line(compose: Compose, program: str) -> str:
     return execute(compose, "ray", "python", "-c", program).splitlines()[-1]
 
 
-def test_run_survives_the_loss_of_postgres(compose: Compose) -> None:
+def test_run_survives_the_loss_of_the_postgres_database(compose: Compose) -> None:
     execute(compose, "ray", "prefect", "variable", "set", "of_a_person", "kept")
     experiment = last_line(compose, PERSON)
     run = compose.begin("ray", ["rollflow", "run", "/home/rollflow/home/drill.toml", "--run-id", "drill"])

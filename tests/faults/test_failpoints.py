@@ -115,7 +115,7 @@ def killed(root: Path, at: int, damage: Mapping[tuple[int, int], Damage], *, aft
 
 @pytest.mark.many
 @pytest.mark.parametrize(("start", "name"), enumerate(DAMAGES, 1), ids=DAMAGES)
-def test_run_continues_after_a_kill_at_any_write(tmp_path: Path, start: int, name: str) -> None:
+def test_run_continues_after_a_kill_at_any_storage_write(tmp_path: Path, start: int, name: str) -> None:
     """In `make test` each write is a failpoint of one of the four cases, in `make soak` of all."""
     at, damage = 1 if ALL else start, DAMAGES[name]
     while survives(tmp_path / f"{at}-before", at, damage, after=False):

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 VERSIONS = 600  # enough versions for the second supervisor to begin before the first supervisor ends
 
 
-def test_run_that_is_resumed_elsewhere_stops_here(tmp_path: Path) -> None:
+def test_run_resumed_on_another_machine_stops_on_the_first(tmp_path: Path) -> None:
     """As after a network partition, the old supervisor, learner and scheduler are alive when new ones start."""
     recipe = RECIPE.format(seed=3, versions=VERSIONS, engine="timed", timing=TIMING["timed"])
     old = Victim(tmp_path / "old", recipe)

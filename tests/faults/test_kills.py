@@ -84,7 +84,7 @@ class Shortened(Victim):
         return super()._start(*arguments)
 
 
-def test_run_survives_kills_of_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_survives_kills_of_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "Victim", Shortened)
     home = tmp_path / "home"
     order = random.Random().sample(ROLES, len(ROLES))

@@ -67,7 +67,7 @@ def check_resume(victim: Victim) -> None:
     assert (outcome.lost, outcome.doubled) == (0, 0)
 
 
-def test_unwatched_run_frees_its_actors_and_is_resumed(victim: Victim, others: RayHead) -> None:
+def test_run_without_supervisor_frees_its_actors_and_resumes(victim: Victim, others: RayHead) -> None:
     kill_everything(victim.home)
     victim.process.wait()
     killed = time.monotonic()

@@ -111,7 +111,7 @@ def killed_behind_voids(home: Path, recipe: str, kills: int) -> Path:
     return home / "store/runs/chaos"
 
 
-def test_killed_synchronous_run_quarantines_the_same_batches(tmp_path: Path) -> None:
+def test_killed_synchronous_run_sets_the_same_nan_batches_aside(tmp_path: Path) -> None:
     """Batches, repeated prompts and versions are the same, bit for bit."""
     recipe = RECIPE.format(alpha=0)
     whole, broken = (killed_behind_voids(tmp_path / name, recipe, n) for name, n in (("whole", 0), ("broken", 2)))
@@ -119,5 +119,5 @@ def test_killed_synchronous_run_quarantines_the_same_batches(tmp_path: Path) -> 
     assert sampled(broken, VERSIONS) == sampled(whole, VERSIONS)
 
 
-def test_asynchronous_run_continues_after_quarantines(tmp_path: Path) -> None:
+def test_asynchronous_run_continues_after_batches_with_nan(tmp_path: Path) -> None:
     quarantined(killed_behind_voids(tmp_path / "run", RECIPE.format(alpha=2), 1))

@@ -50,7 +50,9 @@ def shas(context: RunContext) -> list[list[str]]:
     return [[stored.sha256 for stored in context.policies.find(v).objects] for v in range(VERSIONS + 1)]
 
 
-def test_run_continues_after_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_continues_after_a_kill_at_any_publishing_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 

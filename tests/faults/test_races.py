@@ -88,7 +88,7 @@ def supervisor(root: Path, _: int, racer: int) -> str:
     return str(Log(LocalStore(root)).claim("supervisor", who=f"racer {racer}", cluster="here").claim)
 
 
-def test_two_learners_race_for_every_version(tmp_path: Path) -> None:
+def test_two_racing_learners_publish_each_version_once(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     batches, writer = ready(store, async_ratio=ROUNDS)
     for number in range(ROUNDS):
@@ -99,7 +99,7 @@ def test_two_learners_race_for_every_version(tmp_path: Path) -> None:
     assert check_story(store).latest == ROUNDS
 
 
-def test_two_schedulers_race_for_every_batch(tmp_path: Path) -> None:
+def test_two_racing_schedulers_commit_each_batch_once(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     ready(store, async_ratio=ROUNDS)
     won = race(tmp_path, scheduler, ROUNDS)
@@ -108,7 +108,7 @@ def test_two_schedulers_race_for_every_batch(tmp_path: Path) -> None:
     check_story(store)
 
 
-def test_only_the_newest_supervisor_continues(tmp_path: Path) -> None:
+def test_only_the_newest_of_racing_supervisors_continues(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     describe(store)
     won = race(tmp_path, supervisor, ROUNDS // 2, racers=4)
@@ -141,7 +141,7 @@ def _holder(store: LocalStore, role: str) -> Writer:
     return Writer(Log(store), claim.role, claim.claim)
 
 
-def test_racing_void_start_and_commit_stay_consistent(tmp_path: Path) -> None:
+def test_racing_batch_writes_give_each_prompt_one_outcome(tmp_path: Path) -> None:
     """The commit either precedes the new scheduler's claim, and is seen, or fails: no dispatch has two fates."""
     for number in range(20):
         store = LocalStore(tmp_path / str(number))

@@ -83,7 +83,7 @@ def _warns(*given: Any) -> None:
     run_rank(*given)
 
 
-def test_warning_of_a_rank_is_logged_by_the_first_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_on_any_learner_rank_is_logged_by_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.multi_rank.multi_rank_learner.run_rank", _warns)
     heard, made = Warnings("learner"), ranked(folder, 3, 60.0)
     try:
@@ -117,7 +117,7 @@ TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLE)
-def test_failed_rank_is_named_and_all_ranks_end(folder: Path, trouble: str) -> None:
+def test_failed_learner_rank_is_named_and_all_ranks_end(folder: Path, trouble: str) -> None:
     cause, seconds, why = TROUBLE[trouble]
     made = ranked(folder, 3, seconds)
     made.step(batch(0), 0)
@@ -150,7 +150,9 @@ class Killing(StoreFeed):
 
 
 @pytest.mark.parametrize("learner", ["torch", pytest.param("deepspeed", marks=pytest.mark.soak)])
-def test_run_with_a_killed_rank_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str) -> None:
+def test_run_with_a_killed_learner_rank_is_bit_identical(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: str
+) -> None:
     """The learner's actor raises, and its keeper starts a new actor."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     train = {"kind": learner, "ranks": 2}
@@ -181,7 +183,7 @@ class Waiting(Killing):
         return found
 
 
-def test_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pending version is still published."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     run = prepare_small(tmp_path, versions=2, train={"ranks": 2})
@@ -192,13 +194,13 @@ def test_rank_that_dies_during_a_wait_is_named(tmp_path: Path, monkeypatch: pyte
     assert run.policies.newest() == 1
 
 
-def test_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_rank_that_dies_at_its_start_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.tasks.learners.multi_rank.multi_rank_learner.run_rank", _exit)
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 ended with code 7 while the ranks started"):
         ranked(folder, 2, 60.0)
 
 
-def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_ranks_wait_while_rank_0_loads_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit of collective operations must not include loading, which takes minutes for a large policy."""
     met, store = Event(), serve_store()
 
@@ -227,7 +229,7 @@ def test_ranks_wait_while_the_first_one_loads_weights(folder: Path, monkeypatch:
     assert not rank.is_alive()
 
 
-def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_learner_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
         ConfigError, match=r"^train.ranks = 2: each rank needs a GPU, and this machine has 1 GPUs; set train.ranks = 1$"
@@ -235,7 +237,7 @@ def test_more_ranks_than_gpus_are_refused(folder: Path, monkeypatch: pytest.Monk
         ranked(folder, 2, 60.0)
 
 
-def test_ranks_on_several_machines_see_one_gpu_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_a_multi_node_learner_sees_one_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs of the first rank's machine are not counted; no rank starts here, because the starter fails."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     far = RankHosts(start=_never)
@@ -247,7 +249,7 @@ def _never(rank: int, meeting: Meeting) -> StartedRank:
     raise NotImplementedError
 
 
-def test_ranks_end_with_a_deleted_learner(folder: Path) -> None:
+def test_learner_ranks_end_when_the_learner_is_deleted(folder: Path) -> None:
     made = ranked(folder, 2, 60.0)
     found = pids(made)
     assert [psutil.Process(pid).name() for pid in found] == ["rank 1 of 2"]  # the process's title names the rank
@@ -256,7 +258,7 @@ def test_ranks_end_with_a_deleted_learner(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_no_rank_outlives_its_owner(folder: Path, stopped: bool) -> None:
+def test_learner_rank_ends_with_its_parent_process(folder: Path, stopped: bool) -> None:
     """A stopped rank does not outlive its owner either."""
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdin=pipe, stdout=pipe, text=True) as owner:

@@ -41,7 +41,7 @@ STOPPED = f"did not reach the other ranks within {RANK_SECONDS:g} s"
 
 
 @pytest.mark.parametrize(("keys", "kills"), KINDS.values(), ids=KINDS)
-def test_run_with_killed_ranks_and_learner_is_bit_identical(tmp_path: Path, keys: str, kills: Counter[str]) -> None:
+def test_run_with_killed_learner_ranks_is_bit_identical(tmp_path: Path, keys: str, kills: Counter[str]) -> None:
     """With sharding each rank stores files of every version; some ranks are killed during a write."""
     versions = 8 * kills.total()  # about four versions pass from one kill to the next
     recipe = RECIPE.replace("versions = 100", f"versions = {versions}") + keys

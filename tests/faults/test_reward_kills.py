@@ -42,7 +42,7 @@ def trained_rows(store: ObjectStore) -> list[dict[str, Any]]:
     return [row for file in files for row in TrajectoryBatch.from_bytes(batches.read(file)).table.to_pylist()]
 
 
-def test_killed_reward_stage_loses_and_invents_no_score(tmp_path: Path) -> None:
+def test_killed_reward_stage_neither_loses_nor_adds_scores(tmp_path: Path) -> None:
     home, draw = tmp_path / "home", random.Random()
     victim = Victim(home, RECIPE, *(part for key in SMALL for part in ("--set", key)))
     victim.versions, victim.groups, victim.group_size = 200, 6, 4

@@ -100,7 +100,7 @@ def cluster(prefect_database: Path) -> Iterator[tuple[Machines, Slurm]]:
         yield machines, slurm
 
 
-def test_requeued_job_continues_its_run(cluster: tuple[Machines, Slurm]) -> None:
+def test_requeued_slurm_job_continues_its_run(cluster: tuple[Machines, Slurm]) -> None:
     """The job is preempted, requeued by an operator, and cancelled; then another job continues the run."""
     machines, slurm = cluster
     job = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", **STORE))
@@ -122,7 +122,7 @@ def test_requeued_job_continues_its_run(cluster: tuple[Machines, Slurm]) -> None
     print(slurm.path(f"slurm-{job.number}.out").read_text()[-6000:])
 
 
-def test_job_continues_after_the_loss_of_a_node(cluster: tuple[Machines, Slurm]) -> None:
+def test_slurm_job_continues_after_the_loss_of_a_node(cluster: tuple[Machines, Slurm]) -> None:
     machines, slurm = cluster
     job = Job(machines, slurm, slurm.submit(SCRIPT, "recipe.toml", **STORE))
     job.reach(2)

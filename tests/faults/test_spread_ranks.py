@@ -64,7 +64,7 @@ def weights(run: RunContext, version: int) -> list[str]:
         pytest.param({"ranks": 2, "kind": "deepspeed"}, id="DeepSpeed", marks=SOAK),
     ],
 )
-def test_multi_node_ranks_train_as_forked_ranks(place: Path, train: dict[str, Any]) -> None:
+def test_multi_node_ranks_train_like_ranks_on_one_node(place: Path, train: dict[str, Any]) -> None:
     near = prepare_small(place, "near", versions=2, train=train)
     far = prepare_small(place, "far", versions=2, train={**train, "multi_node": True})
     train_small(near)
@@ -123,7 +123,7 @@ TROUBLE: list[Any] = [
 
 
 @pytest.mark.parametrize(("do", "seconds", "sentence"), TROUBLE)
-def test_dead_spread_rank_is_named_and_the_run_continues(
+def test_dead_multi_node_rank_is_named_and_the_run_continues(
     place: Path, do: Callable[[MultiRankLearner], None], seconds: float, sentence: str
 ) -> None:
     train = {"ranks": 2, "rank_seconds": seconds}
@@ -149,7 +149,7 @@ class Owner:
         return os.getpid()
 
 
-def test_no_multi_node_rank_outlives_its_owner(place: Path) -> None:
+def test_multi_node_rank_ends_with_its_parent_process(place: Path) -> None:
     run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     owner = ray.remote(Owner).remote()
     pid = ray.get(owner.begin.remote(run), timeout=HANG_SECONDS)
@@ -158,7 +158,7 @@ def test_no_multi_node_rank_outlives_its_owner(place: Path) -> None:
     until(lambda: not processes())
 
 
-def test_caller_without_the_secret_is_refused(place: Path) -> None:
+def test_rank_refuses_a_caller_without_the_secret(place: Path) -> None:
     """A caller on a rank's port must know the secret."""
     run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     started = SpreadRank(run, partial(place_in_turn, run.config), 1, Meeting("127.0.0.1", serve_store().port))
@@ -211,7 +211,7 @@ print("right")
 """
 
 
-def test_gpus_of_ranks_are_reserved_together() -> None:
+def test_gpus_of_multi_node_ranks_are_reserved_together() -> None:
     """With GPUs that Ray only counts, the ranks of a second learner get all their GPUs, or an error."""
     done = subprocess.run([sys.executable, "-c", WITH_GPUS], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]

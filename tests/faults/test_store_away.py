@@ -49,7 +49,7 @@ def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]
 
 
 @pytest.mark.soak
-def test_run_continues_when_the_store_is_back(
+def test_run_continues_when_object_storage_answers_again(
     tmp_path: Path, server: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = RECIPE.format(seed=1, versions=60, engine="timed", timing=TIMING["timed"])
@@ -86,7 +86,7 @@ async def call(method: Callable[[], Any]) -> Any:
     return await asyncio.to_thread(method)
 
 
-async def test_actors_report_what_they_wait_for(proxy: FaultyProxy, tmp_path: Path) -> None:
+async def test_actors_report_that_they_wait_for_storage(proxy: FaultyProxy, tmp_path: Path) -> None:
     """The actors are started while the store is unreachable; their flows would treat a silent actor as stuck."""
     proxy.fall_silent()
     kinds: list[Any] = [partial(RolloutActor, address=""), LearnerActor, RewardActor]
@@ -118,7 +118,7 @@ class Away(MemoryStore):
         super().create(path, data)
 
 
-def test_recovery_is_kept_until_it_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_record_is_kept_until_storage_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.storage.run_records.recoveries.AGAIN_SECONDS", 0.01)
     run = Away(uuid.uuid4().hex)
     notes, made = Notes(run), [Recovery("learner", f"killed {n}", 1.0, 2.0, 3.0) for n in range(3)]

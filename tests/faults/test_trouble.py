@@ -114,7 +114,7 @@ def goes_on(run: LocalStore, objects: set[Path]) -> None:
     assert Log(run).state.version == 1
 
 
-def test_full_disk_fails_a_publish_with_a_fix(
+def test_full_disk_while_publishing_gives_an_error_with_a_fix(
     learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
 ) -> None:
     said = said_under(
@@ -128,7 +128,7 @@ def test_full_disk_fails_a_publish_with_a_fix(
     goes_on(run, objects)
 
 
-def test_full_disk_at_an_entry_leaves_the_log_unchanged(
+def test_full_disk_while_appending_leaves_the_log_unchanged(
     learner: tuple[PolicyStore, Writer], run: LocalStore, objects: set[Path]
 ) -> None:
     log = learner[0].log
@@ -184,7 +184,7 @@ def test_error_names_a_missing_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
-def test_skewed_clock_is_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skewed_clock_gives_an_error_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server("clock") as endpoint, FaultyProxy(endpoint) as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("PUT", 403, "RequestTimeTooSkewed")
@@ -214,7 +214,7 @@ def kept(run: ObjectStore) -> set[int]:
     return {v for v in range(policies.newest() + 1) if run.exists(policies.find(v).weights[0].path)}
 
 
-def test_run_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_run_in_another_storage_format_is_refused(tmp_path: Path) -> None:
     logged, described = LocalStore(tmp_path / "logged"), LocalStore(tmp_path / "described")
     Log(logged).create(RunCreated("another", {"async_ratio": 0, "group_size": 1}, "0" * 64, 1, format=FORMAT + 1))
     described.put("run.json", b"{}")

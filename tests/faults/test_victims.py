@@ -27,7 +27,7 @@ from tests.support.small_run import GROUPS, SIZE, prepare_small, train_small
 from tests.support.waiting import until
 
 
-def test_kill_is_counted_once_the_process_has_ended() -> None:
+def test_kill_counts_only_after_the_process_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         process = psutil.Process(child.pid)
         assert kill(process)  # the process is a zombie until it is waited for, and counts as gone
@@ -35,7 +35,7 @@ def test_kill_is_counted_once_the_process_has_ended() -> None:
         assert not kill(process)
 
 
-def test_kill_of_everything_includes_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_of_all_processes_includes_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path)}
     children = [subprocess.Popen(sleep, env=environment) for _ in range(2)]
@@ -61,7 +61,7 @@ def test_flow_runs_are_identified_by_their_tags() -> None:
     assert given == [*victims.STAGES.values(), victims.SUPERVISOR]
 
 
-def test_kill_table_has_a_fatal_kill(tmp_path: Path) -> None:
+def test_kill_table_includes_the_kill_that_ended_the_run(tmp_path: Path) -> None:
     """A kill that ended the run is in the table, which otherwise would show only survived kills."""
 
     class Stuck(Victim):
@@ -121,7 +121,7 @@ def test_inspect_reports_trajectories_of_a_lost_batch_as_lost(tmp_path: Path, mo
     assert (after.right, after.lost) == (False, GROUPS * SIZE)
 
 
-def test_recovery_of_one_role_does_not_count_for_another() -> None:
+def test_recovery_time_is_measured_for_each_role_separately() -> None:
     assert set(ROLES) - set(RECORDED_AS) == {"reward worker"}
     assert is_record_of("engine", "engine-1")
     assert is_record_of("scheduler", "rollout")

@@ -35,7 +35,7 @@ from tests.support.lives import Worker
 from tests.support.waiting import HANG_SECONDS
 
 
-def test_first_restart_is_immediate_then_pauses_double() -> None:
+def test_first_restart_is_immediate_and_later_pauses_double() -> None:
     now = [0.0]
     budget = RestartBudget(RecoveryConfig(restarts=4, window_seconds=100, backoff_seconds=1.0), lambda: now[0])
     assert [budget.spend("learner", "gone") for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]
@@ -69,7 +69,7 @@ def test_engine_speed_is_right_if_the_clock_steps_back(tmp_path: Path, monkeypat
     assert progress.tokens_per_second == progress.tokens_per_second_now == 0.0
 
 
-def test_newest_claim_wins(tmp_path: Path) -> None:
+def test_second_supervisor_replaces_the_first(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     describe(store)
     first = Log(store).claim("supervisor", who="flow run 1", cluster="a:1")
@@ -111,7 +111,7 @@ def keep_on(tmp_path: Path, lives: str, patience: float = 5.0) -> tuple[RunConte
         cluster.kill_named(["worker"])
 
 
-def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
+def test_actor_is_restarted_after_death_error_or_hang(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "die raise hang work")
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()  # deaths in a row without progress between them are one recovery
@@ -125,7 +125,7 @@ def test_keeper_recovers_from_deaths_errors_and_hangs(tmp_path: Path) -> None:
     assert recovery.noticed_at <= recovery.restored_at <= recovery.resumed_at
 
 
-def test_unwatched_actor_is_not_restarted(tmp_path: Path) -> None:
+def test_actor_is_not_restarted_without_a_supervisor(tmp_path: Path) -> None:
     with pytest.raises(
         SupervisorGone, match=r"no supervisor has watched .* for 2 s .*; continue the run with: rollflow resume"
     ):
@@ -152,7 +152,7 @@ def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
         keep(tmp_path, "busy", restarts=0, answer=2.0, patience=4.0)
 
 
-def test_unstorable_note_does_not_end_the_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_for_a_note_does_not_end_an_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append, failures = RecoveryLog.append, [Unreachable("object storage did not answer")] * 2
 
     def away(self: RecoveryLog, recovery: Recovery) -> int:
@@ -166,12 +166,14 @@ def test_unstorable_note_does_not_end_the_actor(tmp_path: Path, monkeypatch: pyt
     assert [recovery.attempt for recovery in RecoveryLog(context.store).read()] == [1]
 
 
-def test_exhausted_budget_reports_the_reason(tmp_path: Path) -> None:
+def test_exhausted_restart_budget_reports_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RestartsExhausted, match=r"worker was restarted 2 times .* somebody else published version 3"):
         keep(tmp_path, "raise", restarts=2)
 
 
-def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_supervisor_inherits_the_spent_restart_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new keeper starts, for example, when a stage's flow is killed each time its actor has restarted."""
     monkeypatch.setattr(
         "rollflow.flows.keepalive.restart_history.WAIT_SECONDS", HANG_SECONDS
@@ -183,24 +185,24 @@ def test_new_keeper_inherits_the_spent_budget(tmp_path: Path, monkeypatch: pytes
         keep_on(tmp_path, "raise work")
 
 
-def test_config_error_is_not_retried(tmp_path: Path) -> None:
+def test_actor_is_not_restarted_after_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(StoreFailed, match="free space, then resume the run"):
         keep(tmp_path, "full work")  # a second start of the worker would succeed
 
 
-def test_deterministic_failure_is_not_retried(tmp_path: Path) -> None:
+def test_actor_is_not_restarted_after_a_deterministic_failure(tmp_path: Path) -> None:
     """A version is a function of its parent and its batch, so a retry would fail again."""
     with pytest.raises(NotFinite, match="grad_norm of batch 2 is nan"):
         keep(tmp_path, "nan work")
 
 
-def test_superseded_actor_is_not_restarted(tmp_path: Path) -> None:
+def test_actor_replaced_by_a_newer_one_is_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(Superseded, match="which is another one"):
         keep(tmp_path, "superseded work")
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
 
 
-def test_actor_deposed_by_a_dead_claim_is_restarted(tmp_path: Path) -> None:
+def test_actor_replaced_by_a_dead_process_is_restarted(tmp_path: Path) -> None:
     _, result = keep(tmp_path, "deposed work")
     assert result == "done"
 
@@ -226,7 +228,7 @@ FAILED = RestartsExhausted("the train stage failed: Deposed: a learner is claime
 
 
 @pytest.mark.parametrize(("cluster", "done"), [("B", ["stages ended"]), ("A", [])])
-def test_superseded_supervisor_leaves_status_and_tracking(cluster: str, done: list[str]) -> None:
+def test_replaced_supervisor_leaves_status_and_mlflow_unchanged(cluster: str, done: list[str]) -> None:
     """The old supervisor has not yet read the new claim; the new one owns status, tracking and the cluster's stages."""
     store, told = MemoryStore(uuid.uuid4().hex), list[str]()
     begin(store)

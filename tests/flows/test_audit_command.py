@@ -42,7 +42,7 @@ def test_audit_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("wrong", [{"group_size": 0}, {"store": {"keep_every": 0}}, {"store": None}], ids=str)
-def test_unreadable_first_config_gets_a_one_sentence_error(
+def test_audit_of_an_unreadable_config_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, object]
 ) -> None:
     assert audited(tmp_path, **wrong) == 1
@@ -52,7 +52,7 @@ def test_unreadable_first_config_gets_a_one_sentence_error(
 
 
 @pytest.mark.parametrize("rollout", [None, "[/red]", {"redundant_responses": "[bold]"}], ids=str)
-def test_incomplete_first_config_is_a_violation(
+def test_audit_reports_an_incomplete_config_as_a_violation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rollout: object
 ) -> None:
     assert audited(tmp_path, rollout=rollout) == 1

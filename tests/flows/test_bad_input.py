@@ -122,7 +122,7 @@ def test_error_suggests_a_key_of_the_same_config_kind(
     assert said.endswith(f"did you mean {hint}" if hint else "remove the key; `rollflow keys` lists all keys")
 
 
-def test_unknown_key_with_the_name_of_a_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_an_unknown_key_that_is_also_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "check", RECIPE, "--set", "engine.vllm=1").startswith("engine.vllm = 1: there is no such")
 
 
@@ -140,7 +140,7 @@ def test_temperature_that_vllm_changes_is_refused(
     assert parse_config(tree).model_dump()[section][name] == float(value)
 
 
-def test_greedy_evaluation_is_accepted() -> None:
+def test_greedy_evaluation_on_vllm_is_accepted() -> None:
     assert main(["check", RECIPE, "--set", "evaluation.temperature=0"]) == 0
 
 
@@ -267,7 +267,7 @@ def test_policy_that_the_engine_cannot_run_is_refused(
     assert 'set engine.kind = "vllm"' in sentence
 
 
-def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_attention_head_size_without_vllm_kernel_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Without a GPU, engines with such a policy would die one after another."""
     folder = make_policy(tmp_path / "policy", hidden_size=48, num_attention_heads=2)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
@@ -278,7 +278,7 @@ def test_head_size_without_a_kernel_is_refused(capsys: pytest.CaptureFixture[str
     assert refused_alike(capsys, RECIPE, *cold).startswith("policy.cold_start.heads = 2: vLLM's CPU attention")
 
 
-def test_cache_too_small_for_one_request_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_kv_cache_too_small_for_one_request_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The policy has 4 layers of 4 heads of 32, so keys and values in float32 take 4,096 bytes a token. vLLM keeps one
     block for itself.
     """
@@ -293,7 +293,7 @@ def test_cache_too_small_for_one_request_is_refused(capsys: pytest.CaptureFixtur
         assert "has no weights in safetensors format" in refused_alike(capsys, recipe)
 
 
-def test_cache_above_4_gib_needs_the_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_kv_cache_above_4_gib_must_be_configured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4}
     folder = make_policy(tmp_path / "policy", max_position_embeddings=2**20, **shape)
     sentence = refused_alike(capsys, policy_recipe(tmp_path, folder))
@@ -324,7 +324,7 @@ def test_missing_library_is_refused(
     assert "is not installed on this machine; install it with `pip install" in sentence
 
 
-def test_check_notes_skipped_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_command_lists_skipped_checks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`rollflow check` downloads nothing, and contacts no service that `--offline` rules out."""
     (recipe := tmp_path / "recipe.toml").write_text('[policy]\npath = "nobody-here/no-such-policy"\n')
     assert main(["check", str(recipe)]) == 0
@@ -365,7 +365,7 @@ def test_more_new_tokens_than_the_context_is_refused(capsys: pytest.CaptureFixtu
     ],
     ids=["missing", "empty", "no answer", "too few to hold out", "one question"],
 )
-def test_check_opens_files_of_prompts(
+def test_check_command_reads_prompt_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None, words: str
 ) -> None:
     file, recipe = tmp_path / "mine.jsonl", tmp_path / "recipe.toml"
@@ -378,7 +378,9 @@ def test_check_opens_files_of_prompts(
     assert "evaluation.prompts = 256: only 3 prompts are held out" in capsys.readouterr().out
 
 
-def test_check_opens_policy_folder_and_output_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_command_tests_policy_folder_and_output_places(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     sentence = refused(capsys, "check", policy_recipe(tmp_path, tmp_path / "no-model"))
     assert "policy.path" in sentence
     assert "there is no such folder" in sentence
@@ -399,7 +401,7 @@ def test_check_opens_policy_folder_and_output_places(capsys: pytest.CaptureFixtu
     [["serve"], ["serve", "--background"], ["serve", "--end"], ["deploy", "flows/recipes"]],
     ids=lambda words: words[-1],
 )
-def test_unwritable_home_is_refused(
+def test_unwritable_run_home_is_refused(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -476,7 +478,7 @@ def test_unreachable_database_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "PGPASSWORD" in sentence
 
 
-def test_unknown_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_reasoning_gym_data_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     family = ["--set", "reward.kind=reasoning-gym", "--set", "prompts.0.kind=reasoning-gym"]
     sentence = refused_alike(capsys, RECIPE, *family, "--set", "prompts.0.family=no_such_family")
     assert "prompts.family = 'no_such_family'" in sentence
@@ -489,7 +491,7 @@ def test_missing_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no run in" in refused(capsys, "status")
 
 
-def test_check_imports_nothing_heavy() -> None:
+def test_check_command_imports_no_large_library() -> None:
     code = f"""
 import sys
 from rollflow.flows import prepare
@@ -503,7 +505,7 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
-def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_run_with_a_used_id_keeps_the_first_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands of one second have one run id by default: `for s in 0 1; do rollflow run R --set seed=$s & done`."""
 
     def config(hidden: int) -> RunConfig:
@@ -523,7 +525,7 @@ def test_refused_command_keeps_the_other_runs_policy(tmp_path: Path, monkeypatch
     assert json.loads(prepared[0].store.get("policy/config.json"))["hidden_size"] == 32
 
 
-def test_killed_preparation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_preparation_of_a_run_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 

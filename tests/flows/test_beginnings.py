@@ -14,7 +14,7 @@ from tests.support.refused import refused
 from tests.support.waiting import HANG_SECONDS
 
 
-def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_command_writes_a_valid_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe is valid as `init` writes it, and with every key set to its default."""
     recipe = tmp_path / "mine.toml"
     assert main(["init", str(recipe)]) == 0
@@ -40,7 +40,9 @@ def test_init_writes_a_valid_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("rollflow check reci", []),
     ],
 )
-def test_bash_completes_verbs_and_options(words: str, completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_and_options(
+    words: str, completed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--completion", "bash"])
     assert ended.value.code == 0

@@ -39,7 +39,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_returning_head_is_attached(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
+def test_restarted_ray_head_is_connected_again(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
     """The Ray head first refuses connections, then answers without being ready, then is ready."""
     trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
 
@@ -62,7 +62,7 @@ def test_error_names_an_absent_ray_head(fast: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_starting_flow_waits_for_an_absent_head(tmp_path: Path) -> None:
+def test_starting_flow_waits_for_an_absent_ray_head(tmp_path: Path) -> None:
     with RayHead(tmp_path, cpus=1) as head:
         env = os.environ | head.env | {"PYTHONPATH": os.pathsep.join(sys.path)}
         head.kill()

@@ -67,7 +67,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # --- groups and help -------------------------------------------------------------------------------------------
 
 
-def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_commands_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     groups: dict[str, list[str]] = {}
     for line in help_of(capsys).partition("options:")[0].splitlines():
         if line in GROUPS:
@@ -80,7 +80,9 @@ def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("verb", "other", "effect"), [("init", "keys", "Write"), ("keys", "init", "Print")])
-def test_init_and_keys_name_each_other(verb: str, other: str, effect: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_init_and_keys_mentions_the_other_command(
+    verb: str, other: str, effect: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     [line] = [line for line in help_of(capsys).splitlines() if line.startswith(f"  {verb} ")]
     assert line.split()[1] == effect
     assert f"`{other}`" in line
@@ -94,7 +96,7 @@ def test_each_command_has_one_module() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_describes_and_gives_an_example(
+def test_command_help_describes_it_and_gives_an_example(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
@@ -119,7 +121,7 @@ def test_help_loads_no_large_library() -> None:
 
 
 @pytest.mark.parametrize("name", EARLIER)
-def test_error_for_an_old_name_gives_the_new_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_old_command_name_gives_the_new_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     sentences = {refused(capsys, name, *rest) for rest in ([], ["one"], ["--help"])}
     assert sentences == {f"`rollflow {name}` is now `rollflow {option_rules.EARLIER[name]}`"}
     verb, *options = option_rules.EARLIER[name].split()
@@ -181,7 +183,7 @@ def test_inspect_reads_a_single_number_as_a_version(words: str, run: str | None,
 @pytest.mark.parametrize(
     "words", ["export one --store s 7 out", "export --store s one 7 out", "export one 7 out --store s"]
 )
-def test_options_may_stand_between_arguments(words: str) -> None:
+def test_options_may_be_given_between_arguments(words: str) -> None:
     options = parse_options(words.split())
     assert (options.run, options.version, options.folder, options.store) == ("one", 7, Path("out"), "s")
 
@@ -219,7 +221,7 @@ def test_command_without_run_uses_the_newest_run(
     assert main([verb, "none", *rest]) == 2
 
 
-def test_status_without_run_shows_the_newest(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_command_without_run_shows_the_newest_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     assert capsys.readouterr() == ("run late was prepared and has not started\n", "")
 

@@ -98,7 +98,9 @@ def test_replay_fails_on_different_weights(copy: RunContext, capsys: pytest.Capt
     assert out.endswith("versions 5 to 5 follow from it and were not trained again ")
 
 
-def test_replay_with_other_ranks_agrees_to_rounding(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_with_other_rank_count_differs_only_by_rounding(
+    trained: RunContext, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each version is retrained from its published parent and agrees up to rounding; equal bits would be an
     accident.
     """
@@ -109,7 +111,9 @@ def test_replay_with_other_ranks_agrees_to_rounding(trained: RunContext, capsys:
     assert "--ranks = 0: choose 1 or more" in shown(capsys, "replay", "small", "--ranks", "0", code=2)
 
 
-def test_replay_with_other_ranks_fails_beyond_rounding(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_with_other_rank_count_fails_beyond_rounding(
+    copy: RunContext, capsys: pytest.CaptureFixture[str]
+) -> None:
     published_again(copy, 3)
     out = shown(capsys, "replay", copy.uri, "4", "--ranks", "2", code=1)
     assert "DIFFERENT in" in out
@@ -125,7 +129,7 @@ def test_replay_with_other_ranks_fails_beyond_rounding(copy: RunContext, capsys:
         pytest.param({"dtype": "bfloat16"}, 1e-3, marks=pytest.mark.soak),
     ],
 )
-def test_tolerance_of_replay_with_other_ranks_follows_the_step(
+def test_replay_tolerance_is_relative_to_the_weight_change(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -141,7 +145,7 @@ def test_tolerance_of_replay_with_other_ranks_follows_the_step(
     assert "DIFFERENT in" in shown(capsys, "replay", "small", "--ranks", "2", code=1)
 
 
-def test_replay_with_other_ranks_skips_pruned_versions(
+def test_replay_with_other_rank_count_skips_pruned_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Version 4 is kept but its parent is not; the two later versions are trained from versions that are kept."""
@@ -154,7 +158,7 @@ def test_replay_with_other_ranks_skips_pruned_versions(
     assert "versions 2 to 2: their weights" in shown(capsys, "replay", "small", "2", "--ranks", "2", code=2)
 
 
-def test_inspect_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_command_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "inspect", "small")
     for words in (
         "version 5 of 6",
@@ -171,7 +175,7 @@ def test_inspect_shows_a_run(trained: RunContext, capsys: pytest.CaptureFixture[
         assert words in out, out
 
 
-def test_domain_shares_are_shown_beside_configured_shares(
+def test_trained_shares_are_shown_beside_configured_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two sources are issued in turn, although one should have three times the groups of the other."""
@@ -216,7 +220,7 @@ def test_inspect_shows_a_version(trained: RunContext, capsys: pytest.CaptureFixt
     assert "learner state not stored with this version" in shown(capsys, "inspect", "small", "4")
 
 
-def test_inspect_shows_discards_of_a_replaced_batch(
+def test_inspect_shows_discarded_responses_of_a_voided_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The discards of the damaged batch are shown with the batch that replaced it."""
@@ -274,7 +278,7 @@ def test_missing_version_gets_a_one_sentence_error(
     assert sentence in shown(capsys, *arguments, code=2)
 
 
-def test_gc_lists_garbage_and_then_deletes_it(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_command_lists_garbage_and_then_deletes_it(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     superseded = trained.policies.find(1).claim
     stray = f"policies/00000005/{superseded}/weights/model.safetensors"
     trained.store.put(stray, b"x" * 1234)
@@ -327,14 +331,14 @@ def test_terminal_shows_audit_progress(copy: RunContext) -> None:
         assert ("audit: " in console.file.getvalue()) == terminal
 
 
-def test_staleness_table_groups_versions() -> None:
+def test_staleness_table_has_one_row_per_version_range() -> None:
     """Each row of the table covers the number of versions that the report combines; the last row may cover fewer."""
     report = AuditReport(versions=7, span=3, staleness=Counter({0: 7}))
     report.staleness_by_version = {1: Counter({0: 3}), 4: Counter({0: 3}), 7: Counter({0: 1})}
     assert list(staleness_table(report).columns[0].cells) == ["1-3", "4-6", "7", "all"]
 
 
-def test_progress_yields_each_version_once_despite_failures(
+def test_progress_shows_each_version_once_despite_failures(
     trained: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each version is yielded once, even if a read of the log fails in the middle."""
@@ -369,7 +373,7 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
-def test_audit_compares_with_anchors(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_compares_log_entries_with_external_hashes(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     """The anchors match until somebody rewrites the log with another staleness bound."""
     kept = [str(first_anchor(copy.store)), str(newest_anchor(copy.log.state))]
     given = [word for anchor in kept for word in ("--anchor", anchor)]

@@ -91,14 +91,14 @@ def made_up(name: str, versions: int = 1000, rise: float = 1.0, **config: str) -
     return ComparedRun(name, {"versions": str(versions), **config}, {"audit": "clean"}, {"s": "1"}, {}, curves)
 
 
-def test_page_of_long_runs_is_small_and_self_contained() -> None:
+def test_comparison_page_is_small_and_self_contained() -> None:
     page = compare_page([made_up(f"run-{n}", rise=1 + n, rate=str(n)) for n in range(5)])
     assert len(page.encode()) < 2**20
     assert "<script" not in page
     assert "http" not in page
 
 
-def test_page_has_charts_of_domains_and_parts() -> None:
+def test_comparison_page_has_charts_of_sources_and_reward_parts() -> None:
     run = made_up("a", 11)
     assert "Domains and reward parts" not in compare_page([run])
     more = dict.fromkeys(("reward of sums", "part short of sums", "response length of sums"), run.curves["reward"])
@@ -108,7 +108,7 @@ def test_page_has_charts_of_domains_and_parts() -> None:
 
 
 @pytest.mark.long
-def test_parts_of_a_run_reach_every_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_parts_of_a_run_appear_in_every_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the rows of a batch by the learner to the log, MLflow, the run's page, the comparison and the summary."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     build = small_run.trajectory
@@ -137,7 +137,7 @@ def test_parts_of_a_run_reach_every_view(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary["alarms"] == []
 
 
-def test_seeds_of_a_setting_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_differ_only_by_seed_share_one_band(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollflow.flows.views import compare_page as page
 
     runs = [made_up("a", 11, seed="0"), made_up("b", 11, 3.0, seed="1"), made_up("c", 11, rate="2")]
@@ -185,7 +185,7 @@ class Heard(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def test_page_is_readable_by_a_screen_reader() -> None:
+def test_comparison_page_is_readable_by_a_screen_reader() -> None:
     heard = Heard()
     heard.feed(compare_page([made_up("<b>one</b>"), made_up("two", rate="2")]))
     assert heard.of("html") == [{"lang": "en"}]
@@ -200,7 +200,9 @@ def test_page_is_readable_by_a_screen_reader() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_runs_of_one_recipe_have_the_same_weights(trained: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_one_recipe_and_seed_have_the_same_weights(
+    trained: RunContext, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = str(Path(trained.uri).parent / "other")
     assert main(["compare", "small", other, "fresh", "--json"]) == 0
     alike, none = json.loads(capsys.readouterr().out)["weights"]

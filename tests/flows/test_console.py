@@ -53,7 +53,7 @@ def drawn(status: RunStatus, width: int) -> list[str]:
     return console.export_text().splitlines()
 
 
-def test_status_survives_json_of_a_newer_writer() -> None:
+def test_status_ignores_fields_of_a_newer_rollflow() -> None:
     assert RunStatus.from_json(STATUS.to_json()) == STATUS
     newer = STATUS.to_json()[:-1] + ', "invented": 1}'
     assert RunStatus.from_json(newer) == STATUS
@@ -83,7 +83,7 @@ def test_live_view_fits_the_terminal_width(width: int) -> None:
     assert "██████░░░░░░" in text  # the buffer is half full
 
 
-def test_new_run_can_be_drawn() -> None:
+def test_live_view_shows_a_run_without_a_trained_version() -> None:
     assert "nothing trained yet" in "\n".join(drawn(RunStatus("x"), 80))
 
 
@@ -97,12 +97,12 @@ def test_trained_shares_are_shown_beside_configured_shares() -> None:
     assert "gcd 75.0% (asked 70.0%)   lcm 25.0% (asked 30.0%)" in stream.getvalue()
 
 
-def test_first_and_latest_accuracies_are_shown() -> None:
+def test_live_view_shows_first_and_latest_accuracy() -> None:
     many = replace(STATUS, accuracy=tuple((v, v / 100) for v in range(0, 100, 10)))
     assert "0.0% v0 ⋯ 60.0% v60 → 70.0% v70 → 80.0% v80 → 90.0% v90" in "\n".join(drawn(many, 100))
 
 
-def test_pass_at_k_is_shown_if_known() -> None:
+def test_live_view_shows_pass_at_k_if_known() -> None:
     several = replace(STATUS, pass_at={2: 0.801, 4: 0.9})
     assert "@2 80.1%  @4 90.0%" in "\n".join(drawn(several, 100))
     assert "held-out 71.2%" in plain_line(several)
@@ -124,7 +124,7 @@ def test_sparkline_scales_to_its_range_and_averages_neighbours() -> None:
     assert draw_sparkline([], 8) == ""
 
 
-def test_staleness_bar_is_proportional() -> None:
+def test_staleness_bar_length_is_proportional_to_staleness() -> None:
     assert staleness_bar({0: 1, 1: 3}, 8).plain == "████████  0 25%  1 75%"
     assert [span.style for span in staleness_bar({0: 1, 1: 3}, 8).spans][:2] == ["green", "cyan"]
 
@@ -133,7 +133,7 @@ def test_durations_are_formatted_for_people() -> None:
     assert [format_duration(s) for s in (0.4, 59.9, 60, 187.4, 3723)] == ["0 s", "59 s", "1:00", "3:07", "1:02:03"]
 
 
-def test_plain_lines_are_limited_without_news() -> None:
+def test_plain_progress_lines_are_rate_limited() -> None:
     now = [0.0]
     stream = io.StringIO()
     with PlainView(stream, every_seconds=5.0, clock=lambda: now[0]) as view:
@@ -241,7 +241,7 @@ def test_doctor_names_relevant_variables(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "home").exists(), "to look changes nothing"
 
 
-def test_run_page_has_no_address_without_a_server() -> None:
+def test_run_page_address_is_empty_without_a_server() -> None:
     print_summary(
         {"storage": "/a/run", "prefect": "rollflow serve", "mlflow": "http://127.0.0.1/#/x"}, out := io.StringIO()
     )

@@ -82,7 +82,7 @@ def offer(server: PrefectServer) -> DeploymentOffer:
     return DeploymentOffer(evaluate, f"o-{uuid.uuid4().hex[:6]}", {"version": 3}, "as we say", ("ours",))
 
 
-def test_registering_keeps_user_changes(server: PrefectServer, offer: DeploymentOffer) -> None:
+def test_registering_deployments_keeps_user_changes(server: PrefectServer, offer: DeploymentOffer) -> None:
     page, name = Page(server), f"evaluate/{offer.name}"
     made = register(offer)
     assert page.read(name)["parameters"] == {"version": 3}
@@ -105,7 +105,7 @@ def test_registering_keeps_user_changes(server: PrefectServer, offer: Deployment
     assert page.read(name)["parameters"] == {"version": 5}
 
 
-def test_schedule_plans_flow_runs(server: PrefectServer, offer: DeploymentOffer) -> None:
+def test_prefect_schedule_creates_flow_runs(server: PrefectServer, offer: DeploymentOffer) -> None:
     """The Prefect server's own scheduler plans flow runs; the scheduler fails with an SQLAlchemy version that Prefect
     does not support.
     """
@@ -114,7 +114,7 @@ def test_schedule_plans_flow_runs(server: PrefectServer, offer: DeploymentOffer)
         until(lambda: {run.deployment_id for run in unfinished_runs(client, SERVED) if run.auto_scheduled})
 
 
-def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: DeploymentOffer) -> None:
+def test_recipe_deployments_are_listed_before_internal_ones(server: PrefectServer, offer: DeploymentOffer) -> None:
     """The page and the server sort by name, for deployments of stacks and of other sessions."""
     recipe = replace(offer, name=f"yellow-{offer.name}", tags=("recipe",))
     ours = [*list_deployments(SERVED), *list_deployments("arithmetic-20260101-120000-0a1b2c3d")]
@@ -127,7 +127,7 @@ def test_recipes_come_before_internal_deployments(server: PrefectServer, offer: 
             client.delete_deployment(one)
 
 
-def test_flow_runs_of_older_names_are_served(server: PrefectServer) -> None:
+def test_flow_runs_with_older_deployment_names_are_started(server: PrefectServer) -> None:
     """A flow run that was suspended under an older version of rollflow is resumed by this version."""
     page, offers = (
         Page(server),
@@ -184,7 +184,7 @@ def serving(server: PrefectServer, home: Path) -> Runner:
 
 
 @pytest.mark.soak
-def test_user_changes_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
+def test_user_changes_of_deployments_survive_the_runner(server: PrefectServer, tmp_path: Path) -> None:
     """The test ends, restarts, kills and again restarts the runner of `serve` while it deploys a folder."""
     page, recipes = Page(server), tmp_path / "recipes"
     recipes.mkdir()
@@ -225,7 +225,7 @@ def test_flow_runs_of_a_recipe_belong_to_their_runner(server: PrefectServer, off
         assert run not in {one.id for one in unfinished_runs(client, "rollflow-else")}
 
 
-def test_starting_stack_keeps_planned_and_paused_runs(
+def test_restarted_servers_keep_planned_and_paused_runs(
     server: PrefectServer, offer: DeploymentOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefect plans a night only once: a planned night that is marked as crashed would never run."""
@@ -253,7 +253,7 @@ def test_starting_stack_keeps_planned_and_paused_runs(
             assert ended == crashed
 
 
-def test_work_pool_gets_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
+def test_work_pool_file_has_the_same_deployments(server: PrefectServer, tmp_path: Path) -> None:
     """Prefect itself reads the file that `deploy --work-pool` prints."""
     recipes, file = tmp_path / "recipes", tmp_path / "prefect.yaml"
     recipes.mkdir()

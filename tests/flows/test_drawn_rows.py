@@ -164,7 +164,7 @@ def outcome(recipe: Path, options: dict[str, str]) -> tuple[str | None, RunConfi
 @pytest.mark.many
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(content=files(), options=OPTIONS)
-def test_random_rows_are_refused_or_scored(
+def test_random_prompt_rows_are_refused_or_scored(
     content: bytes, options: dict[str, str], place: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (place / "rows.jsonl").write_bytes(content)
@@ -204,7 +204,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-def test_check_and_run_functions_refuse_the_same_rows(
+def test_check_and_run_functions_refuse_the_same_prompt_rows(
     content: bytes, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (place / "rows.jsonl").write_bytes(content)
@@ -214,7 +214,7 @@ def test_check_and_run_functions_refuse_the_same_rows(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-def test_commands_check_and_run_refuse_the_same_rows(content: bytes, place: Path) -> None:
+def test_check_and_run_commands_refuse_the_same_prompt_rows(content: bytes, place: Path) -> None:
     (place / "rows.jsonl").write_bytes(content)
     said = []
     for verb in ("check", "run"):

@@ -87,7 +87,7 @@ def kept(tmp_path: Path) -> Iterator[Kept]:
     cluster.kill_named([engine_name(0), engine_name(1), engine_name(EVALUATION)])
 
 
-def test_engines_started_early_are_found(tmp_path: Path) -> None:
+def test_supervisor_finds_engines_that_were_started_early(tmp_path: Path) -> None:
     begun = list[int]()
 
     def begin(context: RunContext) -> None:
@@ -102,7 +102,7 @@ def test_engines_started_early_are_found(tmp_path: Path) -> None:
         cluster.kill_named([engine_name(0), engine_name(1), LEARNER, ROLLOUT, REWARD])
 
 
-def test_evaluation_engine_starts_when_due_and_restarts(kept: Kept) -> None:
+def test_evaluation_engine_starts_when_needed_and_restarts(kept: Kept) -> None:
     for _ in range(5):
         kept.engines.look(kept.scheduler, QUIET)
     with pytest.raises(ValueError, match="engine-evaluation"):
@@ -117,7 +117,7 @@ def test_evaluation_engine_starts_when_due_and_restarts(kept: Kept) -> None:
     kept.until(lambda: kept.recovered == ["engine-evaluation"], due)
 
 
-def test_engine_death_keeps_its_actor(kept: Kept) -> None:
+def test_dead_engine_is_restarted_without_restarting_its_actor(kept: Kept) -> None:
     before = process(1)
     actor = ray.get_actor(engine_name(1))
     die(actor)
@@ -136,7 +136,7 @@ def test_engine_that_the_scheduler_removed_is_restarted(kept: Kept) -> None:
     assert recovery.reason == "it generated no token for 60 s"
 
 
-def test_health_from_before_a_failure_is_ignored(kept: Kept) -> None:
+def test_health_report_from_before_a_failure_is_ignored(kept: Kept) -> None:
     before = process(1)
     kept.until(lambda: kept.engines._engines[1].health is not None)
     # after this answer, the keeper's earlier health check has its answer, too: the engine was healthy
@@ -148,7 +148,7 @@ def test_health_from_before_a_failure_is_ignored(kept: Kept) -> None:
     assert process(1) == before
 
 
-def test_exhausted_budget_reports_the_reason_once(kept: Kept) -> None:
+def test_exhausted_engine_restart_budget_is_reported_once(kept: Kept) -> None:
     kept.engines.restarts.budget = RestartBudget(RecoveryConfig(restarts=0))
     actor = ray.get_actor(engine_name(1))
     die(actor)
@@ -157,7 +157,7 @@ def test_exhausted_budget_reports_the_reason_once(kept: Kept) -> None:
     assert str(caught.value).count("engine-1 was restarted") == 1
 
 
-def test_full_disk_does_not_count_against_an_engine(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_use_an_engines_restart_budget(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(recovery: object) -> None:
         raise StoreFailed("the disk is full")
 

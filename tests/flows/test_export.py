@@ -85,7 +85,7 @@ def test_impossible_export_gets_a_one_sentence_error(
     assert os.listdir(tmp_path / "full") == ["mine"]
 
 
-def test_export_works_without_the_prompts(
+def test_export_works_without_the_prompt_files(
     trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt file may be lost, or packages upgraded: the weights are unchanged."""
@@ -238,7 +238,7 @@ def test_saved_truncation_and_padding_are_ignored(tmp_path: Path) -> None:
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["no.Such", "no.Such"]}}, None),
     ],
 )
-def test_error_describes_how_a_second_reading_differs(
+def test_export_error_names_the_ambiguous_tokenizer_setting(
     file: str, change: dict[str, object], words: str | None, tmp_path: Path
 ) -> None:
     make_policy(folder := tmp_path / "policy")

@@ -130,7 +130,7 @@ def test_forked_flow_run_behaves_like_a_new_interpreter(runner: Forking, tmp_pat
     ]
 
 
-def test_command_line_names_the_flow_run(runner: Forking) -> None:
+def test_process_title_names_the_flow_run(runner: Forking) -> None:
     runner.ask("an-id", 600)
     process = psutil.Process(runner.seen("an-id")["pid"])
     assert process.cmdline()[:4] == [sys.executable, "-m", "their_engine", "an-id"]

@@ -77,7 +77,7 @@ def config_of(section: str, tree: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
-def test_form_values_equal_the_recipe(section: str, tree: Any) -> None:
+def test_prefect_form_has_the_values_of_the_recipe(section: str, tree: Any) -> None:
     config = config_of(section, tree)
     filled = json.loads(json.dumps(form_values(config)))
     assert RunConfig.model_validate(filled) == config
@@ -85,14 +85,14 @@ def test_form_values_equal_the_recipe(section: str, tree: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_fill_the_form(recipe: Path) -> None:
+def test_shipped_recipes_fill_the_prefect_form(recipe: Path) -> None:
     config = load_recipe(recipe)
     assert RunConfig.model_validate(form_values(config)) == config
     assert wrong({"config": json.loads(json.dumps(form_values(config)))}) == []
 
 
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)
-def test_page_selects_the_button_of_the_kind(section: str, tree: Any) -> None:
+def test_prefect_form_selects_the_configured_kind(section: str, tree: Any) -> None:
     shown = FORM["definitions"]["RunConfig"]["properties"][section]
     _look(shown, json.loads(json.dumps(form_values(config_of(section, tree))))[section])
 
@@ -134,7 +134,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "said"), WRONG)
-def test_bad_value_is_refused_with_the_same_error(key: str, value: Any, said: str) -> None:
+def test_bad_form_value_gives_the_same_error_as_in_a_recipe(key: str, value: Any, said: str) -> None:
     config = RunConfig.model_validate({"train": {"objective": {"kind": "grpo", "surrogate": {"kind": "clip"}}}})
     tree: Any = json.loads(json.dumps(form_values(config)))
     *above, last = key.split(".")
@@ -147,7 +147,7 @@ def test_bad_value_is_refused_with_the_same_error(key: str, value: Any, said: st
 
 
 @pytest.mark.parametrize("key", sorted(RECIPE.keys))
-def test_error_for_an_old_key_gives_the_new_name(key: str) -> None:
+def test_error_for_an_old_key_in_a_form_gives_the_new_name(key: str) -> None:
     place, _, name = key.rpartition(".")
     new = f"{place}.{RECIPE.keys[key]}"
     tree: Any = form_values(RunConfig.model_validate({"engine": {"kind": "timed"}, "rollout": {"filter": {}}}))
@@ -168,7 +168,7 @@ def refusal(tree: Any) -> str:
     return describe_errors(error.value)
 
 
-def test_page_shows_raw_json_only_for_tables() -> None:
+def test_prefect_form_shows_raw_json_only_for_tables() -> None:
     raw = set()
     for name, section in FORM["definitions"].items():
         for key, one in section.get("properties", {}).items():
@@ -183,13 +183,13 @@ def test_page_shows_raw_json_only_for_tables() -> None:
     assert raw == own | {"parts", "rewards", "rubric"}
 
 
-def test_kind_may_be_left_out() -> None:
+def test_prefect_form_accepts_a_section_without_kind() -> None:
     tree = {"train": {"learning_rate": 0.1}, "engine": {"max_concurrent_requests": 5}}
     assert RunConfig.model_validate(tree).engine.max_concurrent_requests == 5
     assert wrong({"config": tree}) == []
 
 
-def test_every_flow_has_a_valid_form() -> None:
+def test_every_flow_has_a_valid_prefect_form() -> None:
     from prefect.utilities.schema_tools.validation import is_valid_schema
 
     for flow in (post_training, nightly):

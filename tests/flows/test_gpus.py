@@ -78,7 +78,7 @@ def test_too_few_gpus_are_refused(asked: tuple[int, int, int], nodes: list[float
     st.lists(st.sampled_from([0.0, 1.0, 4.0, 8.0]), max_size=4),
     st.sampled_from(["auto", "own"]),
 )
-def test_shares_never_exceed_the_gpus(
+def test_gpu_shares_never_exceed_the_number_of_gpus(
     replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str
 ) -> None:
     """Either all roles that need whole GPUs get them at the same time, or the config is rejected."""

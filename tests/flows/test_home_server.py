@@ -39,7 +39,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_commands_of_one_home_share_a_server(tmp_path: Path, prefect_database: Path) -> None:
+def test_commands_of_one_run_home_share_a_prefect_server(tmp_path: Path, prefect_database: Path) -> None:
     """The first command is killed, and the second keeps the server; then the server dies, and restarts at its old
     address.
     """
@@ -105,7 +105,7 @@ def test_server_restarted_by_another_command_is_kept(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_kill_of_an_absent_server_signals_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killing_an_absent_server_signals_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to process -1 would go to all processes."""
     server, killed = HomeServer(tmp_path), list[int]()
     monkeypatch.setattr(HomeServer, "running", True)  # the server ends between this check and the kill
@@ -117,7 +117,7 @@ def test_kill_of_an_absent_server_signals_no_process(tmp_path: Path, monkeypatch
     server.stop()
 
 
-def test_empty_secret_is_replaced(tmp_path: Path) -> None:
+def test_empty_secret_file_is_replaced(tmp_path: Path) -> None:
     """A full disk leaves an empty file, and server and clients would each create their own secret."""
     (tmp_path / "prefect").mkdir()
     (tmp_path / "prefect" / "auth").touch()
@@ -128,7 +128,7 @@ def test_empty_secret_is_replaced(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_probing_a_lock_blocks_no_process(tmp_path: Path) -> None:
+def test_checking_a_lock_blocks_no_other_process(tmp_path: Path) -> None:
     looks = take(tmp_path / "up.lock", shared=True)
     assert looks is not None
     done = threading.Timer(0.05, lambda: os.close(looks))
@@ -171,7 +171,7 @@ def test_unusable_address_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     os.close(held)
 
 
-def test_running_stack_of_a_home_is_found(tmp_path: Path) -> None:
+def test_running_servers_of_a_run_home_are_found(tmp_path: Path) -> None:
     assert stack.find(tmp_path) is None
     assert not stack.end(tmp_path)
     up = stack.Stack(os.getpid(), "http://p", "", "http://m", {"PREFECT_API_AUTH_STRING": "secret"})

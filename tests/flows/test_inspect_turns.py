@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         yield context
 
 
-def test_inspect_shows_each_turn(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_command_shows_each_turn_of_an_episode(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "small", "2.0.1"]) == 0
     out = re.sub(r"[ \n]+", " ", capsys.readouterr().out)
     decode, encode = run.tokenizer.decode, run.tokenizer.encode
@@ -109,11 +109,11 @@ def test_inspect_prints_turns_as_json(run: RunContext, capsys: pytest.CaptureFix
     assert one["turns"][3]["logprob_mean"] == one["turns"][3]["logprob_min"] == -2.0
 
 
-def test_mlflow_samples_keep_hints_out_of_prompts(run: RunContext) -> None:
+def test_mlflow_samples_show_environment_hints_outside_prompts(run: RunContext) -> None:
     assert set(_sample_responses(run, run.policies.find(2))["prompt"]) == {PROMPT}
 
 
-def test_single_turn_has_two_parts(run: RunContext) -> None:
+def test_single_turn_is_split_into_prompt_and_response(run: RunContext) -> None:
     prompt = run.prompts().prompt(0)
     one = small_run.trajectory(tuple(prompt.tokens), 0, 0, 0, Random(0), stop=3)
     assert [part.author for part in split_turns(one)] == ["prompt", "policy"]
@@ -144,7 +144,7 @@ def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.
     assert set(NAMES) & {*json.loads(capsys.readouterr().out)["trajectories"][0]} == set()
 
 
-def test_image_has_no_text_and_is_described() -> None:
+def test_inspect_describes_an_image_in_a_prompt() -> None:
     image = PlacedPart(1, ForeignPart("image", "5e" * 32, 2))
     one = replace(small_run.trajectory((4, NO_TOKEN, NO_TOKEN, 5), 3, 0, 0, Random(0), stop=3), foreign_parts=(image,))
     prompt = split_turns(one)[0]
@@ -153,6 +153,6 @@ def test_image_has_no_text_and_is_described() -> None:
     assert [*_describe_optional(one)] == [("image", "at position 1, 2 positions, sha256 5e5e5e5e5e5e")]
 
 
-def test_branch_is_described() -> None:
+def test_inspect_describes_a_branch_of_a_response() -> None:
     one = small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3)
     assert [*_describe_optional(replace(one, branch=Branch(1, 2)))] == [("branch", "of sample 1, from token 2 on")]

@@ -71,7 +71,7 @@ def test_inspect_prints_json(trained: RunContext, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("what", ["9", "1.7", "0.0.9", "x"])
-def test_missing_items_are_refused_with_json(
+def test_json_option_refuses_missing_runs_and_versions(
     trained: RunContext, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, "inspect", "small", what)

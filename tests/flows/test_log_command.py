@@ -48,7 +48,7 @@ def printed(context: RunContext, *, as_json: bool) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_log_prints_a_line_for_each_entry(context: RunContext) -> None:
+def test_log_command_prints_a_line_for_each_log_entry(context: RunContext) -> None:
     lines = printed(context, as_json=False)
     words = [
         "run test created by rollflow (unknown)",
@@ -67,16 +67,16 @@ def test_log_prints_a_line_for_each_entry(context: RunContext) -> None:
         assert line.split()[2] == str(n)
 
 
-def test_json_output_equals_the_log(context: RunContext) -> None:
+def test_log_command_as_json_equals_the_stored_log(context: RunContext) -> None:
     assert [line.encode() for line in printed(context, as_json=True)] == list(entries(context.store))
 
 
-def test_pruned_entry_is_described() -> None:
+def test_log_command_names_the_objects_that_were_deleted() -> None:
     pruned = Entry(9, "", "", "learner", 2, 1, 2, 0.0, Pruned(((0, "state"), (3, "weights"))))
     assert describe_entry(pruned) == "pruned state of version 0, weights of version 3"
 
 
-def test_repair_needs_consent(
+def test_log_repair_needs_the_option_yes(
     context: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -100,6 +100,6 @@ def test_repair_needs_consent(
     assert "there is no run in" in capsys.readouterr().err
 
 
-def test_missing_run_is_refused(tmp_path: Path) -> None:
+def test_log_command_refuses_a_missing_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such run"):
         print_log(RunContext(str(tmp_path / "none"), tmp_path / "cache"), follow=False, as_json=False)

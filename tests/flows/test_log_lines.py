@@ -30,7 +30,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_lines, "_about", {})
 
 
-def test_process_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_writes_its_log_as_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORM, "json")
     environment = os.environ | {"PREFECT_LOGGING_LEVEL": "INFO"} | logging_settings()
     done = subprocess.run(
@@ -43,7 +43,7 @@ def test_process_writes_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == {"level": "INFO", "run": "one", "actor": "learner", "message": message}
 
 
-def test_default_format_is_prefects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_log_format_is_that_of_prefect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORM, raising=False)
     assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"].endswith(".UtcLines")
     assert logging_settings(shared=True)  # the runs of a stack share one log, so each line must name its run
@@ -62,7 +62,7 @@ def test_fields_of_a_log_record_override_those_of_the_process() -> None:
     assert (said["level"], said["message"], "error" in said) == ("WARNING", "odd: so", False)
 
 
-def test_error_text_is_part_of_its_log_line() -> None:
+def test_exception_text_is_part_of_its_json_log_line() -> None:
     try:
         raise ValueError("bad")
     except ValueError:
@@ -73,7 +73,7 @@ def test_error_text_is_part_of_its_log_line() -> None:
     assert format_line(line).endswith("ValueError: bad")
 
 
-def test_line_is_read_in_either_format() -> None:
+def test_log_line_is_read_as_text_or_json() -> None:
     assert format_line("12:00:00.000 | INFO    | x") == "12:00:00.000 | INFO    | x"
     assert json.loads(as_json("12:00 | x", "one")) == {"run": "one", "message": "12:00 | x"}
     line = '{"time": "2026-01-01T12:00:00.000+00:00", "level": "INFO", "stage": "train", "message": "hello"}'

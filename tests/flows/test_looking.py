@@ -38,7 +38,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     return store
 
 
-def test_list_shows_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_all_lists_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--all", "--json"]) == 0
     third, first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["run"], first["state"], first["version"], first["held-out"]) == ("first", "done", 100, 0.75)
@@ -51,12 +51,12 @@ def test_list_shows_each_run(runs: ObjectStore, capsys: pytest.CaptureFixture[st
     assert lines[-1][:6] == ["third:", "log/0000000000.json", "is", "not", "an", "entry"]
 
 
-def test_list_reports_that_a_store_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_all_reports_that_a_store_is_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--all", "--store", str(tmp_path / "none")]) == 0
     assert "there are no runs yet" in capsys.readouterr().out
 
 
-def test_runs_are_found_in_a_store_without_folders() -> None:
+def test_runs_are_found_in_an_object_store_without_folders() -> None:
     store = open_store("memory://test-looking")
     for name in ("b", "a"):
         describe(open_store(f"memory://test-looking/runs/{name}"), name)
@@ -64,7 +64,7 @@ def test_runs_are_found_in_a_store_without_folders() -> None:
     assert [run.run_id for run in list_runs("memory://test-looking")] == ["a", "b"]
 
 
-def test_rollflow_store_names_the_default_store(runs: ObjectStore) -> None:
+def test_variable_rollflow_store_names_the_default_store(runs: ObjectStore) -> None:
     assert find_run("first").store.uri == open_store(f"{runs.uri}/runs/first").uri
     assert find_run(None).run_id == "second"  # the newest run that can be read
     assert store_uri(RunConfig()) == runs.uri
@@ -96,7 +96,7 @@ def test_check_prints_the_whole_recipe(capsys: pytest.CaptureFixture[str]) -> No
     assert parse_config(printed) == load_recipe(Path(RECIPE), ["seed=7"])
 
 
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_version_prints_the_version_of_rollflow(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

@@ -62,7 +62,7 @@ with cluster.attached_cluster(sys.argv[1], "test"):
 
 
 @pytest.mark.slow
-def test_actor_wait_reports_its_workers_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_ray_worker_that_died_before_its_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with RayHead(tmp_path, cpus=1) as head:
@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lost"
 
 
-def test_worker_death_is_reported_once_and_to_its_kind(folder: Path) -> None:
+def test_ray_worker_death_is_reported_once_and_to_its_kind(folder: Path) -> None:
     assert explain_lost_worker("engine") == ""
     note_death(folder, 12, "engine", "no memory")
     assert explain_lost_worker("learner") == ""
@@ -93,7 +93,7 @@ def test_worker_death_is_reported_once_and_to_its_kind(folder: Path) -> None:
     assert explain_lost_worker("engine") == ""
 
 
-def test_old_death_is_not_reported(folder: Path) -> None:
+def test_death_of_an_earlier_ray_worker_is_not_reported(folder: Path) -> None:
     note_death(folder, 12, "", "no memory")
     os.utime(folder / "12", (0, 0))
     assert explain_lost_worker("") == ""
@@ -105,7 +105,7 @@ def begin(folder: Path, text: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", text, str(WORKER)], env=env)
 
 
-def test_replaced_worker_is_not_lost(folder: Path) -> None:
+def test_replaced_ray_worker_is_not_reported_as_lost(folder: Path) -> None:
     note_death(folder, 12, "reward", "no memory")
     with begin(folder, "import time; time.sleep(600)") as other:
         until(lambda: explain_lost_worker("reward") == "")
@@ -113,7 +113,7 @@ def test_replaced_worker_is_not_lost(folder: Path) -> None:
     assert "no memory" in explain_lost_worker("reward")
 
 
-def test_registered_worker_is_not_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_ray_worker_is_not_reported_as_lost(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_workers, "LOOK_SECONDS", 0.0)
     watch = WorkerWatch(os.getpid(), folder)
     registers = "import setproctitle, time; setproctitle.setproctitle('ray::IDLE'); time.sleep(600)"

@@ -141,7 +141,7 @@ def test_stage_is_restarted_through_a_month_of_deaths(
     assert len(prefect.runs) == DAYS
 
 
-def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect: Prefect) -> None:
+def test_stage_is_restarted_by_each_new_supervisor(context: RunContext, prefect: Prefect) -> None:
     """A run that was deleted and created again under the same name does not use flow runs of the deleted run."""
     for _ in range(2):
         kept = Stages(context, "a:1", print)
@@ -151,7 +151,7 @@ def test_stage_is_started_by_successive_supervisors(context: RunContext, prefect
     assert len(prefect.runs) == 2 * len(kept.all)
 
 
-def test_lost_answer_starts_no_second_flow_run(context: RunContext, prefect: Prefect) -> None:
+def test_lost_prefect_response_starts_no_second_flow_run(context: RunContext, prefect: Prefect) -> None:
     kept = Stages(context, "a:1", print)
     stage = kept.all["train"]
     with stages.open_client() as client:

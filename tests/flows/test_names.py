@@ -78,7 +78,7 @@ def test_every_command_refuses_a_bad_run_id(
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_context_refuses_a_bad_run_id(name: str) -> None:
+def test_run_context_refuses_a_bad_run_id(name: str) -> None:
     with pytest.raises(ConfigError, match="run id = "):
         context_of("store", name)
     last = name.rpartition("/")[2]
@@ -88,7 +88,7 @@ def test_context_refuses_a_bad_run_id(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_paths_stay_below_home_and_store(name: str, outside: Path) -> None:
+def test_paths_of_a_run_stay_inside_run_home_and_store(name: str, outside: Path) -> None:
     context = context_of(str(outside / "store"), name)
     assert context.uri == f"{outside}/store/runs/{name}"
     assert context.cache.resolve().is_relative_to(outside / "a/b/home")
@@ -106,7 +106,7 @@ def test_run_id_from_storage_is_checked(outside: Path) -> None:
         _ = context.run_id
 
 
-def test_runs_of_the_same_id_have_different_keys(outside: Path) -> None:
+def test_runs_with_equal_ids_in_two_stores_have_different_keys(outside: Path) -> None:
     """The two runs are in two stores, in one store that was emptied between them, or in buckets of the same name at two
     services.
     """
@@ -120,7 +120,7 @@ def test_runs_of_the_same_id_have_different_keys(outside: Path) -> None:
     assert all(key.startswith("same-") for key in keys)
 
 
-def test_key_does_not_depend_on_the_uris_spelling(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_key_does_not_depend_on_the_spelling_of_its_uri(outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key identifies the run's actors, deployments and MLflow run."""
     run = described(context_of(str(outside / "store"), "same"))
     (outside / "link").symlink_to(outside / "store")
@@ -132,7 +132,7 @@ def test_key_does_not_depend_on_the_uris_spelling(outside: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_forms_refuse_a_bad_run_id(name: str) -> None:
+def test_prefect_forms_refuse_a_bad_run_id(name: str) -> None:
     """The Prefect server rejects a bad run id by the form's schema (HTTP 409), and the flow rejects it, too."""
     for kind in (RunId, RecipeName):
         adapter = TypeAdapter(kind)
@@ -143,14 +143,14 @@ def test_forms_refuse_a_bad_run_id(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_forms_accept_a_good_run_id(name: str) -> None:
+def test_prefect_forms_accept_a_valid_run_id(name: str) -> None:
     for kind, value in ((RunId, name), (RunPlace, name), (RunPlace, f"s3://bucket/a b/runs/{name}")):
         jsonschema.validate(value, TypeAdapter(kind).json_schema())
         assert TypeAdapter(kind).validate_python(value) == value
 
 
 @pytest.mark.parametrize("place", ["..", "a/..", "s3://bucket/runs/.", "", "/", "a/b\n"])
-def test_forms_refuse_a_uri_without_run_id(place: str) -> None:
+def test_prefect_forms_refuse_a_uri_without_run_id(place: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(place, TypeAdapter(RunPlace).json_schema())
     with pytest.raises(ValidationError):

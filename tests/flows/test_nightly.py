@@ -80,7 +80,7 @@ class Trainer:
         return context
 
 
-def test_nights_survive_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
+def test_nightly_runs_survive_a_changed_clock(plan: Nightly, tmp_path: Path) -> None:
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
     results, best = [], []
@@ -110,14 +110,14 @@ def test_nights_survive_a_moved_clock(plan: Nightly, tmp_path: Path) -> None:
     assert sorted(left) == [ids[1], ids[3]]  # a pruned night without files is not registered
 
 
-def test_report_quotes_the_runs_own_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nightly_report_quotes_the_error_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     failed = Failed(message="Flow run encountered an exception: ConfigError: versions = 0: write a number from 1 on")
     monkeypatch.setattr(nightly_module, "_state_of", lambda _: failed)
     said = nightly_module._read_outcome(UUID(int=1), RunContext(f"{tmp_path}/store/runs/a", tmp_path / "cache"))
     assert said == "ConfigError: versions = 0: write a number from 1 on"
 
 
-def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -> None:
+def test_nightly_pruning_keeps_aliased_and_other_runs(plan: Nightly, tmp_path: Path) -> None:
     """Pruning keeps a version with a user's alias, and the run of a recipe with a longer name."""
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)
@@ -138,7 +138,9 @@ def test_pruning_keeps_aliased_and_foreign_runs(plan: Nightly, tmp_path: Path) -
     assert train.begun_with[0] == str(tmp_path / "policy")
 
 
-def test_failing_registry_promotes_no_version(plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_model_registry_promotes_no_version(
+    plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     train, uri = Trainer(), f"sqlite:///{tmp_path}/home/mlflow/mlflow.db"
     train.right = 0.3
     [first] = run_night(plan, FIRST, train)
@@ -171,7 +173,7 @@ def test_z_score_of_two_evaluations_matches_a_hand_calculation() -> None:
 @pytest.mark.parametrize(
     ("new", "old", "promoted"), [(100, 100, True), (99, 100, False), (100, 99, False), (5, 5, False)]
 )
-def test_few_answers_promote_no_version(plan: Nightly, new: int, old: int, promoted: bool) -> None:
+def test_too_few_evaluation_answers_promote_no_version(plan: Nightly, new: int, old: int, promoted: bool) -> None:
     better, said = _judge(RegisteredVersion("1", "monday", EvaluationScore(0.0, old)), EvaluationScore(0.6, new), plan)
     assert better == promoted
     assert promoted or "fewer than answers = 100 held-out answers cannot be compared; raise evaluation.prompts" in said
@@ -220,7 +222,7 @@ class Told(NotificationBlock):
 class TestOnAServer:
     pytestmark = with_server
 
-    def test_nights_do_not_overlap(self, plan: Nightly) -> None:
+    def test_nightly_runs_do_not_overlap(self, plan: Nightly) -> None:
         offer = offer_nightly(plan)
         register(offer)
         with open_client() as client:
@@ -233,7 +235,7 @@ class TestOnAServer:
             states = [client.read_flow_run(one).state_type for one in (first, second)]
         assert states == ["RUNNING", "CANCELLED"]
 
-    def test_night_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
+    def test_nightly_run_survives_a_server_restart(self, plan: Nightly, server: PrefectServer) -> None:
         """A night holds a lease on the deployment's limit, and Prefect ends flow runs whose lease a restarted server
         has forgotten.
         """
@@ -248,7 +250,9 @@ class TestOnAServer:
         with open_client() as client:
             client.renew_concurrency_lease(lease, lease_duration=60)
 
-    def test_failed_night_is_reported(self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_nightly_run_is_reported(
+        self, plan: Nightly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told = tmp_path / "told"
         saved: Any = Told(file=str(told)).save("night")
         assert saved
@@ -261,7 +265,7 @@ class TestOnAServer:
         with open_client() as client:
             assert "nightly-nightly" in {one.key for one in client.read_artifacts()}
 
-    def test_crashed_night_is_reported(self, plan: Nightly, tmp_path: Path) -> None:
+    def test_crashed_nightly_run_is_reported(self, plan: Nightly, tmp_path: Path) -> None:
         """The runner reports the crash, because it saw the process die; the test calls the hook as a runner does."""
         told = tmp_path / "crash"
         saved: Any = Told(file=str(told)).save("crash")
@@ -275,7 +279,7 @@ class TestOnAServer:
         assert told.read_text().startswith("crashing: a night crashed\n")
         assert f"{night.name}: Process exited with status code: -9." in told.read_text()
 
-    def test_run_over_its_time_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nightly_run_over_its_time_limit_is_stopped(self, plan: Nightly, monkeypatch: pytest.MonkeyPatch) -> None:
         with open_client() as client:
             client.create_deployment(flow_id=client.create_flow_from_name("post-training"), name=SERVED)
         monkeypatch.setattr(nightly_module, "POLL_SECONDS", 0.1)

@@ -43,7 +43,9 @@ def version(number: int, share: float | None) -> PolicyVersion:
         ([0.0, 0.0], 1, 1),  # version 0 does not count, because it was not trained
     ],
 )
-def test_versions_without_a_signal_are_counted(shares: list[float | None], newest: int, count: int) -> None:
+def test_versions_whose_advantages_are_all_zero_are_counted(
+    shares: list[float | None], newest: int, count: int
+) -> None:
     versions = [version(number, share) for number, share in enumerate(shares)]
     assert (count_newest_without(versions), count_without_signal(versions)) == (newest, count)
 
@@ -65,7 +67,9 @@ def writer_of(context: RunContext) -> StatusWriter:
 
 
 @pytest.mark.long
-def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_nonzero_advantages_is_reported_or_stopped(
+    silent: RunContext, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A supervisor that takes over, as after `resume`, notices the missing signal at its first look."""
     writer, words = writer_of(silent), describe_no_signal(4, 4)
     supervisor: Any = SimpleNamespace(check=lambda: None)
@@ -84,7 +88,7 @@ def test_run_without_signal_is_reported_or_stopped(silent: RunContext, capsys: p
 
 
 @pytest.mark.long
-def test_run_with_signal_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_nonzero_advantages_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path, versions=4)
     train_small(context)
@@ -109,7 +113,7 @@ def test_run_with_signal_is_not_reported(tmp_path: Path, monkeypatch: pytest.Mon
         ("no reason was recorded", True),
     ],
 )
-def test_resume_is_suggested_only_if_it_can_help(reason: str, resumable: bool) -> None:
+def test_error_suggests_resume_only_if_resuming_can_help(reason: str, resumable: bool) -> None:
     said = _suggest_next_step(reason, "/a/run")
     assert said.endswith("rollflow resume /a/run") is resumable
     assert resumable or "would fail again: change what the error names (rollflow resume /a/run --set" in said

@@ -84,16 +84,16 @@ def test_each_node_fault_gets_a_one_sentence_error(node: NodeState, sentence: st
     assert list(find_faults([SOUND, node, dataclasses.replace(SOUND, address="10.0.0.3")], HERE)) == [sentence]
 
 
-def test_node_without_cpus_needs_no_engine() -> None:
+def test_cluster_check_needs_no_engine_on_nodes_without_cpus() -> None:
     host = dataclasses.replace(versions(vllm="", torch=""), cpus=0.0, gpus=0.0)
     assert list(find_faults([SOUND, host], HERE)) == []
 
 
-def test_engine_may_be_missing_on_this_machine() -> None:
+def test_cluster_check_needs_no_engine_on_this_machine() -> None:
     assert list(find_faults([SOUND, other()], HERE | {"vllm": "", "torch": "2.13+cpu"})) == []
 
 
-def test_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_check_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
     silent = dataclasses.replace(SOUND, address="10.0.0.9", report=None, silent="no")
     # a long address, which a narrow terminal must show in full
     far = dataclasses.replace(SOUND, address="192.168.100.101")
@@ -105,7 +105,7 @@ def test_table_has_a_row_for_each_node(capsys: pytest.CaptureFixture[str]) -> No
     assert shown.rstrip().endswith("✗ 10.0.0.9 did not answer")
 
 
-def test_node_reports_its_store_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_report_has_store_and_package_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     found = NodeReporter().report(str(tmp_path / "store"))
     assert found.store == ""

@@ -59,7 +59,7 @@ class Server:
         self.kept[self._keys[key]] = changed.data
 
 
-def test_table_is_one_growing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_page_table_is_one_growing_prefect_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = Server(monkeypatch)
     page = Page("Mine_1.b", lambda text: None)
     page.progress([{"versions": "1"}])
@@ -76,7 +76,7 @@ def test_table_is_one_growing_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert server.changes == ["progress-mine-1-b"]
 
 
-def test_anchors_are_written_to_page_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_log_hashes_are_written_to_run_page_and_mlflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Entry 0 and the newest entry are anchored when a supervisor takes the run and when the run ends; no entry is
     anchored twice.
     """
@@ -97,7 +97,7 @@ def test_anchors_are_written_to_page_and_mlflow(monkeypatch: pytest.MonkeyPatch,
     assert check_anchors(store, shown) == []
 
 
-def test_unreachable_server_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_prefect_server_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     server, told = Server(monkeypatch), list[str]()
     server.away.set()
     page = Page("mine", told.append)
@@ -113,7 +113,7 @@ def test_unreachable_server_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert server.kept == {"progress-mine": '[{"versions": "all"}]'}
 
 
-def test_hanging_server_does_not_block_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_prefect_server_does_not_block_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     server, go = Server(monkeypatch), threading.Event()
     monkeypatch.setattr(server, "_create", lambda made: SimpleNamespace(id=uuid4(), hung=go.wait()))
     monkeypatch.setattr(page_module, "END_SECONDS", 0.1)
@@ -124,7 +124,7 @@ def test_hanging_server_does_not_block_other_requests(monkeypatch: pytest.Monkey
     go.set()
 
 
-def test_block_table_has_complete_blocks_only(tmp_path: Path) -> None:
+def test_progress_table_has_only_complete_version_ranges(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     begin(store)
     _, writer = train(store, 5)
@@ -138,7 +138,7 @@ def test_block_table_has_complete_blocks_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost_tokens", "lost_groups", "bias"), [(0.0, 0.0, "+0.0%"), (600.0, 1.0, "-50.0%"), (0.0, 4.0, "+100.0%")]
 )
-def test_block_bias_equals_the_summary_bias(lost_tokens: float, lost_groups: float, bias: str) -> None:
+def test_length_bias_in_progress_table_equals_the_summarys(lost_tokens: float, lost_groups: float, bias: str) -> None:
     """Four groups of 100 tokens were trained; the discarded groups were longer or shorter, or no group was
     discarded.
     """

@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         yield make_epoch_run(home)
 
 
-def test_rates_can_be_the_difficulty_of_a_source(
+def test_logged_pass_rates_can_select_prompts_by_difficulty(
     finished: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rated.jsonl"
@@ -49,7 +49,7 @@ def test_rates_can_be_the_difficulty_of_a_source(
     assert len(found) == 9
 
 
-def test_run_without_rates_gets_a_one_sentence_error(
+def test_log_rates_without_pass_rates_is_a_one_sentence_error(
     finished: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_small(tmp_path, "fresh")
@@ -57,7 +57,7 @@ def test_run_without_rates_gets_a_one_sentence_error(
     assert "its log has no pass rates; name a run that has trained" in capsys.readouterr().err
 
 
-def test_skipped_shares_are_reported_by_epoch(finished: RunContext) -> None:
+def test_share_of_skipped_questions_is_reported_by_epoch(finished: RunContext) -> None:
     epochs = list_epochs(finished.log, 0)
     assert [epoch.number for epoch in epochs] == list(range(len(epochs)))
     shares = _list_skipped(finished)["questions"]

@@ -76,7 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return made
 
 
-def test_speeds_exclude_pauses(run: Run) -> None:
+def test_reported_speeds_exclude_pauses_of_the_run(run: Run) -> None:
     """A version takes ten seconds; with an hour's pause and a night's stop the speed is the same."""
     run.now += 3600.0
     run.resume()
@@ -110,7 +110,7 @@ def test_status_during_a_run_includes_earlier_pauses(run: Run) -> None:
     assert paused_seconds(run.context, run.context.policies.find(3), last) == 0.0
 
 
-def test_block_figures_exclude_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_table_excludes_pauses_of_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.now += 3600.0
     run.resume()
     run.train(2)
@@ -120,7 +120,7 @@ def test_block_figures_exclude_pauses(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert row["idle"] == "10%"
 
 
-def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
+def test_restart_of_one_stage_does_not_count_as_a_pause(run: Run) -> None:
     """The seconds that the restart of a stage takes count as training time."""
     run.now += 30.0
     run.start_stages()
@@ -131,7 +131,7 @@ def test_restart_of_one_stage_is_no_pause(run: Run) -> None:
     assert progress.training_seconds == pytest.approx(62.0)
 
 
-def test_replaced_supervisor_is_no_pause(run: Run) -> None:
+def test_replaced_supervisor_does_not_count_as_a_pause(run: Run) -> None:
     """A batch that is committed between the supervisors shows that the stages were working."""
     run.now += 1.0
     Log(run.store).claim("supervisor")

@@ -61,7 +61,7 @@ def test_written_plan_reproduces_the_printed_figures(
     assert json.loads(again.read_text())["step_seconds"] == step
 
 
-def test_written_recipe_has_only_the_changes(file: Path, tmp_path: Path) -> None:
+def test_planned_recipe_differs_only_in_the_planned_keys(file: Path, tmp_path: Path) -> None:
     written = tmp_path / "planned.toml"
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, "--write", str(written)]) == 0
     before, after = tomllib.loads(Path(RECIPE).read_text()), tomllib.loads(written.read_text())
@@ -77,7 +77,7 @@ def test_written_recipe_has_only_the_changes(file: Path, tmp_path: Path) -> None
     assert main(["check", str(written)]) == 0
 
 
-def test_written_recipe_keeps_comments(file: Path, tmp_path: Path) -> None:
+def test_planned_recipe_keeps_comments(file: Path, tmp_path: Path) -> None:
     given, once, twice = tmp_path / "given.toml", tmp_path / "once.toml", tmp_path / "twice.toml"
     text = Path(RECIPE).read_text()
     given.write_text(text.replace("async_ratio = 2", "async_ratio = 0  # what we had"))
@@ -93,7 +93,7 @@ def test_written_recipe_keeps_comments(file: Path, tmp_path: Path) -> None:
     assert tomllib.loads(once.read_text()) == tomllib.loads(twice.read_text())
 
 
-def test_written_hardware_keeps_comments(file: Path, tmp_path: Path) -> None:
+def test_planned_hardware_file_keeps_comments(file: Path, tmp_path: Path) -> None:
     once, twice = tmp_path / "once.toml", tmp_path / "twice.toml"
     arguments = [RECIPE, "--gpus", "6", *SMALL]
     assert main(["plan", *arguments, "--hardware", str(file), "--write", str(once)]) == 0
@@ -111,7 +111,9 @@ def test_written_hardware_keeps_comments(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_nothing_is_written_beyond_the_limits(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+def test_plan_beyond_the_bias_limit_writes_no_recipe(
+    capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path
+) -> None:
     written = tmp_path / "planned.toml"
     arguments = ["--set", "rollout.redundant_responses=4", "--max-bias", "0.001", "--write", str(written)]
     assert main(["plan", RECIPE, "--gpus", "6", "--hardware", str(file), *SMALL, *arguments]) == 1
@@ -138,7 +140,7 @@ def test_bad_input_gets_a_one_sentence_error(capsys: pytest.CaptureFixture[str],
         main(["plan", RECIPE, *given, "0"])
 
 
-def test_toml_round_trip_preserves_the_tree() -> None:
+def test_toml_is_unchanged_after_write_and_read() -> None:
     tree = {
         "name": 'an "odd" one\n', "many": [1, 2.5], "empty": [], "flag": True,
         "part": {"tiny": 1e-9, "deeper": {"x": [{"a": 1}, {"a": 2, "b": {"c": []}}]}, "none": {}},
@@ -170,7 +172,7 @@ pair = { low = 1, high = 2 } # both
 """
 
 
-def test_rewritten_document_keeps_comments() -> None:
+def test_rewritten_toml_file_keeps_comments() -> None:
     tree = tomllib.loads(COMMENTED)
     assert rewrite_toml(COMMENTED, tree) == COMMENTED
     tree |= {"seed": 2, "groups": 8, "rollout": {"max_batches_ahead": 1.5, "none": None}}
@@ -183,7 +185,7 @@ def test_rewritten_document_keeps_comments() -> None:
     assert rewrite_toml(COMMENTED, tree) == expected + "\n[rollout]\nmax_batches_ahead = 1.5\n"
 
 
-def test_removed_section_takes_its_comments_along() -> None:
+def test_removing_a_toml_section_removes_its_comments() -> None:
     tree = tomllib.loads(COMMENTED)
     del tree["prompts"]
     assert "# out of order" in rewrite_toml(COMMENTED, tree)
@@ -201,7 +203,7 @@ def test_removed_section_takes_its_comments_along() -> None:
         {"z": {"new": 2}},  # a section in two places, from which tomlkit cannot remove keys
     ],
 )
-def test_rewritten_document_reads_as_the_new_tree(change: dict[str, Any]) -> None:
+def test_rewritten_toml_file_has_the_new_values(change: dict[str, Any]) -> None:
     text = "a.b.c = 1  # dotted\nlast = 3\n[[list]]\nx = 1\n[[list]]\nx = [2]\n[z.y.x]\nk = 1\n[end]\n[z]\nj = 1\n"
     tree = tomllib.loads(text) | change
     assert tomllib.loads(rewrite_toml(text, tree)) == tree
@@ -259,7 +261,7 @@ def test_cost_of_a_plan_is_printed(capsys: pytest.CaptureFixture[str], file: Pat
         ("rest_hour", "zzz", "zzz = 1.0: there is no such key; remove the key; docs/planning.md lists all keys"),
     ],
 )
-def test_bad_prices_are_refused(
+def test_invalid_price_file_is_refused(
     capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path, right: str, wrong: str, sentence: str
 ) -> None:
     prices = tmp_path / "prices.toml"
@@ -268,11 +270,11 @@ def test_bad_prices_are_refused(
     assert said == f"file of prices '{prices}': {sentence}"
 
 
-def test_absent_prices_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+def test_missing_price_file_is_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     prices = tmp_path / "prices.toml"
     said = refused(capsys, "plan", RECIPE, "--gpus", "6", "--hardware", str(file), "--cost", str(prices))
     assert said.startswith(f"file of prices '{prices}' cannot be read (No such file")
 
 
-def test_shipped_prices_are_read() -> None:
+def test_shipped_price_file_is_read() -> None:
     assert load_prices(Path("infra/prices.toml")).currency == "USD"

@@ -50,11 +50,11 @@ def run(folder: Path, how: str, seconds: float) -> str:
             return process.communicate()[0]
 
 
-def test_collector_thread_avoids_the_deadlock(tmp_path: Path) -> None:
+def test_garbage_collector_thread_avoids_prefects_deadlock(tmp_path: Path) -> None:
     assert run(tmp_path, "beside", HANG_SECONDS).split() == ["collected", "written"]
 
 
 @pytest.mark.soak
-def test_collection_in_the_event_loop_deadlocks(tmp_path: Path) -> None:
+def test_garbage_collection_in_prefects_event_loop_deadlocks(tmp_path: Path) -> None:
     """If this test fails, `prefect_server` is no longer needed."""
     assert run(tmp_path, "itself", 8.0).split() == []

@@ -73,7 +73,7 @@ def head(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayHead]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["reward"], indirect=True)
-def test_actor_starts_in_a_spare_process_of_its_kind(head: RayHead) -> None:
+def test_actor_starts_in_a_prewarmed_worker_of_its_kind(head: RayHead) -> None:
     until(lambda: idle(head, "reward"))
     [spare] = idle(head, "reward")
     assert ask(head, "rollout")[0] != spare
@@ -130,7 +130,7 @@ def look(spares: Asked, clock: list[float], seconds: float) -> list[Kind]:
     return spares.asked
 
 
-def test_used_spare_process_is_replaced_later(tmp_path: Path, clock: list[float]) -> None:
+def test_used_prewarmed_worker_is_replaced_later(tmp_path: Path, clock: list[float]) -> None:
     spares = Asked(tmp_path, kept=True)
     assert look(spares, clock, 3) == ["engine", "reward"]
     spares.there = {"engine", "reward"}
@@ -140,12 +140,12 @@ def test_used_spare_process_is_replaced_later(tmp_path: Path, clock: list[float]
     assert look(spares, clock, 10) == ["engine"]
 
 
-def test_command_starts_each_spare_process_once(tmp_path: Path, clock: list[float]) -> None:
+def test_command_starts_each_prewarmed_worker_once(tmp_path: Path, clock: list[float]) -> None:
     spares = Asked(tmp_path, kept=False)
     assert look(spares, clock, 300) == ["engine", "reward"]
 
 
-def test_no_spare_process_starts_if_memory_is_low(
+def test_no_prewarmed_worker_starts_if_memory_is_low(
     tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Memory:
@@ -155,7 +155,7 @@ def test_no_spare_process_starts_if_memory_is_low(
     assert look(Asked(tmp_path, kept=True), clock, 300) == []
 
 
-def test_awaited_worker_imports_modules_for_engines_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prewarmed_worker_imports_early_only_for_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports, "import_all", imported.append)
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
@@ -172,7 +172,7 @@ def test_awaited_worker_imports_modules_for_engines_only(tmp_path: Path, monkeyp
     assert imported == ["engine", "learner"]
 
 
-def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_early_import_does_not_end_the_ray_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker survives a missing folder of spares, a folder that cannot be created, and a failing import."""
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
@@ -196,7 +196,7 @@ def test_early_imports_never_end_their_worker(tmp_path: Path, monkeypatch: pytes
     assert imported == ["engine", "engine"]
 
 
-def test_worker_leaves_its_actor_to_a_spare_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_worker_hands_its_actor_to_a_prewarmed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[Kind] = []
     monkeypatch.setattr(early_imports.glob, "glob", lambda _: [])
     monkeypatch.setattr(early_imports, "REGISTER_SECONDS", 0.0)
@@ -221,7 +221,7 @@ def test_worker_leaves_its_actor_to_a_spare_process(tmp_path: Path, monkeypatch:
     assert imported == ["engine"]
 
 
-def test_spare_processes_match_the_runs_actors() -> None:
+def test_prewarmed_workers_match_the_actors_of_the_run() -> None:
     own = RunConfig.model_validate({"name": "a", "prompts": [{"kind": "jsonl", "path": "q"}], "policy": {"path": "p"}})
     two = own.model_copy(update={"engine": own.engine.model_copy(update={"threads": 2})})
     assert "engine" in list_kinds(own)

@@ -67,13 +67,13 @@ def ask(head: RayHead, verb: str, environment: Mapping[str, str]) -> str:
     return str(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_cluster_token_grants_access(head: RayHead) -> None:
+def test_ray_cluster_token_grants_access(head: RayHead) -> None:
     assert ask(head, "attach", head.env) == "1 nodes"
     assert ask(head, "member", head.env) == "member"
 
 
 @pytest.mark.parametrize("verb", ["attach", "member"])
-def test_missing_or_wrong_token_is_refused(head: RayHead, verb: str, tmp_path: Path) -> None:
+def test_missing_or_wrong_ray_token_is_refused(head: RayHead, verb: str, tmp_path: Path) -> None:
     without = ask(head, verb, {})
     assert without.startswith(f"ConfigError: cluster.address = '{head.address}': the cluster requires a token; {CURE}")
     wrong = ask(head, verb, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64})
@@ -86,7 +86,7 @@ def test_missing_or_wrong_token_is_refused(head: RayHead, verb: str, tmp_path: P
     assert CURE in nowhere
 
 
-def test_machine_without_a_node_is_refused(head: RayHead) -> None:
+def test_machine_outside_the_ray_cluster_is_refused(head: RayHead) -> None:
     said = ask(head, "strange", head.env)
     assert said.startswith(
         f"ConfigError: cluster.address = '{head.address}': this machine is not one of the cluster's 1"

@@ -37,19 +37,19 @@ def run(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("verb", ["keys", "keys --markdown", "keys --hardware", f"check {RECIPE}"])
-def test_commands_end_quietly_without_a_reader(verb: str) -> None:
+def test_commands_end_quietly_if_the_pipe_is_closed(verb: str) -> None:
     code, said = unread(verb.split())
     assert said == b""
     assert code == 1
 
 
-def test_help_ends_quietly_without_a_reader() -> None:
+def test_help_ends_quietly_if_the_pipe_is_closed() -> None:
     """argparse prints the help and ignores the broken pipe."""
     assert unread(["--help"]) in ((0, b""), (1, b""))
 
 
 @pytest.mark.parametrize("verb", ["audit", "log", "log --json"])
-def test_run_commands_end_quietly_without_a_reader(verb: str, run: str) -> None:
+def test_run_commands_end_quietly_if_the_pipe_is_closed(verb: str, run: str) -> None:
     code, said = unread([*verb.split()[:1], run, *verb.split()[1:]])
     assert said == b""
     assert code == 1

@@ -74,7 +74,7 @@ def test_check_finds_files_beside_the_recipe(lying: Path, capsys: pytest.Capture
     assert not list(Path.cwd().iterdir())
 
 
-def test_run_records_absolute_paths(lying: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_records_absolute_paths_of_its_recipe(lying: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`rollflow run` makes paths absolute before it starts anything, because another command may resume the run from
     another folder.
     """
@@ -85,14 +85,14 @@ def test_run_records_absolute_paths(lying: Path, monkeypatch: pytest.MonkeyPatch
     assert context.prompts().prompt(0).text
 
 
-def test_deployments_have_absolute_paths(lying: Path) -> None:
+def test_deployments_have_absolute_recipe_paths(lying: Path) -> None:
     """The form has the same paths in whichever folder the runner works."""
     [recipe] = recipes_of(Path("../a folder"))
     assert places(recipe.config) == beside(lying)
     assert form_values(recipe.config)["prompts"][0]["path"] == str(lying / "questions.jsonl")
 
 
-def test_sweep_and_nightly_have_absolute_paths(lying: Path, tmp_path: Path) -> None:
+def test_sweep_and_nightly_have_absolute_recipe_paths(lying: Path, tmp_path: Path) -> None:
     given = argparse.Namespace(recipe=Path("../a folder/lying.toml"), set=["versions=2,3"], seeds=1, study="s")
     assert [places(point.config) for point in sweep.points_of(given)] == [beside(lying)] * 2
     (tmp_path / "night.toml").write_text('name = "night"\nrecipes = ["a folder/lying.toml"]\n')
@@ -100,7 +100,7 @@ def test_sweep_and_nightly_have_absolute_paths(lying: Path, tmp_path: Path) -> N
     assert places(load_recipe(Path(recipe))) == beside(lying)
 
 
-def test_override_is_relative_to_the_working_folder(lying: Path) -> None:
+def test_path_in_set_is_relative_to_the_working_folder(lying: Path) -> None:
     here = Path.cwd()
     make_policy(here / "mine" / "tiny")
     sets = ["policy.path=mine/tiny", "prompts.0.path=q.jsonl", "store.uri=s", "tracking.uri=mlruns"]
@@ -112,7 +112,7 @@ def test_override_is_relative_to_the_working_folder(lying: Path) -> None:
     assert places(load_recipe(lying / "lying.toml", ["versions=3"])) == beside(lying)
 
 
-def test_resumed_run_keeps_its_paths(lying: Path) -> None:
+def test_resumed_run_keeps_the_paths_of_its_recipe(lying: Path) -> None:
     recorded = load_recipe(lying / "lying.toml").model_dump(mode="json")
     changed = override_config(recorded, ["tracking.uri=mlruns", "versions=9"])
     assert places(changed) == [*beside(lying)[:3], str(Path.cwd() / "mlruns")]
@@ -133,14 +133,16 @@ def test_resumed_run_keeps_its_paths(lying: Path) -> None:
         ("tracking", "uri", "file:///abs"),
     ],
 )
-def test_names_and_addresses_in_a_recipe_are_no_paths(tmp_path: Path, section: str, key: str, value: str) -> None:
+def test_names_and_urls_in_a_recipe_are_not_changed_to_paths(
+    tmp_path: Path, section: str, key: str, value: str
+) -> None:
     recipe = tmp_path / "one.toml"
     text = f'[{section}]\n{key} = "{value}"\n' + ("" if section == "policy" else "[policy.cold_start]\n")
     recipe.write_text(text)
     assert getattr(getattr(load_recipe(recipe), section), key) == value
 
 
-def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_recipe_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     recipe = tmp_path / "one.toml"
     recipe.write_text('[policy]\npath = "~/policy"\n[tracking]\nuri = "file:~/runs"\n')

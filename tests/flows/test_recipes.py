@@ -33,7 +33,7 @@ def recipe(folder: Path, text: str) -> Path:
     return path
 
 
-def test_changed_kind_keeps_common_keys(tmp_path: Path) -> None:
+def test_changed_section_kind_keeps_common_keys(tmp_path: Path) -> None:
     found = load_recipe(recipe(tmp_path, ENGINE), ["engine.kind=transformers"]).engine
     assert found == TransformersEngineConfig(max_concurrent_requests=7, threads=3)
     assert load_recipe(tmp_path / "recipe.toml", ["engine.kind=timed"]).engine == TimedEngineConfig(
@@ -41,7 +41,7 @@ def test_changed_kind_keeps_common_keys(tmp_path: Path) -> None:
     )
 
 
-def test_changed_preset_resets_the_parts(tmp_path: Path) -> None:
+def test_changed_objective_preset_resets_its_parts(tmp_path: Path) -> None:
     path = recipe(tmp_path, '[train.objective]\nkind = "grpo"\n[train.objective.surrogate]\nlow = 0.1\ndual = 2.0\n')
     assert load_recipe(path).train.objective == PartsObjective(surrogate=Clip(low=0.1, dual=2.0))
     found = load_recipe(path, ["train.objective.kind=cispo"]).train.objective
@@ -49,7 +49,7 @@ def test_changed_preset_resets_the_parts(tmp_path: Path) -> None:
     assert load_recipe(path, ["train.objective.kind=grpo"]) == load_recipe(path)
 
 
-def test_preset_is_expanded_and_can_be_changed() -> None:
+def test_objective_preset_is_expanded_and_can_be_changed() -> None:
     found = parse_config({"train": {"objective": {"kind": "gspo", "surrogate": {"high": 0.1}}}}).train.objective
     assert isinstance(found, PartsObjective)
     assert (found.surrogate, found.ratio.level) == (Clip(low=3e-4, high=0.1), "geometric")
@@ -63,7 +63,7 @@ def test_preset_is_expanded_and_can_be_changed() -> None:
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_recorded_preset_is_read_unchanged(kind: str) -> None:
+def test_recorded_objective_preset_is_read_unchanged(kind: str) -> None:
     found = parse_config({"train": {"objective": {"kind": kind}}})
     assert parse_config(json.loads(json.dumps(found.model_dump(mode="json")))) == found
 
@@ -95,13 +95,13 @@ def test_old_objective_keys_are_read() -> None:
         parse_config({"train": {"normalize": "x"}})
 
 
-def test_old_key_sets_the_unset_keys_of_a_part() -> None:
+def test_old_objective_key_sets_only_keys_that_are_unset() -> None:
     both = {"baseline": "none", "objective": {"advantage": {"negative_weight": 0.3}}}
     found = parse_config({"train": both}).train.objective.advantage
     assert found == Advantage(baseline="none", scale="none", negative_weight=0.3)
 
 
-def test_key_of_another_kind_is_named() -> None:
+def test_error_names_a_key_that_only_another_kind_has() -> None:
     tree = {"train": {"objective": {"kind": "topr", "surrogate": {"dual": 2.0}}}}
     with pytest.raises(ConfigError, match=r"^train\.objective\.surrogate\.dual = 2\.0: there is no such key here"):
         parse_config(tree)
@@ -117,7 +117,7 @@ def test_key_of_another_kind_is_named() -> None:
         {"kind": "kimi", "correction": {"outside": "mask"}},
     ],
 )
-def test_double_correction_is_refused(objective: dict[str, object]) -> None:
+def test_double_off_policy_correction_is_refused(objective: dict[str, object]) -> None:
     with pytest.raises(
         ConfigError, match=r"^train\.objective\.correction\.outside = .* correct samples twice; set ratio\.to"
     ):
@@ -143,7 +143,7 @@ def test_double_correction_is_refused(objective: dict[str, object]) -> None:
         ),
     ],
 )
-def test_unused_correction_key_is_refused(kind: str, correction: dict[str, object], words: str) -> None:
+def test_correction_key_without_effect_is_refused(kind: str, correction: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.correction\.{words}"):
         parse_config({"train": {"objective": {"kind": kind, "correction": correction}}})
 
@@ -175,13 +175,13 @@ def test_unused_correction_key_is_refused(kind: str, correction: dict[str, objec
         ),
     ],
 )
-def test_unused_penalty_or_ratio_is_refused(objective: dict[str, object], words: str) -> None:
+def test_penalty_or_ratio_key_without_effect_is_refused(objective: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         parse_config({"train": {"objective": objective}})
 
 
 @pytest.mark.parametrize("kl_to", ["behaviour", "reference"])
-def test_k1_in_the_loss_is_refused(kl_to: str) -> None:
+def test_kl_estimator_k1_in_the_loss_is_refused(kl_to: str) -> None:
     penalties = {"kl": "k1", "kl_to": kl_to, "kl_weight": 0.1}
     with pytest.raises(
         ConfigError, match=r"^train\.objective\.penalties\.kl = 'k1': the gradient of k1 .* choose \"k2\""
@@ -218,14 +218,14 @@ def test_recorded_config_is_read_even_if_now_refused() -> None:
         ({"ratio": {"level": "sequence"}}, r"ratio\.level = 'sequence': with aggregation = "),
     ],
 )
-def test_form_with_conflicting_parts_is_refused(part: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_form_with_conflicting_objective_parts_is_refused(part: dict[str, object], words: str, tmp_path: Path) -> None:
     config = parse_config(with_every_part(**part) | {"store": {"uri": str(tmp_path)}})
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         prepare(config, "new")
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_sweep_refuses_a_full_recipe_before_it_starts(tmp_path: Path) -> None:
+def test_sweep_of_a_resolved_recipe_refuses_invalid_values(tmp_path: Path) -> None:
     """`rollflow check --resolved` prints such recipes."""
     path = recipe(tmp_path, to_toml(with_every_part()))
     load_recipe(path, ["train.objective.penalties.kl=k1"])
@@ -247,12 +247,12 @@ def with_every_part(**parts: object) -> dict[str, Any]:
         ({"penalties": {"kl_weight": 1e39}}, r"penalties\.kl_weight = 1e\+39 is greater than"),
     ],
 )
-def test_invalid_part_or_number_is_refused(objective: dict[str, object], words: str) -> None:
+def test_invalid_objective_part_or_number_is_refused(objective: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.objective\.{words}"):
         parse_config({"train": {"objective": objective}})
 
 
-def test_zero_weight_in_a_sweep_is_accepted() -> None:
+def test_kl_weight_of_zero_in_a_sweep_is_accepted() -> None:
     parse_config({"train": {"objective": {"penalties": {"kl_to": "reference", "kl_in": "reward", "kl_weight": 0.0}}}})
     parse_config(
         {"train": {"objective": {"kind": "rloo", "ratio": {"level": "sequence"}, "surrogate": {"positive": [0, 2]}}}}
@@ -269,19 +269,19 @@ def test_zero_weight_in_a_sweep_is_accepted() -> None:
         {"penalties": {"kl_to": "reference", "kl_weight": 0.0}},
     ],
 )
-def test_recorded_objective_is_accepted_again(objective: dict[str, object]) -> None:
+def test_objective_is_unchanged_after_write_and_read(objective: dict[str, object]) -> None:
     taken = parse_config({"train": {"objective": objective}}).train.objective
     assert parse_config({"train": {"objective": taken.model_dump(mode="json")}}).train.objective == taken
 
 
-def test_unused_key_of_preset_or_record_is_accepted() -> None:
+def test_recorded_objective_key_without_effect_is_accepted() -> None:
     parse_config({"train": {"objective": {"kind": "geometric-mask", "correction": {"outside": "none"}}}})
     parse_config({"train": {"objective": {"correction": {"weigh": True, "low": 0.0}}}})
     kept = parse_config(with_every_part(correction={"high": 3.0})).train.objective
     assert kept.correction == Correction(high=3.0)  # type: ignore[union-attr]
 
 
-def test_key_unknown_to_every_kind_is_refused(tmp_path: Path) -> None:
+def test_key_that_no_section_kind_has_is_refused(tmp_path: Path) -> None:
     path = recipe(tmp_path, ENGINE.replace("max_concurrent_requests", "max_requests"))
     with pytest.raises(
         ConfigError, match=r"engine\.max_requests = 7: .* did you mean engine\.max_concurrent_requests\?"
@@ -304,19 +304,19 @@ def test_key_unknown_to_every_kind_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_error_names_the_key_without_the_kind(tree: dict[str, object], words: str) -> None:
+def test_error_names_a_key_without_its_section_kind(tree: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(tree)
     assert str(refused.value).startswith(words)
 
 
-def test_keys_include_every_kind() -> None:
+def test_printed_keys_include_every_section_kind() -> None:
     lines = describe_keys(RunConfig)
     for line in ('engine.kind = "timed"', 'prompts.kind = "jsonl"', 'train.objective.surrogate.kind = "kimi"'):
         assert any(one.startswith(f"{line}  # ") for one in lines)
 
 
-def test_key_shows_default_and_allowed_values_as_toml() -> None:
+def test_printed_key_has_default_and_allowed_values() -> None:
     lines = {line.partition(": ")[0] for line in describe_keys(RunConfig)}
     assert {
         "versions = 100  # whole number above 0",
@@ -328,7 +328,7 @@ def test_key_shows_default_and_allowed_values_as_toml() -> None:
     } <= lines
 
 
-def test_section_without_kind_has_the_default() -> None:
+def test_section_without_kind_has_the_default_kind() -> None:
     tree = {
         "engine": {"max_concurrent_requests": 9},
         "reward": {"workers": 2},
@@ -390,6 +390,6 @@ def test_key_kind_selects_the_learner() -> None:
         assert describe_error(refused.value.errors()[0], Tree).startswith(words)
 
 
-def test_learner_is_chosen_by_its_kind() -> None:
+def test_unknown_learner_kind_is_refused() -> None:
     assert main(["check", "flows/recipes/sorting.toml", "--set", "train.kind=torch"]) == 0
     assert main(["check", "flows/recipes/sorting.toml", "--set", "train.kind=jax"]) == 2

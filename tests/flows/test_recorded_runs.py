@@ -38,7 +38,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return unpack(request.param, tmp_path / "store")
 
 
-def test_recorded_run_audits_clean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_run_passes_the_audit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(run), "--deep", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["clean"], report["versions"]) == (True, VERSIONS)
@@ -69,7 +69,7 @@ def config_of(name: str, folder: Path) -> RunConfig:
     return attach_run(str(unpack(name, folder))).all_configs[0]
 
 
-def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
+def test_old_rollout_config_is_read_with_its_old_behaviour(tmp_path: Path) -> None:
     """The recorded values survive renamed keys; none of the tested values is a default."""
     config = config_of("whole", tmp_path)
     rollout = config.rollout
@@ -83,13 +83,13 @@ def test_recorded_config_of_rollout_keeps_its_values(tmp_path: Path) -> None:
     assert config.train.not_finite == "skip"
 
 
-def test_recorded_config_of_ranks_keeps_its_values(tmp_path: Path) -> None:
+def test_old_config_of_several_ranks_keeps_its_values(tmp_path: Path) -> None:
     config = config_of("ranks", tmp_path)
     assert config.rollout.batch_order == "started"
     assert (config.train.ranks, config.train.critic.learning_rate, config.store.shard_bytes) == (2, 0.01, 16384)
 
 
-def test_recorded_config_of_timed_engine_keeps_its_values(tmp_path: Path) -> None:
+def test_old_config_of_the_timed_engine_keeps_its_values(tmp_path: Path) -> None:
     config = config_of("bucket", tmp_path)
     assert isinstance(config.engine, TimedEngineConfig)
     engine = config.engine
@@ -138,7 +138,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("plant", "number", "release"), OTHERS.values(), ids=OTHERS)
-def test_other_format_is_refused_with_its_release(
+def test_unknown_storage_format_is_refused_with_its_release(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -160,7 +160,7 @@ def test_other_format_is_refused_with_its_release(
     assert sentence in capsys.readouterr().out
 
 
-def test_damaged_first_entry_is_not_taken_for_another_format(tmp_path: Path) -> None:
+def test_damaged_first_log_entry_is_not_taken_for_a_new_format(tmp_path: Path) -> None:
     run = unpack("bucket", tmp_path)
     first = run / entry_path(0)
     first.write_bytes(first.read_bytes().replace(b'"format":%d' % FORMAT, b'"format":%d' % (FORMAT + 1)))

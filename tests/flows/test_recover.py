@@ -107,7 +107,7 @@ def given(context: RunContext) -> dict[str, Any]:
     return {"config": CONFIG, "storage": context.uri}
 
 
-def test_many_recoverers_start_one_supervisor(deployment: str, run: RunContext) -> None:
+def test_concurrent_recoveries_start_only_one_supervisor(deployment: str, run: RunContext) -> None:
     first = crashed(deployment, given(run))
     with ThreadPoolExecutor(4) as pool:  # as if a session, an automation and two users restarted the supervisor
         asked = [
@@ -145,7 +145,7 @@ def test_ended_run_is_not_restarted(deployment: str, run: RunContext) -> None:
     assert len(of(run)) == 4
 
 
-def test_exhausted_budget_fails_the_flow_run(deployment: str, run: RunContext) -> None:
+def test_exhausted_restart_budget_fails_the_flow_run(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, given(run))
     for attempt in (1, 2):
         successor = restart_supervisor(flow_run, run)
@@ -184,7 +184,7 @@ def test_daily_supervisor_deaths_are_survived(
     assert len(of(run)) == 1 + days
 
 
-def test_dead_stage_gets_a_new_flow_run_each_time(
+def test_each_death_of_a_stage_starts_a_new_flow_run(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real server returns the crashed flow run if it is asked with the same key."""
@@ -208,7 +208,7 @@ def test_dead_stage_gets_a_new_flow_run_each_time(
     assert len(set(seen)) == 8
 
 
-def test_cancelling_stage_is_not_adopted(
+def test_stage_that_is_being_cancelled_is_replaced(
     server: PrefectServer, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is resumed at once starts before its runner has seen the end of the cancelled stages."""
@@ -239,7 +239,7 @@ def test_restart_pause_doubles_with_recent_crashes() -> None:
         pause_before([now] * 5, now, limits)
 
 
-def test_successor_is_newer_despite_the_clock(
+def test_restarted_supervisor_is_newer_despite_a_wrong_clock(
     deployment: str, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Prefect server's clock steps back by an hour between a supervisor and its successor."""
@@ -260,7 +260,7 @@ def test_successor_is_newer_despite_the_clock(
     assert third.flow_run not in (first, second.flow_run)
 
 
-def test_unnamed_run_is_found_by_its_flow_run(deployment: str, run: RunContext) -> None:
+def test_run_without_id_is_found_by_its_prefect_flow_run(deployment: str, run: RunContext) -> None:
     flow_run = crashed(deployment, {"config": CONFIG})
     with open_client() as client:
         unnamed = attach_run(run_uri(client.read_flow_run(flow_run)))
@@ -296,7 +296,7 @@ def test_orphaned_flow_runs_are_marked_crashed(deployment: str, run: RunContext)
     assert crash_orphans(deployment, "its session died", scheduled=True) == ["w"]
 
 
-def test_automations_are_installed_once(deployment: str) -> None:
+def test_prefect_automations_are_installed_once(deployment: str) -> None:
     with open_client() as client:
         supervisor = client.read_deployment_by_name(f"post-training/{deployment}").id
         recover = client.create_deployment(flow_id=client.create_flow_from_name("recover"), name=deployment)
@@ -313,7 +313,7 @@ def test_automations_are_installed_once(deployment: str) -> None:
     assert seen[0] != seen[2]
 
 
-def test_dying_service_ends_the_session_with_the_reason(tmp_path: Path) -> None:
+def test_dying_server_ends_the_run_command_with_the_reason(tmp_path: Path) -> None:
     service = Runner(tmp_path / "log", {}, module="http.server", arguments=["0", "--bind", "127.0.0.1"])
     limits = RecoveryConfig(restarts=2, backoff_seconds=0.01)
     services, recovered = ServiceKeeper("none", {"files": service}, limits), list[Recovery]()
@@ -343,7 +343,7 @@ def runner(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.soak
-def test_session_survives_supervisor_server_and_runner(
+def test_run_command_survives_death_of_supervisor_and_servers(
     server: PrefectServer, runner: Runner, run: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A clock that steps back by an hour at the start changes nothing."""
@@ -389,7 +389,7 @@ def test_run_ends_if_its_supervisor_keeps_failing(server: PrefectServer, runner:
     assert len(of(run)) == 1
 
 
-def test_automation_restarts_the_supervisor(server: PrefectServer, runner: Runner, run: RunContext) -> None:
+def test_prefect_automation_restarts_the_supervisor(server: PrefectServer, runner: Runner, run: RunContext) -> None:
     Session("trivial", server.ui_url, {}).submit(run, time.time())
     until(lambda: read_status(run))
     status = read_status(run)
@@ -430,7 +430,7 @@ except EngineFailed:
 
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_node_death_is_noticed(tmp_path: Path, deaths: int) -> None:
+def test_death_of_a_ray_node_is_noticed(tmp_path: Path, deaths: int) -> None:
     head = RayHead(tmp_path, cpus=1)
     node = RayNode(head, resources={"second": 1})
     head.start()

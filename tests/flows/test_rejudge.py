@@ -116,7 +116,9 @@ def digest(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unchanged_scorer_changes_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudging_by_an_unchanged_scorer_changes_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also the rewards of an earlier release, which recorded no outcomes; and nothing is written to the run."""
     run = unpack(name, tmp_path / "store")
     before = digest(run)
@@ -129,7 +131,7 @@ def test_unchanged_scorer_changes_nothing(name: str, tmp_path: Path, capsys: pyt
     assert digest(run) == before
 
 
-def test_other_penalty_changes_the_rows_out_of_form(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_format_penalty_changes_only_misformatted_rows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, context = rows_of(run, 2), attach_run(str(run))
     out = [one for one in rows if not re.fullmatch("[0-4]*", decode(context, one))]
     assert 0 < len(out) < len(rows)
@@ -146,7 +148,7 @@ def test_other_penalty_changes_the_rows_out_of_form(run: Path, capsys: pytest.Ca
     assert domain["changed"] == len(out)
 
 
-def test_tables_show_outcomes_rewards_and_reasons(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudge_tables_show_outcomes_rewards_and_reasons(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["rejudge", str(run), "--last", "2", "--set", "reward.kind=regex", "--set", "reward.pattern=.*"]
     assert main([*command, "--show", "1"]) == 1
     shown = capsys.readouterr().out
@@ -159,7 +161,7 @@ def test_tables_show_outcomes_rewards_and_reasons(run: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("options", "versions"), [([], [3]), (["2"], [2]), (["--last", "2"], [2, 3]), (["--last", "9"], [1, 2, 3])]
 )
-def test_versions_are_selected(
+def test_rejudge_selects_batches_by_policy_version(
     options: list[str], versions: list[int], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert result(capsys, run, *options)["versions"] == versions
@@ -179,7 +181,9 @@ def test_versions_are_selected(
         (["--set", "reward.kind=import", "--set", "reward.path=no_such_module:judge"], "there is no module"),
     ],
 )
-def test_bad_input_is_refused(options: list[str], sentence: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudge_refuses_bad_input(
+    options: list[str], sentence: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["rejudge", str(run), *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("rollflow: ")
@@ -187,7 +191,7 @@ def test_bad_input_is_refused(options: list[str], sentence: str, run: Path, caps
     assert "Traceback" not in error
 
 
-def test_run_without_a_trained_version_is_refused(
+def test_rejudge_refuses_a_run_without_a_trained_version(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cut(run, version=1)
@@ -204,12 +208,12 @@ def cut(run: Path, version: int) -> None:
             store.delete(path)
 
 
-def test_waiting_batch_of_a_run_in_progress_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudge_leaves_out_a_batch_that_is_not_yet_trained_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cut(run, version=3)
     assert result(capsys, run)["versions"] == [2]
 
 
-def test_damaged_batch_is_reported_and_the_others_judged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudge_reports_a_damaged_batch_and_judges_the_others(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [path] = run.glob("trajectories/00000001-*")
     path.write_bytes(path.read_bytes()[:-7])
     found = result(capsys, run, "--all", code=1)
@@ -221,20 +225,20 @@ def test_damaged_batch_is_reported_and_the_others_judged(run: Path, capsys: pyte
     assert "1 batches could not be read" in capsys.readouterr().out
 
 
-def test_missing_batch_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudge_reports_a_missing_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [path] = run.glob("trajectories/00000001-*")
     path.unlink()
     assert "is missing" in result(capsys, run, "2", code=1)["damaged"][0]["why"]
 
 
-def test_group_of_another_prompt_is_not_judged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejudge_skips_responses_of_a_changed_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stored group whose prompt id is wrong would be compared with the reference of another prompt."""
     rebatched(open_store(str(run)), 1, lambda groups: [replace(groups[0], prompt_id="sorting/x"), *groups[1:]])
     found = result(capsys, run, "2", code=1)
     assert "answers the prompt 'sorting/x' instead of 'sorting/0000" in found["damaged"][0]["why"]
 
 
-def test_unjudged_responses_are_counted_apart(
+def test_unjudged_responses_are_counted_separately(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, seen = LocalScorer.judge, list[int]()
@@ -265,14 +269,14 @@ def test_scorer_that_judges_nothing_ends_the_command(
     assert "workers in a row did not get ready" in capsys.readouterr().err
 
 
-def test_environment_that_computes_rewards_is_refused(run: Path) -> None:
+def test_rejudge_refuses_rewards_computed_by_an_environment(run: Path) -> None:
     context = attach_run(str(run))
     config = context.config.model_copy(update={"environment": ImportEnvironment(path="own.games:Game")})
     with pytest.raises(ConfigError, match=r"environment\.kind = 'import': the environment computed the rewards"):
         Rejudging(context, config)
 
 
-def test_name_of_a_removed_scorer_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejudge_refuses_rows_whose_scorer_was_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = attach_run(str(run))
     rejudging = Rejudging(context, context.config)
     real = rejudging._prompts.prompt
@@ -298,7 +302,7 @@ async def test_each_response_goes_to_the_scorer_of_its_prompt(run: Path, monkeyp
     assert len(report.total.scorers_now) == 2
 
 
-def test_pairwise_judge_gets_the_group_of_a_stored_response(run: Path) -> None:
+def test_pairwise_judge_compares_stored_responses_of_a_prompt(run: Path) -> None:
     """As in the run, a response is compared with the other kept responses of its group."""
     context = attach_run(str(run))
     judge = JudgeReward(url="http://127.0.0.1:1/v1", model="m", mode="pairwise")
@@ -340,12 +344,14 @@ OLD, NEW = "0" * 12, "f" * 12
         ({"scorer_version": OLD, "outcome": Outcome.UNJUDGED, "reward": 0.0}, Score(1.0, version=OLD), True, False),
     ],
 )
-def test_verdict_changes_by_reward_or_outcome(before: dict[str, Any], now: Score, changed: bool, flip: bool) -> None:
+def test_verdict_counts_as_changed_by_reward_or_outcome(
+    before: dict[str, Any], now: Score, changed: bool, flip: bool
+) -> None:
     one = rejudged(before, now)
     assert (one.has_changed, one.is_flip) == (changed, flip)
 
 
-def test_flips_are_reported_apart_from_changes() -> None:
+def test_changes_between_right_and_wrong_are_counted_separately() -> None:
     report = RejudgeReport("r", 5)
     for version in (OLD, OLD, NEW):
         report.add(rejudged({"scorer_version": OLD}, Score(0.0, version=version)))
@@ -367,7 +373,7 @@ def judge(response: str, reference: dict[str, object]) -> Score:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_planted_rows_of_a_changed_scorer_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejudge_finds_rows_that_a_changed_scorer_rates_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run by a user-defined scorer: judged again with the same file, with a changed file, and by the command line."""
     (file := tmp_path / "lengths.py").write_text(OWN)
     put_in_reach(monkeypatch, tmp_path)
@@ -416,7 +422,7 @@ def command(home: Path, context: RunContext, *options: str) -> subprocess.Comple
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_recorded_run_is_judged_again_by_workers(run: Path) -> None:
+def test_workers_judge_a_recorded_run_again(run: Path) -> None:
     context = attach_run(str(run))
     found = command(run, context, "--all")
     assert found.returncode == 0, found.stderr

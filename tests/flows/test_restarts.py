@@ -110,7 +110,7 @@ class World:
 @settings(deadline=None, max_examples=150)
 @given(EVENTS)
 @example([("end", 0.0)] * 3 + [("end", 101.0), ("end", 0.0), ("recover", 0.0), ("takeover", 0.0), ("end", 0.0)])
-def test_every_course_of_restarts_keeps_the_budget_and_records(
+def test_random_restarts_stay_within_budget_and_are_recorded(
     events: list[tuple[str, float]],
 ) -> None:
     world, episodes = World(), 0
@@ -144,7 +144,7 @@ def record(role: str, attempt: int, noticed: float, resumed: float, *again: floa
     return Recovery(role, "gone", noticed, noticed, resumed, attempt=attempt, restarts=(noticed, *again))
 
 
-def test_spent_restarts_are_counted_by_role() -> None:
+def test_restarts_are_counted_for_each_role_separately() -> None:
     journal = [
         Recovery("engine-0", "gone", 10.0, 10.0, 20.0),  # an earlier release did not record the times of restarts
         record("learner", 1, 900.0, 901.0),
@@ -162,7 +162,7 @@ def test_spent_restarts_are_counted_by_role() -> None:
 
 
 @pytest.mark.parametrize("step", [3600.0, -3600.0])
-def test_clock_step_spends_no_restart_budget(step: float) -> None:
+def test_clock_change_uses_no_restart_budget(step: float) -> None:
     now = [5000.0]
     run = MemoryStore(uuid.uuid4().hex)
     for attempt in (1, 2, 3):
@@ -173,7 +173,7 @@ def test_clock_step_spends_no_restart_budget(step: float) -> None:
     assert earlier.times(ROLE) == []
 
 
-def test_user_restart_resets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_by_the_user_resets_the_restart_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's start resets the budget, because the user has looked at the cause; a supervisor that follows a dead one
     does not reset it.
     """
@@ -199,7 +199,7 @@ DAMAGED = (
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
-def test_damaged_record_restores_no_budget(damaged: str) -> None:
+def test_damaged_restart_record_does_not_refill_the_budget(damaged: str) -> None:
     run = MemoryStore(uuid.uuid4().hex)
     journal = RecoveryLog(run)
     journal.append(record(ROLE, 1, 990.0, 991.0))
@@ -214,7 +214,7 @@ def test_damaged_record_restores_no_budget(damaged: str) -> None:
         budget.spend(ROLE, "gone")
 
 
-def test_record_of_a_later_release_is_read() -> None:
+def test_restart_record_of_a_later_release_is_read() -> None:
     run = MemoryStore(uuid.uuid4().hex)
     run.put(recovery_path(0), (GONE + '"noticed_at": 995, "node": "a"}').encode())
     assert [one.noticed_at for one in RecoveryLog(run).read()] == [995.0]
@@ -242,7 +242,7 @@ class Hanging(MemoryStore):
         return super().exists(path)
 
 
-def test_unreachable_storage_delays_no_restart_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_does_not_delay_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spent_module, "WAIT_SECONDS", 0.01)
     monkeypatch.setattr(spent_module, "AGAIN_SECONDS", 0.01)
     run = Hanging(uuid.uuid4().hex)

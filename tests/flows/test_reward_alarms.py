@@ -67,7 +67,7 @@ LEARNED = {
 }
 
 
-def test_one_part_that_carries_the_gain_is_an_alarm() -> None:
+def test_alarm_if_one_reward_part_causes_the_whole_rise() -> None:
     [alarm] = find_alarms(versions(**HACKED), ["sums"])
     assert (alarm.kind, alarm.domain, alarm.part, alarm.first, alarm.last) == ("part", "sums", "short", 1, COUNT)
     assert (
@@ -86,18 +86,18 @@ def test_one_part_that_carries_the_gain_is_an_alarm() -> None:
         ({"part_sums_short": rising(0.5, 0.1), "part_sums_answer": rising(0.2, 0.2)}, "no part rises"),
     ],
 )
-def test_ordinary_series_of_parts_is_no_alarm(change: dict[str, Series], why: str) -> None:
+def test_no_alarm_for_ordinary_curves_of_reward_parts(change: dict[str, Series], why: str) -> None:
     assert find_alarms(versions(**{**HACKED, **change}), ["sums"]) == [], why
 
 
-def test_learning_of_the_quick_start_is_no_alarm() -> None:
+def test_no_alarm_for_a_normally_learning_quick_start_run() -> None:
     """Also while answers are only partly right, and a form that every response has cannot rise."""
     assert find_alarms(versions(**LEARNED), ["sums"]) == []
     partial = {**LEARNED, "accuracy": rising(0.0, 0.0), "part_sums_answer": rising(0.1, 0.5)}
     assert find_alarms(versions(**partial), ["sums"]) == []
 
 
-def test_quick_start_can_raise_no_alarm() -> None:
+def test_quick_start_reward_can_raise_no_alarm() -> None:
     """The quick start's reward has no parts, and its longest response is too short for the alarm of length drift."""
     config = load_recipe(Path("flows/recipes/sorting.toml"))
     assert (config.reward.kind, config.reward.format) == ("exact", None)
@@ -105,18 +105,18 @@ def test_quick_start_can_raise_no_alarm() -> None:
     assert len(config.shares) == 1
 
 
-def test_too_few_versions_are_no_alarm() -> None:
+def test_no_alarm_for_too_few_policy_versions() -> None:
     assert find_alarms(versions(reward_alarms.LEAST - 1, **HACKED), ["sums"]) == []
     assert find_alarms([], ["sums"]) == []
     assert find_alarms(versions(), ["sums"]) == []  # a run of an earlier release has no parts
 
 
-def test_single_part_is_no_alarm() -> None:
+def test_no_alarm_for_a_reward_with_a_single_part() -> None:
     alone = {name: series for name, series in HACKED.items() if name != "part_sums_answer"}
     assert find_alarms(versions(**alone), ["sums"]) == []
 
 
-def test_sum_beside_a_form_is_not_a_part_of_its_own() -> None:
+def test_value_before_format_penalty_is_no_separate_part() -> None:
     """The scorer of a form records the value before the penalty as "answer": it rises with the part that carries it."""
     parts = {"answer": Ends(0.3, 0.8), "short": Ends(0.1, 0.6), "maths": Ends(0.2, 0.2), "format": Ends(-0.02, -0.02)}
     assert find_lone_part(Ends(0.28, 0.78), parts) == "short"
@@ -129,11 +129,11 @@ def test_sum_beside_a_form_is_not_a_part_of_its_own() -> None:
     ("first", "last", "drifts"),
     [(40, 90, True), (90, 40, True), (40, 79, False), (5, 15, False), (16, 32, True), (100, 100, False), (0, 16, True)],
 )
-def test_length_drifts_by_factor_and_tokens(first: float, last: float, drifts: bool) -> None:
+def test_length_alarm_needs_a_relative_and_an_absolute_change(first: float, last: float, drifts: bool) -> None:
     assert has_drifted(Ends(first, last)) is drifts
 
 
-def test_drift_of_the_length_is_an_alarm_by_domain() -> None:
+def test_alarm_if_response_length_of_one_source_drifts() -> None:
     """Each domain is compared with itself, and a domain whose name begins like another is not mixed up with it."""
     series = {
         "response_length": rising(40, 40),
@@ -145,19 +145,19 @@ def test_drift_of_the_length_is_an_alarm_by_domain() -> None:
     assert "the mean response length changed from 26 to 76 tokens" in alarm.sentence
 
 
-def test_parts_of_domains_are_told_apart() -> None:
+def test_reward_parts_of_sources_with_similar_names_are_separate() -> None:
     series = {f"{name}_a_b" if "part" not in name else name.replace("sums", "a_b"): one for name, one in HACKED.items()}
     [alarm] = find_alarms(versions(**series), ["a", "a_b"])
     assert (alarm.domain, alarm.part) == ("a_b", "short")
     assert reward_alarms.list_parts(versions(**series), "a", ["a", "a_b"]) == {}
 
 
-def test_parts_of_parts_are_left_out() -> None:
+def test_alarms_ignore_parts_of_reward_parts() -> None:
     series = {**HACKED, "part_sums_rules.no_comma": rising(0.0, 1.0)}
     assert [*reward_alarms.list_parts(versions(**series), "sums", ["sums"])] == ["answer", "short"]
 
 
-def test_old_change_leaves_the_window_but_not_the_summary() -> None:
+def test_summary_keeps_an_alarm_that_the_status_has_dropped() -> None:
     """The hacking happens in the first 60 of 300 versions."""
     early = {name: (lambda far, one=one: one(min(1.0, far * 5))) for name, one in HACKED.items()}
     run = versions(300, **early)
@@ -168,7 +168,7 @@ def test_old_change_leaves_the_window_but_not_the_summary() -> None:
     assert scan_alarms([], ["sums"]) == []
 
 
-def test_alarms_are_shown_to_a_user(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_alarms_are_shown_to_the_user(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     sentence = find_alarms(versions(**HACKED), ["sums"])[0].sentence
@@ -181,7 +181,7 @@ def test_alarms_are_shown_to_a_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert RunStatus.from_json('{"run_id": "an older run"}').alarms == ()
 
 
-def test_alarms_and_parts_have_names_in_mlflow() -> None:
+def test_reward_alarms_and_parts_have_names_in_mlflow() -> None:
     names = ["alarms", "part_sums_short", "response_length_sums", "reward_sums"]
     assert [shown_name(name) for name in names] == [f"rollout/{name}" for name in names]
     summary: dict[str, Any] = {

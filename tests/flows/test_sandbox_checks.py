@@ -26,13 +26,13 @@ def check(folder: Path, *arguments: str) -> int:
     return main(["check", str(recipe), "--set", "engine.kind=timed", *arguments])
 
 
-def test_recipe_without_its_server_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_with_a_missing_sandbox_server_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path) == 2
     assert "reward.sandbox.url = 'http://127.0.0.1:9/run_code' runs no programs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["", ".parts.tests.scorer"])
-def test_sandbox_of_a_further_scorer_is_checked(
+def test_sandbox_of_every_scorer_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     """The scorer is one of `[rewards]`, or a part of a composite one."""
@@ -50,17 +50,17 @@ def test_sandbox_of_a_further_scorer_is_checked(
     assert f'{section}.sandbox.kind = "bubblewrap" cannot run on this machine' in capsys.readouterr().err
 
 
-def test_offline_check_asks_no_sandbox_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_offline_check_contacts_no_sandbox_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, "--offline") == 0
     assert "not asked: reward.sandbox.url" in capsys.readouterr().out
 
 
-def test_url_with_a_password_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sandbox_url_with_a_password_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, "--set", 'reward.sandbox.url="http://user:word@host/run_code"') == 2
     assert "reward.sandbox.url" in capsys.readouterr().err
 
 
-def test_recipe_without_bubblewrap_is_refused(
+def test_recipe_is_refused_if_bubblewrap_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -73,7 +73,7 @@ def test_recipe_without_bubblewrap_is_refused(
     assert "install the package bubblewrap" in found["sandbox bubblewrap"].found
 
 
-def test_recipe_without_sandlock_is_refused(
+def test_recipe_is_refused_if_sandlock_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "find_spec", lambda _: None)

@@ -215,7 +215,7 @@ def test_private_prefect_server_requires_its_secret(
     assert kept == []  # no log, profile or database contains the secret
 
 
-def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_actors_do_not_get_the_prefect_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors run models and verifiers, which must not be able to use the Prefect server."""
     for name, value in PrefectServer(tmp_path).env.items():
         monkeypatch.setenv(name, value)
@@ -224,7 +224,7 @@ def test_actors_do_not_get_the_secret(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_mlflow_starts_without_its_jobs(tmp_path: Path, mark: str) -> None:
+def test_mlflow_server_starts_without_job_processes(tmp_path: Path, mark: str) -> None:
     """MLflow's jobs are eight processes beside the server; no job exists a while after the server has answered."""
     with MlflowServer(tmp_path):
         for _ in range(10):
@@ -234,7 +234,7 @@ def test_mlflow_starts_without_its_jobs(tmp_path: Path, mark: str) -> None:
 
 
 @pytest.mark.slow
-def test_services_end_with_a_killed_owner(tmp_path: Path, mark: str) -> None:
+def test_services_end_when_their_parent_process_is_killed(tmp_path: Path, mark: str) -> None:
     owner_code = """
 import sys, threading, time
 from pathlib import Path
@@ -259,7 +259,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_cluster_restarts_at_its_address(tmp_path: Path, mark: str) -> None:
+def test_ray_cluster_restarts_at_its_old_address(tmp_path: Path, mark: str) -> None:
     """The cluster's guards are killed, as by a kernel that is short of memory."""
     head = RayHead(tmp_path, cpus=1)
     head.start()
@@ -290,7 +290,9 @@ time.sleep(600)
 """  # noqa: E501
 
 
-def test_stop_kills_orphans_that_ignore_sigterm(tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_kills_orphan_processes_that_ignore_sigterm(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     monkeypatch.chdir(tmp_path)
     env = {"PYTHONPATH": str(tmp_path)}
@@ -303,7 +305,7 @@ def test_stop_kills_orphans_that_ignore_sigterm(tmp_path: Path, mark: str, monke
 
 
 @pytest.mark.parametrize("owner_too", [False, True], ids=["guard", "guard and owner"])
-def test_descendants_of_a_killed_guard_are_ended(tmp_path: Path, mark: str, owner_too: bool) -> None:
+def test_child_processes_of_a_killed_guard_process_are_ended(tmp_path: Path, mark: str, owner_too: bool) -> None:
     owner_code = f"""
 import sys, time
 from pathlib import Path
@@ -327,14 +329,14 @@ time.sleep(600)
     owner.wait()
 
 
-def test_service_that_ends_early_is_named_with_its_log(tmp_path: Path) -> None:
+def test_error_names_a_service_that_ended_and_its_log(tmp_path: Path) -> None:
     runner = Runner(tmp_path / "log", {}, module="no_such_module", ready=tmp_path / "ready")
     with pytest.raises(Unreachable, match=rf"ended while it was starting \(exit code 1\); see {tmp_path}/log"):
         runner.start()
     assert "no_such_module" in (tmp_path / "log").read_text()
 
 
-def test_silent_service_is_given_up_at_its_deadline(tmp_path: Path, mark: str) -> None:
+def test_silent_service_is_an_error_after_its_deadline(tmp_path: Path, mark: str) -> None:
     arguments = ["0", "--bind", "127.0.0.1"]
     runner = Runner(
         tmp_path / "log", {}, module="http.server", arguments=arguments, ready=tmp_path / "ready", start_seconds=0.5
@@ -370,7 +372,7 @@ def test_invalid_ray_address_is_refused(address: str) -> None:
         check_ray(address)
 
 
-def test_connection_to_a_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_to_a_silent_server_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.services.reachability.CHECK_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -403,20 +405,20 @@ def test_local_tracking_store_must_be_writable(tmp_path: Path) -> None:
         check_mlflow(f"sqlite:///{tmp_path}/file/mlflow.db")
 
 
-def test_redact_keeps_scheme_host_and_path() -> None:
+def test_redacted_url_keeps_scheme_host_and_path() -> None:
     assert redact("http://user:pw@host:5000/path?token=x#y") == "http://host:5000/path"
     assert redact("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert redact("host:6379") == "host:6379"
     assert redact("http:///user:pw@host:1?token=x") == redact("http:user:pw@host:1") == "http:host:1"
 
 
-def test_short_folder_uses_a_link_only_when_needed(tmp_path: Path) -> None:
+def test_ray_folder_is_a_short_link_only_if_its_path_is_long(tmp_path: Path) -> None:
     assert ray_head.short_folder(Path("/short")) == Path("/short")
     long = tmp_path / ("x" * 60)
     assert len(str(ray_head.short_folder(long))) < 41
 
 
-def test_latest_folders_of_dead_owners_are_kept(tmp_path: Path) -> None:
+def test_newest_folders_of_dead_ray_processes_are_kept(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for number in range(4):
@@ -427,7 +429,7 @@ def test_latest_folders_of_dead_owners_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"{dead.pid}-2", f"{dead.pid}-3", f"{os.getpid()}-1"])
 
 
-def test_links_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_dead_ray_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -452,7 +454,7 @@ def test_symbolic_links_of_other_users_are_skipped(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "rollflow-other").is_symlink()
 
 
-def test_import_loads_no_vendor() -> None:
+def test_importing_services_loads_no_large_library() -> None:
     code = """
 import sys
 from rollflow.flows.ray_cluster import cluster

@@ -50,7 +50,7 @@ def written(folder: Path, text: str) -> Path:
         ("[store", "is not valid TOML"),
     ],
 )  # fmt: skip
-def test_settings_are_refused_in_one_sentence(
+def test_invalid_settings_file_gets_a_one_sentence_error(
     text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, text)
@@ -74,18 +74,18 @@ def test_settings_are_refused_in_one_sentence(
         *((name, "export it before the command") for name in ("PGPASSWORD", "MLFLOW_TRACKING_TOKEN", "TEAM_SECRET")),
     ],
 )
-def test_settings_refuse_a_secret_without_showing_it(name: str, instead: str, tmp_path: Path) -> None:
+def test_settings_file_with_a_secret_is_refused(name: str, instead: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"variables.{name} is a secret.*{instead}") as refused:
         load_settings(written(tmp_path, f"[variables]\n{name} = '{PLANTED}'"))
     assert PLANTED not in str(refused.value)
 
 
-def test_settings_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_settings_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--settings", str(tmp_path / "none.toml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_set_overrides_settings_and_settings_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_set_wins_over_settings_file_and_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[store]\nuri = "s3://mine/store"\nkeep_last = 7\n[tracking]\nexperiment = "mine"\n')
     home = tmp_path / "other home"
@@ -107,13 +107,13 @@ def test_set_overrides_settings_and_settings_the_recipe(tmp_path: Path, capsys: 
     assert json.loads(capsys.readouterr().out)["tracking"]["experiment"] == 'a "b"'
 
 
-def test_sweep_takes_a_key_from_set_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_ignores_settings_for_keys_given_with_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, '[tracking]\nexperiment = "team"\n')
     assert main(["sweep", RECIPE, "--settings", str(file), "--set", "tracking.experiment=mine"]) == 2
     assert "a sweep needs several values or seeds" in capsys.readouterr().err
 
 
-def test_settings_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+def test_paths_in_a_settings_file_are_relative_to_the_file(tmp_path: Path) -> None:
     settings = load_settings(written(tmp_path, "[store]\nuri = 'runs'\n[tracking]\nuri = 'sqlite:///t.db'"))
     assert settings.config.store.uri == str(tmp_path / "runs")
     assert settings.config.tracking.uri == f"sqlite:///{tmp_path}/t.db"
@@ -125,7 +125,7 @@ def checked(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return {check["name"]: check for check in json.loads(capsys.readouterr().out)}
 
 
-def test_doctor_contacts_every_place_of_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_contacts_every_service_of_the_settings_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
         tmp_path,
         f'[variables]\nPREFECT_API_URL = "http://127.0.0.1:9/api"\nRAY_AUTH_TOKEN_PATH = "{tmp_path}/token"\n'
@@ -140,7 +140,7 @@ def test_doctor_contacts_every_place_of_the_settings(tmp_path: Path, capsys: pyt
     assert PLANTED not in json.dumps(found)
 
 
-def test_doctor_accepts_settings_whose_places_answer(
+def test_doctor_accepts_settings_whose_services_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with s3_server("team") as endpoint:

@@ -62,7 +62,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return made
 
 
-def test_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path) -> None:
+def test_run_that_another_run_home_trains_is_refused(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other")
     with pytest.raises(
         ConfigError, match=f"{NAME} is already running, started by another command on this Prefect server"
@@ -70,20 +70,20 @@ def test_run_that_another_home_serves_is_refused(server: Server, tmp_path: Path)
         check_unserved(NAME, tmp_path / "mine")
 
 
-def test_session_waits_until_a_dead_session_expires(server: Server, tmp_path: Path) -> None:
+def test_run_command_waits_until_a_dead_one_expires(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other", served=False)
     check_unserved(NAME, tmp_path / "mine")
     assert server.now - 1000.0 == pytest.approx(DEAD_SECONDS, abs=2.0)
 
 
-def test_own_home_and_other_runs_do_not_block_a_session(server: Server, tmp_path: Path) -> None:
+def test_run_is_not_blocked_by_its_run_home_or_other_runs(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "mine")
     server.add(tmp_path / "other", "another-run")
     check_unserved(NAME, tmp_path / "mine")
     assert server.now == 1000.0
 
 
-def test_session_withdraws_its_own_deployments(server: Server, tmp_path: Path) -> None:
+def test_run_command_deletes_its_own_prefect_deployments(server: Server, tmp_path: Path) -> None:
     mine, other = server.add(tmp_path / "mine"), server.add(tmp_path / "other")
     before = server.add(tmp_path / "mine")
     before.tags = [OF_SESSION]  # an older version of rollflow registered deployments without the home's tag

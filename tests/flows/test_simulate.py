@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_printed_plan_has_the_figures_of_its_json(
+def test_printed_plan_equals_its_json_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, file: Path, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -78,7 +78,7 @@ def test_timeline_files_are_self_contained(file: Path, tmp_path: Path) -> None:
     assert [len(curve["values_B"]) for curve in data["curves"]] == [data["bins"]] * 2
 
 
-def test_timeline_rows_average_neighbouring_engines() -> None:
+def test_timeline_row_shows_the_mean_of_several_engines() -> None:
     """Worked by hand: three engines in two rows, two bins of 5 s."""
     engines = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.25]], np.float32)
     span = Span(1, 2.0, 9.0)
@@ -116,7 +116,7 @@ def test_bad_hardware_file_gets_a_one_sentence_error(
     assert all(word in sentence for word in words), sentence
 
 
-def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+def test_bad_plan_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
     assert "'nowhere.toml' cannot be read" in refused(capsys, "plan", RECIPE, "--hardware", "nowhere.toml")
     assert "must end in .png or .html" in refused(capsys, "plan", RECIPE, "--hardware", str(file), "--plot", "a.svg")
     assert "does not exist; create the folder" in refused(
@@ -129,7 +129,7 @@ def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], file: Path,
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED_HARDWARE.glob("*.toml")))
-def test_shipped_hardware_is_found_by_name(name: str) -> None:
+def test_shipped_hardware_file_is_found_by_name(name: str) -> None:
     assert load_hardware(Path(name)) == load_hardware(SHIPPED_HARDWARE / f"{name}.toml")
 
 
@@ -153,7 +153,7 @@ def test_keys_lists_hardware_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "group_size" not in out
 
 
-def test_written_hardware_is_read_back(tmp_path: Path) -> None:
+def test_hardware_file_is_unchanged_after_write_and_read(tmp_path: Path) -> None:
     deaths = [{"at_seconds": 1.5, "engine": 0}]
     parts = {
         "engines": {"max_concurrent_requests": 3},
@@ -228,7 +228,7 @@ def publish(log: Log, learner: Writer, version: int, batch: BatchCommitted | Non
 
 
 @pytest.mark.long
-def test_recorded_run_is_predicted(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_simulation_predicts_a_recorded_run(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
     found = read_recorded(context_of(str(run.parent.parent), "recorded"))
     assert [one.version for one in found] == list(range(3, 13))
     assert found[0].seconds == pytest.approx(STEP)
@@ -246,18 +246,18 @@ def test_recorded_run_is_predicted(capsys: pytest.CaptureFixture[str], run: Path
 
 
 @pytest.mark.long
-def test_run_of_another_recipe_is_not_compared(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_plan_does_not_compare_with_a_run_of_another_recipe(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["plan", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0
     out = capsys.readouterr().out
     assert "the run had another groups" in out
     assert "%" not in out.rpartition("step time")[2]
 
 
-def test_short_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plan_refuses_a_run_with_too_few_versions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     short = recorded(tmp_path, 5)
     assert "has 5 versions; a prediction needs at least 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
 
 
-def test_update_without_a_record_is_read_as_none(run: Path) -> None:
+def test_weight_update_without_a_record_is_read_as_none(run: Path) -> None:
     assert read_update(open_store(str(run)), 99) is None
     assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * STEP + PAUSE))

@@ -56,7 +56,7 @@ def pid_of(place: Path) -> int:
     return found[0]
 
 
-def test_dead_stack_is_restarted_until_down(tmp_path: Path) -> None:
+def test_dead_servers_are_restarted_until_serve_ends(tmp_path: Path) -> None:
     borrowed = stack.BorrowedStack(tmp_path)
     keeper = subprocess.Popen([sys.executable, "-c", KEEPS, str(tmp_path), *command(tmp_path)])
     first = pid_of(tmp_path)
@@ -70,7 +70,7 @@ def test_dead_stack_is_restarted_until_down(tmp_path: Path) -> None:
     assert not stack.end(tmp_path)
 
 
-def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
+def test_servers_that_fail_too_often_are_not_restarted(tmp_path: Path) -> None:
     def kills() -> None:
         last = 0
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_stack_over_its_budget_is_not_restarted(tmp_path: Path) -> None:
     killing.join()
 
 
-def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
+def test_servers_that_fail_after_their_start_are_restarted(tmp_path: Path) -> None:
     """After an error the stack ends in order: no command finds the stack, and its process has an exit code."""
     fails = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(1); sys.exit(1)"), str(tmp_path)]
     with pytest.raises(RestartsExhausted, match=r"the stack was restarted 1 times .* exit code 1"):
@@ -93,12 +93,12 @@ def test_stack_that_fails_after_start_is_restarted(tmp_path: Path) -> None:
     assert stack.find(tmp_path) is None
 
 
-def test_finished_stack_is_not_restarted(tmp_path: Path) -> None:
+def test_servers_that_ended_on_request_are_not_restarted(tmp_path: Path) -> None:
     done = [sys.executable, "-c", SERVES.replace("time.sleep(600)", "time.sleep(3)"), str(tmp_path)]
     assert keep_stack(tmp_path, done, RecoveryConfig(), StopFlag()) == 0
 
 
-def test_simultaneous_start_gives_one_stack(
+def test_simultaneous_starts_give_one_set_of_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
@@ -122,11 +122,11 @@ def test_simultaneous_start_gives_one_stack(
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
-def test_stack_that_never_came_up_reports_why(tmp_path: Path, code: int) -> None:
+def test_servers_that_never_started_report_the_reason(tmp_path: Path, code: int) -> None:
     assert keep_stack(tmp_path, command(tmp_path, str(code)), RecoveryConfig(), StopFlag()) == code
 
 
-def test_second_signal_during_the_first_is_safe() -> None:
+def test_second_signal_during_the_first_handler_is_safe() -> None:
     """`serve --end` signals the keeper and the serving process, so a process may get two signals at once."""
     told, before, within = StopFlag(), signal.getsignal(signal.SIGALRM), 0
 
@@ -154,7 +154,7 @@ def test_second_signal_during_the_first_is_safe() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_stack_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_do_not_end_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.keepalive.stack.END_SECONDS", 0.5)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('deaf', 'w'); time.sleep(600)"
     monkeypatch.chdir(tmp_path)

@@ -140,7 +140,7 @@ def test_each_stage_is_started_once(world: World) -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_leftover_stages_are_ended_after_the_last_version(
+def test_remaining_stages_are_ended_after_the_last_version(
     world: World, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     """The next supervisor finds every version trained; the waiting reward stage and all actors are still there."""
@@ -163,7 +163,7 @@ def test_leftover_stages_are_ended_after_the_last_version(
 
 
 @pytest.mark.parametrize(("waiting", "other"), permutations([*ACTORS, CHANNEL], 2))
-def test_waiting_stage_does_not_delay_other_stages(world: World, waiting: str, other: str) -> None:
+def test_stage_that_waits_does_not_delay_other_stages(world: World, waiting: str, other: str) -> None:
     """The first stage dies repeatedly and has to wait 40 seconds; then another stage dies for the first time."""
     world.dead = {waiting}
     world.look_for(5.0)
@@ -177,7 +177,7 @@ def test_waiting_stage_does_not_delay_other_stages(world: World, waiting: str, o
 
 
 @pytest.mark.parametrize("role", [*ACTORS, CHANNEL])
-def test_restart_begins_after_its_whole_pause(world: World, role: str) -> None:
+def test_stage_restart_begins_only_after_its_pause(world: World, role: str) -> None:
     world.dead = {role}
     world.look_for(5.0)
     second = world.starts_of(role)[1]
@@ -202,7 +202,7 @@ def test_paused_stage_is_restarted(world: World, role: str) -> None:
 
 
 @pytest.mark.parametrize("attended", [True, False])
-def test_actor_without_calls_does_not_prove_its_flow_alive(
+def test_stage_whose_flow_never_reaches_its_actor_is_restarted(
     world: World, attended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stage whose flow hangs before it reaches its actor is restarted."""
@@ -214,7 +214,7 @@ def test_actor_without_calls_does_not_prove_its_flow_alive(
     ]
 
 
-def test_supervisor_that_was_blocked_reports_the_lease(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_that_was_blocked_reports_lost_actors(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor wakes after its lease has expired: its stages have failed, and the run ends with their error
     instead of a restart.
     """
@@ -229,7 +229,7 @@ def test_supervisor_that_was_blocked_reports_the_lease(world: World, monkeypatch
     assert len(world.started) == 4  # by the fixture
 
 
-def test_actor_warnings_come_with_its_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_status_contains_the_actors_warnings(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = ActorWarning(REWARD, "a:1", 1, "odd")
     asked = {REWARD: RewardStatus(warned=[odd]), CHANNEL: None}
     monkeypatch.setattr(cluster, "call_within", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))
@@ -238,7 +238,7 @@ def test_actor_warnings_come_with_its_status(world: World, monkeypatch: pytest.M
     assert set(world.warned) == {odd}
 
 
-def test_supervisor_pause_is_seen_after_the_stages(world: World) -> None:
+def test_supervisor_notices_that_its_flow_run_is_paused(world: World) -> None:
     own = uuid.uuid4()
     world.stages._own = [own]
     world.runs[own] = "supervisor"

@@ -56,7 +56,7 @@ def tell(context: RunContext, status: RunStatus) -> None:
     context.store.put(STATUS, status.to_json().encode())
 
 
-def test_second_resume_is_refused_by_name(
+def test_second_resume_is_refused_with_the_name_of_the_run(
     run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven: list[str] = []
@@ -77,7 +77,7 @@ def test_second_resume_is_refused_by_name(
     assert driven == [run.uri]
 
 
-def test_only_one_command_of_a_run_home_drives_a_run(run: RunContext) -> None:
+def test_only_one_command_of_a_run_home_controls_a_run(run: RunContext) -> None:
     with hold_run(run_home(), run), pytest.raises(ConfigError, match="is already running"), hold_run(run_home(), run):
         pass
     with hold_run(run_home(), run):
@@ -118,7 +118,7 @@ def test_stop_ends_a_run_before_its_stages_begin(run: RunContext, how: Any) -> N
         following.heed_before()
 
 
-def test_run_with_failing_services_is_failed(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_fails_if_its_services_do_not_start(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str | None] = []
 
     def session(context: RunContext) -> Iterator[Any]:
@@ -176,7 +176,7 @@ def status_of(home: Path, port: int, *options: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.long
-def test_status_answers_without_the_store(tmp_path: Path, silent: int) -> None:
+def test_status_command_works_without_the_object_store(tmp_path: Path, silent: int) -> None:
     new, known = tmp_path / "new", tmp_path / "known"
     save_last_status(known, "s3://bucket/runs/one", RunStatus("one", "training", 4, 9))
     with ThreadPoolExecutor() as pool:  # each command waits for six seconds
@@ -209,7 +209,7 @@ def test_status_without_a_name_shows_the_newest_run(tmp_path: Path) -> None:
     assert read_last_status(tmp_path, None, "s3://empty") is None
 
 
-def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_home_without_file_locks_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -219,7 +219,7 @@ def test_home_without_locks_is_refused(run: RunContext, monkeypatch: pytest.Monk
         pass
 
 
-def test_unchanged_status_keeps_its_age(run: RunContext) -> None:
+def test_status_age_counts_from_its_last_change(run: RunContext) -> None:
     """The age is counted from the writing of the status, not from the last look, so that a silent run does not look
     fresh.
     """
@@ -232,7 +232,7 @@ def test_unchanged_status_keeps_its_age(run: RunContext) -> None:
 
 
 @pytest.mark.parametrize(("phase", "told"), [("training", True), ("failed", False), ("paused", False)])
-def test_status_reports_a_silent_run(
+def test_status_command_reports_a_silent_run(
     run: RunContext, phase: Any, capsys: pytest.CaptureFixture[str], *, told: bool
 ) -> None:
     """This simulates a machine that lost power: nobody has recorded the end of the run."""
@@ -244,7 +244,7 @@ def test_status_reports_a_silent_run(
     assert ("its last status is" in capsys.readouterr().out) == told
 
 
-def test_recorded_end_is_not_replaced(run: RunContext) -> None:
+def test_recorded_end_of_a_run_is_not_overwritten(run: RunContext) -> None:
     record_end(run, "failed", "later")
     status = read_status(run)
     assert status is not None

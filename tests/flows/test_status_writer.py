@@ -58,13 +58,13 @@ def shown(folder: Path, rollout: RolloutStatus, learner: LearnerStatus) -> RunSt
         (LearnerStatus(phase=LearnerPhase.RESTORING, note="after a cold start: replaying version 1"), "starting"),
     ],
 )
-def test_phase_follows_the_learners_typed_phase(tmp_path: Path, learner: LearnerStatus, phase: str) -> None:
+def test_status_phase_follows_the_phase_of_the_learner(tmp_path: Path, learner: LearnerStatus, phase: str) -> None:
     status = shown(tmp_path, RolloutStatus(), learner)
     assert status.phase == phase
     assert status.stages["train"].note == learner.note
 
 
-def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the progress in the status, a session distinguishes a busy supervisor from one that hangs."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
@@ -82,7 +82,7 @@ def test_progress_is_written_once_a_second(tmp_path: Path, monkeypatch: pytest.M
     assert status.phase == "evaluating"
 
 
-def test_buffer_counts_ready_and_waiting_groups(tmp_path: Path) -> None:
+def test_status_counts_ready_and_waiting_prompt_groups(tmp_path: Path) -> None:
     status = shown(tmp_path, RolloutStatus(buffered=3, waiting=2, running=5), LearnerStatus())
     assert (status.buffer_groups, status.in_flight_groups) == (3 + 2 * 4, 5)
 
@@ -91,7 +91,7 @@ DAMAGED = ["", "[]", "null", '{"run_id": "new", "staleness": 3}', '{"run_id": "n
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_damaged_status_counts_as_missing(tmp_path: Path, damaged: str) -> None:
+def test_damaged_status_file_counts_as_missing(tmp_path: Path, damaged: str) -> None:
     describe(open_store(str(tmp_path)), "new")
     context = RunContext(str(tmp_path), tmp_path / "cache")
     context.store.put(STATUS, damaged.encode("latin-1"))

@@ -62,7 +62,7 @@ def test_stop_request_is_valid_until_withdrawn(run: RunContext) -> None:
     assert read_request(run.store) is None
 
 
-def test_request_after_the_start_is_kept(run: RunContext) -> None:
+def test_stop_request_made_during_the_start_is_kept(run: RunContext) -> None:
     """A stop request in the seconds between the start and the supervisor's claim must not be lost."""
     asked = request_stop(run.store, "stop")
     take_back(run.store, asked.at - 1.0)
@@ -73,7 +73,7 @@ def test_request_after_the_start_is_kept(run: RunContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-def test_request_time_follows_start_retry_and_resume(prefect_server: PrefectServer) -> None:
+def test_flow_run_start_time_is_that_of_start_retry_or_resume(prefect_server: PrefectServer) -> None:
     """The time is that of the start, retry or resumption, not when the server notices it late or the process begins."""
     with use_server(prefect_server), open_client() as client:
         began = time.time()
@@ -121,7 +121,7 @@ def followed(run: RunContext, monkeypatch: pytest.MonkeyPatch, looks: Callable[[
     return messages
 
 
-def test_stop_waits_for_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_command_ends_the_run_at_the_next_version(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     def looks(stages: Any) -> None:
         if stages.progress.version == 5:
             request_stop(run.store, "stop")
@@ -214,14 +214,16 @@ def test_stop_command_returns_at_once_with_no_wait(run: RunContext, capsys: pyte
 
 
 @pytest.mark.parametrize("phase", ["done", "failed", "stopped", "paused"])
-def test_idle_run_gets_no_request(run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any) -> None:
+def test_stop_command_writes_no_request_for_an_ended_run(
+    run: RunContext, capsys: pytest.CaptureFixture[str], phase: Any
+) -> None:
     tell(run, RunStatus("one", phase, 4, 9))
     assert main(["stop", "one"]) == 0
     assert read_request(run.store) is None
     assert f"run one is not running ({phase})" in capsys.readouterr().out
 
 
-def test_wait_for_a_silent_run_is_bounded(
+def test_stop_command_waits_a_bounded_time_for_a_silent_run(
     run: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollflow.flows.commands.stop.SILENT_SECONDS", 0.0)
@@ -243,7 +245,7 @@ def said(run: str, message: str) -> str:
 
 
 @pytest.mark.parametrize("options", [[], ["--follow"]])
-def test_logs_come_from_command_and_stack(
+def test_log_command_reads_logs_of_run_command_and_servers(
     run: RunContext, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     assert main(["log", "--processes", "one", *options]) == 2
@@ -259,7 +261,7 @@ def test_logs_come_from_command_and_stack(
     assert (first, second.endswith("of one")) == ("its own session's", True)
 
 
-def test_logs_follow_a_run_on_a_stack(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_command_follows_a_run_on_background_servers(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     log_of("rollflow", said("two", "of two"))
     codes: list[int] = []
     follow = ["log", "--processes", "one", "--follow"]
@@ -285,7 +287,7 @@ def test_logs_follow_a_run_on_a_stack(run: RunContext, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("options", [[], ["--follow"]])
-def test_logs_are_shown_in_both_formats(
+def test_process_logs_are_shown_as_text_and_json(
     run: RunContext, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = run_home() / "logs" / run.key / "runner.log"
@@ -300,14 +302,14 @@ def test_logs_are_shown_in_both_formats(
 
 
 @pytest.mark.parametrize(("versions", "most"), [(1, 1), (12, 12), (20, 20), (21, 11), (200, 20), (1999, 20)])
-def test_blocks_cover_a_run_and_are_at_most_twenty(versions: int, most: int) -> None:
+def test_progress_table_has_at_most_twenty_version_ranges(versions: int, most: int) -> None:
     found = list(split_blocks(0, versions))
     assert len(found) == most <= steps_module.BLOCKS
     covered = [version for first, last in found for version in range(first, last + 1)]
     assert covered == list(range(1, versions + 1))
 
 
-def test_next_supervisor_uses_the_same_blocks() -> None:
+def test_restarted_supervisor_uses_the_same_version_ranges() -> None:
     assert list(split_blocks(95, 200))[:2] == [(96, 100), (101, 110)]
     assert next(split_blocks(100, 200)) == (101, 110)
     assert list(split_blocks(-1, 3)) == [(1, 1), (2, 2), (3, 3)]

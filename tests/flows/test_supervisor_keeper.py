@@ -50,7 +50,7 @@ class Clock(SimpleNamespace):
         return self.now
 
 
-def test_unreadable_supervisor_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_with_unreadable_status_is_not_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig()
     describe(open_store(str(tmp_path)), "long", config)
     clock, crashes, answers = Clock(), list[str](), list[RunStatus | None]()
@@ -113,7 +113,7 @@ def test_supervisor_without_progress_is_noticed(
     assert len(crashes) == 1
 
 
-def test_ended_supervisor_that_hangs_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_that_hangs_after_the_run_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user stopped the run, but its flow run does not end."""
     config = RunConfig()
     describe(open_store(str(tmp_path)), "long", config)
@@ -132,7 +132,7 @@ def test_ended_supervisor_that_hangs_is_not_restarted(tmp_path: Path, monkeypatc
     ("state", "phase", "ended"),
     [(Cancelled(), "stopped", True), (Suspended(), "paused", False), (Paused(), "paused", False)],
 )
-def test_users_pause_or_cancel_is_no_failure(
+def test_pause_or_cancel_by_the_user_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State, phase: str, *, ended: bool
 ) -> None:
     """Only a user's resumption restarts a paused run, however long the pause is."""
@@ -180,7 +180,7 @@ def test_unreachable_storage_of_one_run_delays_no_other_run(monkeypatch: pytest.
     assert told == ["run second is restarted: killed", "run first is restarted: killed"]
 
 
-def test_long_run_is_restarted_despite_many_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_run_is_restarted_despite_many_newer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Prefect server returns a limited number of flow runs at a time, and all runs of a home share one database."""
     config = {"config": RunConfig().model_dump(mode="json")}
 
@@ -282,7 +282,7 @@ class Watched:
 
 
 @pytest.mark.long
-def test_supervisor_survives_a_briefly_unreadable_folder(patient: RunContext) -> None:
+def test_supervisor_survives_a_temporarily_unreadable_folder(patient: RunContext) -> None:
     away, stale = Unreachable("it cannot be read now"), OSError(errno.ESTALE, "Stale file handle")
     watched: Any = Watched(patient, None, away, stale, None)
     RunWatch(watched, watched, watched).to_end()
@@ -294,7 +294,7 @@ def test_supervisor_survives_a_briefly_unreadable_folder(patient: RunContext) ->
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSYS, "NotImplemented"), Unreachable("no answer")])
-def test_store_without_upload_listing_is_accepted(
+def test_s3_service_without_upload_listing_is_accepted(
     error: Exception, patient: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some S3 services do not list started uploads, or do not allow everybody to list them."""
@@ -311,7 +311,7 @@ def test_store_without_upload_listing_is_accepted(
     assert len(warnings) == 1
 
 
-def test_run_end_is_shown_when_the_store_answers(
+def test_run_end_is_shown_once_the_store_answers_again(
     patient: RunContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The store is unreachable after the last version, for longer than a reading command would wait."""

@@ -36,11 +36,11 @@ def asked(*sets: str, seeds: int = 1) -> list[sweep.SweepRun]:
         ("a=[1,", ["a=[1,"]),  # the text is no TOML, so reading the recipe rejects it
     ],
 )
-def test_commas_separate_values_outside_quotes(override: str, values: list[str]) -> None:
+def test_sweep_values_are_separated_by_commas_outside_quotes(override: str, values: list[str]) -> None:
     assert [one for [one] in sweep.combine_values([override])] == values
 
 
-def test_study_has_every_value_with_every_seed() -> None:
+def test_sweep_runs_every_value_with_every_seed() -> None:
     points = asked("train.learning_rate=1e-4,3e-4", "train.objective.kind=grpo,tis", "seed=5", "versions=9", seeds=2)
     found = [(p.config.train.learning_rate, p.config.train.objective.kind, p.config.seed) for p in points]
     rates = [(rate, kind) for rate in (1e-4, 3e-4) for kind in ("grpo", "tis")]
@@ -50,7 +50,7 @@ def test_study_has_every_value_with_every_seed() -> None:
     assert points[-1].words == "train.learning_rate=3e-4, train.objective.kind=tis, seed 6"
 
 
-def test_recipe_may_lack_the_varied_key(tmp_path: Path) -> None:
+def test_sweep_may_vary_a_key_that_the_recipe_lacks(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(Path(RECIPE).read_text() + '[train.objective.penalties]\nkl_to = "reference"\n')
     sets = ["train.objective.penalties.kl_weight=0.001,0.01"]
@@ -58,7 +58,7 @@ def test_recipe_may_lack_the_varied_key(tmp_path: Path) -> None:
     assert [point.run_id for point in points] == ["weights-0-s0", "weights-1-s0"]
 
 
-def test_bad_values_are_refused_before_any_run(
+def test_sweep_refuses_bad_values_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
@@ -117,7 +117,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("code", [FAILED, BAD_INPUT, -SIGKILL])
-def test_done_runs_are_skipped_and_failures_reported(
+def test_repeated_sweep_skips_done_runs_and_reports_failures(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:
     """The run with the lower rate fails the first time, or its process dies."""

@@ -36,7 +36,7 @@ def india(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_times_are_utc() -> None:
+def test_printed_times_are_in_utc() -> None:
     assert utc_time(AT) == "2026-01-31 12:00:00Z"
     assert utc_stamp(AT) == "20260131-120000"
     assert utc_minute(datetime.fromtimestamp(AT).astimezone()) == "2026-01-31 12:00Z"
@@ -59,7 +59,7 @@ def test_run_ids_and_commands_use_utc(
         assert "17:30" not in out
 
 
-def test_log_of_a_session_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_of_a_run_command_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROLLFLOW_LOG_FORMAT", raising=False)
     assert logging_settings()["PREFECT_LOGGING_FORMATTERS_JSON_CLASS"] == f"{UtcLines.__module__}.{UtcLines.__name__}"
     record = logging.LogRecord("prefect.flow_runs", logging.INFO, "", 0, "hello", (), None)
@@ -67,7 +67,7 @@ def test_log_of_a_session_uses_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert UtcLines("default").format(record) == "12:00:00.007Z | INFO    | Flow run 'a run' - hello"
 
 
-def test_nights_are_named_in_utc() -> None:
+def test_nightly_runs_are_named_by_utc_date() -> None:
     """The schedule uses the file's time zone, names use UTC: an hour that clocks repeat gives two names."""
     plan = nightly.Nightly(name="night", recipes=("x.toml",), timezone="Europe/Berlin")
     when = datetime.fromtimestamp(AT, UTC)

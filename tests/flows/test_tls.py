@@ -77,7 +77,7 @@ def listening(certificates: Certificates | None, answer: bytes, *, plain_http: b
 
 
 @pytest.mark.parametrize(("check", "key", "file", "switch", "healthy"), SETTINGS, ids=["prefect", "mlflow"])
-def test_https_uses_the_services_own_settings(
+def test_https_connections_use_each_services_own_settings(
     check: Check,
     key: str,
     file: str,
@@ -102,7 +102,7 @@ def test_https_uses_the_services_own_settings(
         check(address)
 
 
-def test_prefect_profile_may_hold_the_settings(certificates: Certificates, tmp_path: Path) -> None:
+def test_tls_settings_of_a_prefect_profile_are_used(certificates: Certificates, tmp_path: Path) -> None:
     (tmp_path / "profiles.toml").write_text(
         f'active = "team"\n[profiles.team]\nPREFECT_API_SSL_CERT_FILE = "{certificates.authority}"\n'
     )
@@ -111,7 +111,7 @@ def test_prefect_profile_may_hold_the_settings(certificates: Certificates, tmp_p
         check_prefect(f"https://127.0.0.1:{port}/api")
 
 
-def test_tls_head_needs_its_certificates(
+def test_ray_head_with_tls_needs_client_certificates(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with listening(certificates, SETTINGS_FRAME, plain_http=False) as port:
@@ -131,7 +131,9 @@ def test_tls_head_needs_its_certificates(
             check_ray(address)
 
 
-def test_plain_head_is_refused_with_tls(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_head_without_tls_is_refused_if_tls_is_set(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in certificates.ray.items():
         monkeypatch.setenv(name, value)
     with (
@@ -144,7 +146,7 @@ def test_plain_head_is_refused_with_tls(certificates: Certificates, monkeypatch:
         check_ray(f"127.0.0.1:{port}")
 
 
-def test_ray_head_that_rejects_the_certificate_is_named(
+def test_error_names_a_ray_head_that_rejects_the_certificate(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head closes the connection of a client whose certificate another authority signed, without an answer."""
@@ -172,7 +174,7 @@ def test_error_names_missing_certificates(
             check_ray(f"127.0.0.1:{port}")
 
 
-def test_private_services_drop_foreign_settings() -> None:
+def test_private_services_ignore_tls_settings_of_other_servers() -> None:
     """A private Ray cluster has its own token and no TLS; MLflow's settings are kept."""
     given = dict.fromkeys(
         [

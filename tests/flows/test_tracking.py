@@ -58,7 +58,9 @@ def steps(client: Any, run: Any, metric: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_logs_no_mlflow_metric_twice(
+    place: TrackingPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logged, opened = threading.Event(), tracking.open_run
 
     # opens MLflow after everything is logged, so logging does not wait for MLflow
@@ -101,7 +103,7 @@ def test_resumed_run_logs_no_point_twice(place: TrackingPlace, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
+def test_log_hashes_in_mlflow_are_never_replaced(place: TrackingPlace) -> None:
     """Neither the first tracker nor a later supervisor's tracker replaces anchors; runs with other keys have their own
     anchors.
     """
@@ -124,7 +126,7 @@ def test_anchors_are_kept_and_never_replaced(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_missed_versions_are_logged_later(place: TrackingPlace) -> None:
+def test_versions_missed_by_mlflow_are_logged_later(place: TrackingPlace) -> None:
     first = Tracker(place, "run-left", PARAMETERS)
     for version in (1, 2, 3):
         first.log_version(version, {"reward": version / 10}, when=1000.0 + version)
@@ -154,7 +156,7 @@ def test_missed_versions_are_logged_later(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_failed_write_is_recorded_and_retried(place: TrackingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_mlflow_write_is_recorded_and_retried(place: TrackingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.exceptions import MlflowException
 
     tracker = Tracker(place, "run-2", {"name": "two"})
@@ -179,7 +181,7 @@ def test_failed_write_is_recorded_and_retried(place: TrackingPlace, monkeypatch:
 
 
 @pytest.mark.slow
-def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
+def test_metric_prefix_separates_training_and_evaluation(place: TrackingPlace) -> None:
     """Training accuracy and held-out accuracy are two series, and a plain name would fit neither."""
     tracker = Tracker(place, "run-4", {})
     metrics = {"accuracy": 0.25, "reward": 0.3, "staleness_0": 4.0, "discarded_stale": 1.0, "groups_sums": 2.0}
@@ -199,7 +201,7 @@ def test_metric_prefix_names_its_subject(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_no_metric_equals_its_own_step_number(place: TrackingPlace) -> None:
+def test_no_mlflow_metric_equals_its_own_step_number(place: TrackingPlace) -> None:
     """A metric that repeats its step is a straight line on MLflow's page, and the steps of other metrics say what was
     logged.
     """
@@ -219,7 +221,7 @@ def test_no_metric_equals_its_own_step_number(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_experiment_has_a_saved_view(place: TrackingPlace) -> None:
+def test_mlflow_experiment_has_a_saved_view(place: TrackingPlace) -> None:
     """The saved view has the format of MLflow 3.17; a user's change of the view is kept."""
     from mlflow import MlflowClient
 
@@ -240,7 +242,7 @@ def test_experiment_has_a_saved_view(place: TrackingPlace) -> None:
 
 
 @pytest.mark.slow
-def test_experiment_has_the_training_kind(place: TrackingPlace) -> None:
+def test_mlflow_experiment_is_marked_as_training(place: TrackingPlace) -> None:
     """An older experiment without the tag gets it; a user's choice is kept."""
     from mlflow import MlflowClient
 
@@ -265,7 +267,7 @@ ENDED = RunOutcome(4, 100.0, {"tokens_per_second": 50.0}, {"summary.json": "{}"}
 
 
 @pytest.mark.slow
-def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> None:
+def test_runs_of_a_study_share_a_parent_run_in_mlflow(place: TrackingPlace) -> None:
     """The facts are logged once even if a supervisor that takes over opens the run and logs the facts again."""
     for run_id in ("seed-0", "seed-1", "seed-0"):
         tracker = Tracker(place, run_id, {}, beginning=BEGUN)
@@ -291,7 +293,7 @@ def test_study_runs_share_a_parent_and_log_facts_once(place: TrackingPlace) -> N
 
 
 @pytest.mark.slow
-def test_config_changes_are_logged(place: TrackingPlace, tmp_path: Path) -> None:
+def test_config_changes_are_logged_to_mlflow(place: TrackingPlace, tmp_path: Path) -> None:
     """The table says from which version each value holds; MLflow's parameters keep the first values."""
     describe(open_store(str(tmp_path / "runs" / "changed")), "changed", {"versions": 5})
     changed = ("versions", 7), ("versions", 9)
@@ -332,7 +334,7 @@ def test_unreachable_tracking_server_does_not_end_a_run() -> None:
     assert tracker.page == "http://127.0.0.1:9/#/experiments?workflowType=machine_learning"
 
 
-def test_stack_shows_runs_of_the_homes_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_of_serve_shows_runs_of_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = Tracker(TrackingPlace.default(tmp_path, "arithmetic"), "run-3", {})
     assert tracker.finish("FINISHED", HANG_SECONDS)
     monkeypatch.delenv("ROLLFLOW_MLFLOW_PAGE", raising=False)
@@ -342,7 +344,7 @@ def test_stack_shows_runs_of_the_homes_store(tmp_path: Path, monkeypatch: pytest
     assert re.fullmatch(r"http://127.0.0.1:9/#/experiments/\d+/runs/\w{32}\?workflowType=machine_learning", page)
 
 
-def test_flatten_names_every_leaf_without_secrets() -> None:
+def test_flattened_config_has_every_key_without_secrets() -> None:
     assert flatten(PARAMETERS) == {
         "name": "arithmetic",
         "train.learning_rate": "0.0001",
@@ -353,7 +355,7 @@ def test_flatten_names_every_leaf_without_secrets() -> None:
     }
 
 
-def test_tree_without_secrets_keeps_its_types() -> None:
+def test_config_without_secrets_keeps_its_types() -> None:
     safe = without_secrets(PARAMETERS)
     assert safe["train"] == {"learning_rate": 1e-4, "betas": [0.9, 0.95]}
     assert "hidden" not in str(safe)
@@ -372,12 +374,12 @@ def test_tree_without_secrets_keeps_its_types() -> None:
         "DB_PWD",
     ],
 )
-def test_secret_keys_are_recognized(key: str) -> None:
+def test_config_keys_of_secrets_are_recognized(key: str) -> None:
     assert names_secret(key)
 
 
 @pytest.mark.parametrize("key", ["max_new_tokens", "micro_tokens", "seconds_per_token", "tokens_per_second", "author"])
-def test_keys_without_secret_names_are_not_secret(key: str) -> None:
+def test_config_keys_without_secret_names_are_not_redacted(key: str) -> None:
     assert not names_secret(key)
 
 

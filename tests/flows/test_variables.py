@@ -60,7 +60,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("PREFECT_API_URL", f"{DEAD}/api", ["does not answer", "unset PREFECT_API_URL"]),
     ],
 )
-def test_setting_that_breaks_a_service_is_refused(
+def test_environment_variable_that_breaks_a_service_is_refused(
     name: str, value: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -102,13 +102,15 @@ def test_machine_without_temporary_files_is_refused(
     assert refused(capsys, "run", RECIPE).startswith("TMPDIR = ")
 
 
-def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_low_limit_on_open_files_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = variables.NEEDED_FILES - 1
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (few, few))
     assert refused(capsys, "run", RECIPE).startswith(f"ulimit -n = {few}: ")
 
 
-def test_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_on_open_files_is_raised_if_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
     for soft, hard in ((256, 4096), (256, resource.RLIM_INFINITY), (4096, 4096), (resource.RLIM_INFINITY,) * 2):
@@ -174,7 +176,7 @@ def test_no_proxy_variable_is_unchanged_without_a_proxy() -> None:
     assert environment == {"NO_PROXY": "example.org", "HTTP_PROXY": ""}
 
 
-def test_settings_of_other_services_are_dropped() -> None:
+def test_variables_of_other_services_are_removed() -> None:
     prefect = {"PREFECT_API_KEY": "k", "PREFECT_PROFILE": "p", "PREFECT_SERVER_API_PORT": "x"}
     ray = {"RAY_ADDRESS": "ray://a:1", "RAY_AUTH_TOKEN": "t", "RAY_RUNTIME_ENV_HOOK": "no.such", "RAY_JOB_ID": "1"}
     others = {"PREFECT_CLIENT_METRICS_ENABLED": "true", "RAY_memory_usage_threshold": "0.9", "HOME": "/"}
@@ -196,7 +198,7 @@ def test_non_utf8_locale_is_refused(name: str, value: str) -> None:
     assert ended.stderr.startswith(f"rollflow: {name} = '{value}' with PYTHONUTF8 = '0'")
 
 
-def test_unprintable_letters_are_escaped(tmp_path: Path) -> None:
+def test_characters_the_terminal_cannot_print_are_escaped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollflow.flows.commands.cli", "check", str(tmp_path / "ü.toml")]
     given = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
@@ -204,7 +206,7 @@ def test_unprintable_letters_are_escaped(tmp_path: Path) -> None:
     assert "\\xfc.toml" in ended.stderr
 
 
-def test_services_do_not_know_the_terminals_encoding(
+def test_child_processes_do_not_inherit_pythonioencoding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
@@ -212,7 +214,7 @@ def test_services_do_not_know_the_terminals_encoding(
     assert "PYTHONIOENCODING" not in os.environ
 
 
-def test_sockets_fit_under_a_long_home_and_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_paths_are_short_under_a_long_run_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / LONG).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / LONG))
     short = ray_head.short_folder(tmp_path / LONG / "home")

@@ -52,7 +52,7 @@ def vitals(world: World) -> Vitals:
     return Vitals("learner", SimpleNamespace(_actor_id=None), 30.0)
 
 
-def test_computing_actor_is_not_dead(world: World, vitals: Vitals) -> None:
+def test_busy_actor_that_does_not_answer_is_not_dead(world: World, vitals: Vitals) -> None:
     """An actor that shares the machine with thirty other processes computes slowly, but is not dead."""
     world.share = 0.03
     assert world.starting(vitals, 3600.0) == {False}

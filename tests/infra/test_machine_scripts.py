@@ -57,7 +57,7 @@ def openssl(*arguments: str) -> str:
 @needs_terraform
 @group
 @pytest.mark.long
-def test_user_data_is_valid_shell(plan: dict[str, Any], tmp_path: Path) -> None:
+def test_machine_start_scripts_are_valid_shell(plan: dict[str, Any], tmp_path: Path) -> None:
     for kind, body in user_data(plan).items():
         file = tmp_path / kind
         file.write_text(body)
@@ -69,7 +69,7 @@ def test_user_data_is_valid_shell(plan: dict[str, Any], tmp_path: Path) -> None:
 @needs_terraform
 @group
 @pytest.mark.soak
-def test_credentials_are_created_once_and_shared(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+def test_ray_credentials_are_created_once_and_shared(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
     bodies = user_data(plan)
     early = fetch(bodies["rollout"], tmp_path / "early", ADDRESS)
     assert early.returncode != 0, "there is no authority yet"
@@ -98,7 +98,7 @@ def test_credentials_are_created_once_and_shared(plan: dict[str, Any], tmp_path:
 @needs_terraform
 @group
 @pytest.mark.soak
-def test_head_without_read_access_creates_no_authority(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
+def test_ray_head_without_read_access_creates_no_new_ca(plan: dict[str, Any], tmp_path: Path, secrets: Any) -> None:
     aws = tmp_path / "bin" / "aws"
     aws.write_text(aws.read_text().replace("try:\n", "if 'authority' in secret: sys.exit('AccessDenied')\ntry:\n", 1))
     done = fetch(user_data(plan)["head"], tmp_path / "head", ADDRESS)
@@ -110,7 +110,7 @@ def test_head_without_read_access_creates_no_authority(plan: dict[str, Any], tmp
 @needs_terraform
 @group
 @pytest.mark.soak
-def test_services_accept_their_options(plan: dict[str, Any]) -> None:
+def test_servers_accept_the_options_of_the_start_scripts(plan: dict[str, Any]) -> None:
     text = "\n".join([*user_data(plan).values(), (SOURCE / "modules/control/control.sh.tftpl").read_text()])
     for command in ("ray start", "prefect server start", "prefect worker start", "mlflow server"):
         calls = [part for line in text.splitlines() for part in line.split(command)[1:]]
@@ -185,7 +185,7 @@ def database(tmp_path: Path) -> Iterator[tuple[str, Path, str]]:
 @pytest.mark.soak
 @group
 @pytest.mark.skipif(not [*POSTGRES.glob("*/bin/postgres")], reason="no Postgres server (Debian's package postgresql)")
-def test_passwords_open_a_real_database(
+def test_generated_passwords_open_a_real_database(
     database: tuple[str, Path, str], tmp_path: Path, secrets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint, authority, password = database

@@ -37,14 +37,14 @@ def test_all_terraform_modules_exist() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
-def test_variables_have_description_and_validation(file: Path) -> None:
+def test_terraform_variables_have_description_and_validation(file: Path) -> None:
     for name, body in variable_blocks(file.read_text()).items():
         assert re.search(r"^  description += \"[A-Za-z`].*\.\"$", body, flags=re.MULTILINE), name
         assert re.search(r"^  validation \{", body, flags=re.MULTILINE), name
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
-def test_wildcards_have_a_reason(file: Path) -> None:
+def test_terraform_wildcards_have_a_written_reason(file: Path) -> None:
     for line in file.read_text().splitlines():
         if re.match(r"\s*(actions|resources|identifiers)\s*=", line) and WILDCARD.search(line):
             assert re.search(r"# wildcard: \w+", line), line
@@ -61,7 +61,7 @@ def test_terraform_files_are_formatted() -> None:
 class TestPlan:
     """Tests of every sentence of the module's docstring on the plan's JSON."""
 
-    def test_every_resource_is_tagged(self, plan: dict[str, Any]) -> None:
+    def test_every_aws_resource_is_tagged(self, plan: dict[str, Any]) -> None:
         asked = 0
         for address, after in resources(plan).items():
             if "tags_all" in after:
@@ -75,7 +75,7 @@ class TestPlan:
             tagged = {one["resource_type"] for one in template["tag_specifications"] if "rollflow" in one["tags"]}
             assert tagged == {"instance", "volume", "network-interface"}, address
 
-    def test_stored_data_is_encrypted(self, plan: dict[str, Any]) -> None:
+    def test_stored_aws_data_is_encrypted(self, plan: dict[str, Any]) -> None:
         (bucket,) = resources(plan, "aws_s3_bucket_server_side_encryption_configuration").values()
         assert bucket["rule"][0]["apply_server_side_encryption_by_default"][0]["sse_algorithm"] == "AES256"
         (database,) = resources(plan, "aws_db_instance").values()
@@ -98,7 +98,7 @@ class TestPlan:
         assert statement["Condition"] == {"Bool": {"aws:SecureTransport": "false"}}
         assert len(statement["Resource"]) == 2
 
-    def test_no_resource_is_public(self, plan: dict[str, Any]) -> None:
+    def test_no_aws_resource_is_public(self, plan: dict[str, Any]) -> None:
         (block,) = resources(plan, "aws_s3_bucket_public_access_block").values()
         settings = ("block_public_acls", "block_public_policy", "ignore_public_acls", "restrict_public_buckets")
         assert all(block[name] for name in settings)
@@ -126,7 +126,7 @@ class TestPlan:
                 assert not group.get("ingress"), "a rule is a resource of its own"
         assert not resources(plan, "aws_security_group_rule")
 
-    def test_bucket_keeps_and_expires_versions(self, plan: dict[str, Any]) -> None:
+    def test_bucket_keeps_and_expires_old_object_versions(self, plan: dict[str, Any]) -> None:
         (versioning,) = resources(plan, "aws_s3_bucket_versioning").values()
         assert versioning["versioning_configuration"][0]["status"] == "Enabled"
         (lifecycle,) = resources(plan, "aws_s3_bucket_lifecycle_configuration").values()
@@ -138,7 +138,7 @@ class TestPlan:
             "no rule may expire what a run needs"
         )
 
-    def test_policies_have_no_unexplained_wildcard(self, plan: dict[str, Any]) -> None:
+    def test_iam_policies_have_no_unexplained_wildcard(self, plan: dict[str, Any]) -> None:
         explained = set()
         for file in FILES:
             sid = ""
@@ -167,7 +167,7 @@ class TestPlan:
             assert not statement["not_actions"], address
             assert not statement["not_resources"], address
 
-    def test_roles_have_minimal_permissions(self, plan: dict[str, Any]) -> None:
+    def test_iam_roles_have_minimal_permissions(self, plan: dict[str, Any]) -> None:
         actions: dict[str, set[str]] = {}
         for address, statement in statements(plan):
             actions.setdefault(address, set()).update(statement["actions"])
@@ -181,7 +181,7 @@ class TestPlan:
             *("s3:AbortMultipartUpload", "s3:ListMultipartUploadParts"),
         }
 
-    def test_rollout_machines_are_spot_and_scale(self, plan: dict[str, Any]) -> None:
+    def test_rollout_machines_are_spot_instances_that_autoscale(self, plan: dict[str, Any]) -> None:
         group = resources(plan, "aws_autoscaling_group")["module.ray.aws_autoscaling_group.rollout"]
         (policy,) = group["mixed_instances_policy"]
         (distribution,) = policy["instances_distribution"]
@@ -192,7 +192,7 @@ class TestPlan:
             "GpusWanted",
         }
 
-    def test_plan_contains_no_secrets(self, plan: dict[str, Any]) -> None:
+    def test_terraform_plan_contains_no_secrets(self, plan: dict[str, Any]) -> None:
         text = json.dumps(plan)
         for secret in PLANTED.values():
             assert secret not in text
@@ -203,7 +203,7 @@ class TestPlan:
             assert "rollflow-ray-credentials /run/rollflow-ray $address rollflow/ray-token" in body, address
             assert not [secret for secret in PLANTED.values() if secret in body], address
 
-    def test_settings_can_be_read_by_rollflow(self, plan: dict[str, Any], tmp_path: Path) -> None:
+    def test_rollflow_reads_the_settings_that_terraform_writes(self, plan: dict[str, Any], tmp_path: Path) -> None:
         file = tmp_path / "settings.toml"
         file.write_text(plan["planned_values"]["outputs"]["settings"]["value"])
         settings = load_settings(file)

@@ -136,7 +136,7 @@ def test_terraform_destroy_keeps_the_stored_runs_by_default(tmp_path: Path) -> N
         assert allowed == [[key]] * 3
 
 
-def test_variables_are_validated(tmp_path: Path) -> None:
+def test_terraform_variables_are_validated(tmp_path: Path) -> None:
     wrong = {"region": "Frankfurt", "bucket": "Team_Runs", "dollars_per_month": 0, "emails": [], "disk_gib": 1}
     with aws_server() as endpoint:
         terraform = prepare("small", tmp_path, endpoint, **wrong)

@@ -57,13 +57,15 @@ async def judge_wrong(scorer: CodeScorer, code: str, *cases: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("forgery", FORGERIES, ids=lambda one: one.name)
-def test_forged_result_is_wrong(loop: asyncio.Runner, scorer: CodeScorer, forgery: Forgery) -> None:
+def test_program_that_forges_its_test_result_is_scored_wrong(
+    loop: asyncio.Runner, scorer: CodeScorer, forgery: Forgery
+) -> None:
     loop.run(judge_wrong(scorer, forgery.code, forgery.case))
 
 
 @pytest.mark.many
 @pytest.mark.parametrize("hostile", PROGRAMS[:: len(PROGRAMS) // examples(len(PROGRAMS))], ids=lambda one: one.name)
-def test_hostile_program_is_not_scored_right_in_any_form(
+def test_hostile_program_is_scored_wrong_on_every_test_type(
     loop: asyncio.Runner, scorer: CodeScorer, hostile: Hostile
 ) -> None:
     loop.run(judge_wrong(scorer, hostile.source, PRINT, CHECK, CALL, ASSERT))

@@ -33,7 +33,7 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
-def test_paths_of_a_program_lead_nowhere(box: Box, path: str) -> None:
+def test_upload_and_download_follow_no_link_out_of_the_sandbox(box: Box, path: str) -> None:
     async def work() -> None:
         sandbox = await box.sandboxes.create()
         assert (await sandbox.exec(warm(LINKS))).succeeded
@@ -62,7 +62,7 @@ def test_sparse_file_is_read_up_to_the_size_of_the_folder(box: Box) -> None:
     box.do(work())
 
 
-def test_links_inside_the_folder_work(box: Box) -> None:
+def test_symbolic_links_inside_the_sandbox_folder_work(box: Box) -> None:
     async def work() -> None:
         sandbox = await box.sandboxes.create()
         await sandbox.exec(warm("os.mkdir('real'); os.symlink('real', 'link')"))
@@ -87,7 +87,7 @@ def test_sandbox_channel_gives_no_network_and_creates_no_name(box: Box) -> None:
     box.do(work())
 
 
-def test_two_sandboxes_see_nothing_of_each_other(box: Box) -> None:
+def test_sandboxes_see_no_file_or_process_of_each_other(box: Box) -> None:
     async def work() -> None:
         first, second = await box.sandboxes.create(), await box.sandboxes.create()
         code = f"word = '{SECRET}' * 1000\nopen('left', 'w').write(word)\ntime.sleep(600)"
@@ -124,7 +124,7 @@ def test_cancelled_program_leaves_no_process(box: Box, moment: float) -> None:
     box.do(work())
 
 
-def test_keeper_that_dies_in_an_answer_fails_only_its_sandbox(box: Box) -> None:
+def test_killed_sandbox_process_fails_only_its_sandbox(box: Box) -> None:
     async def work() -> None:
         first, second = await box.sandboxes.create(), await box.sandboxes.create()
         running = asyncio.create_task(first.exec(warm("os.write(1, b'x' * 60000); time.sleep(600)")))
@@ -155,7 +155,7 @@ def test_memory_shared_with_a_child_counts_once(box: Box) -> None:
     assert (found.end, found.stdout) == (ProgramEnd.EXITED, b"0\n")
 
 
-def test_orphans_that_have_ended_do_not_count(box: Box) -> None:
+def test_ended_orphans_do_not_count_towards_the_process_limit(box: Box) -> None:
     code = "for _ in range(40):\n    forks(1, lambda: forks(1, lambda: None))\n    os.wait(); time.sleep(0.03)\n"
     found = box.do(box.sandboxes.run(warm(code + "print('end')")))
     assert (found.end, found.stdout) == (ProgramEnd.EXITED, b"end\n")
@@ -176,7 +176,7 @@ def test_sandboxed_program_may_use_sockets_threads_and_commands(box: Box) -> Non
     assert found.stdout == b"b'a\\n' b'b\\n'\n[3, 2, 1]\n[3, 2, 1]\n"
 
 
-def test_stolen_output_does_not_stop_the_keeper(box: Box) -> None:
+def test_program_that_steals_its_output_blocks_no_other_program(box: Box) -> None:
     """A program that reads its own output makes the keeper wait for bytes that are gone."""
     code = (
         "def steal():\n    fd = os.open('/proc/self/fd/1', os.O_RDONLY | os.O_NONBLOCK)\n    while True:\n"
@@ -187,7 +187,7 @@ def test_stolen_output_does_not_stop_the_keeper(box: Box) -> None:
         assert box.do(box.sandboxes.run(warm(code, 0.5))).end is ProgramEnd.TIMEOUT
 
 
-def test_filter_refuses_no_system_call_twice() -> None:
+def test_seccomp_filter_lists_each_system_call_once() -> None:
     """A number that occurs twice in a column is wrong once."""
     from rollflow.tasks.sandboxes.box.rights import REFUSED
 
@@ -196,7 +196,7 @@ def test_filter_refuses_no_system_call_twice() -> None:
         assert len(numbers) == len(set(numbers))
 
 
-def test_sandbox_that_breaks_in_a_program_fails(box: Box) -> None:
+def test_sandbox_that_a_program_breaks_is_reported_as_failed(box: Box) -> None:
     """A keeper that cannot go on says why; that is no answer of the program."""
 
     async def work() -> None:
@@ -213,7 +213,7 @@ async def _answer(header: dict[str, str]) -> tuple[dict[str, str], bytes]:
     return header, b""
 
 
-def test_children_that_fill_the_sandbox_stop_no_later_program(box: Box) -> None:
+def test_child_processes_at_the_limit_block_no_later_program(box: Box) -> None:
     """Otherwise a program could make its sandbox fail, and so avoid what is run after it."""
 
     async def work() -> None:
@@ -232,7 +232,7 @@ def test_children_that_fill_the_sandbox_stop_no_later_program(box: Box) -> None:
     box.do(work())
 
 
-def test_children_that_kill_the_next_program_fail_no_sandbox(box: Box) -> None:
+def test_child_that_kills_the_next_program_breaks_no_sandbox(box: Box) -> None:
     """The next program ends by that signal: what a program's child did is no fault of the sandbox."""
 
     async def work() -> None:

@@ -62,7 +62,7 @@ def is_alive(process: psutil.Process) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("killed", ["owner", "keeper"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_process_leaves_nothing(kind: str, killed: str, tmp_path: Path) -> None:
+def test_killed_process_leaves_no_child_process(kind: str, killed: str, tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen([sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, env=env)
     try:
@@ -84,7 +84,7 @@ def test_killed_process_leaves_nothing(kind: str, killed: str, tmp_path: Path) -
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the program uses a number of x86-64")
 @pytest.mark.parametrize("kind", KINDS)
-async def test_child_without_a_signal_is_killed(kind: str) -> None:
+async def test_child_process_without_parent_death_signal_is_killed(kind: str) -> None:
     sandboxes = build_sandboxes(KINDS[kind])
     try:
         await sandboxes.start()
@@ -98,7 +98,7 @@ async def test_child_without_a_signal_is_killed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_deep_folder_without_rights_is_removed(
+async def test_deep_folder_without_permissions_is_removed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

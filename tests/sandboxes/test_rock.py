@@ -102,7 +102,7 @@ def read_reason(envelope: Any, code: int = 4000) -> str:
     return str(envelope["error"])
 
 
-async def test_sandbox_is_started_described_and_stopped(sandboxes: Sandboxes) -> None:
+async def test_rock_server_starts_describes_and_stops_a_sandbox(sandboxes: Sandboxes) -> None:
     async with serve(sandboxes) as caller:
         started = await caller.start(memory="100m", cpus=1, disk="4m", unknown=1)
         assert started["result"].keys() >= {"sandbox_id", "host_name", "host_ip", "cpus", "memory", "disk"}
@@ -121,7 +121,7 @@ async def test_sandbox_is_started_described_and_stopped(sandboxes: Sandboxes) ->
         assert "does not exist" in read_reason(await caller.get("get_status", include_all_states=True))
 
 
-async def test_limits_of_a_request_hold(sandboxes: Sandboxes) -> None:
+async def test_resource_limits_of_a_request_are_enforced(sandboxes: Sandboxes) -> None:
     async with serve(sandboxes) as caller:
         await caller.start(memory="64m", cpus=0.5, disk="2m")
         code = "x = []\nwhile len(x) < 100: x.append(b'x' * (1 << 20))\nprint('held')"
@@ -139,7 +139,7 @@ async def test_limits_of_a_request_hold(sandboxes: Sandboxes) -> None:
         read_reason(await caller.start(sandbox_id="../x"))
 
 
-async def test_command_has_output_and_code(caller: Caller) -> None:
+async def test_rock_command_returns_output_and_exit_code(caller: Caller) -> None:
     found = await caller.send("execute", command=["sh", "-c", "echo $A; echo e >&2; exit 4"], env={"A": "b"})
     assert found["result"] == {"stdout": "b\n", "stderr": "e\n", "exit_code": 4, "end": "exited"}
     assert (await caller.send("execute", command="echo $((6 * 7)) | cat"))["result"]["stdout"] == "42\n"
@@ -174,14 +174,14 @@ async def test_session_answers_as_rock_does(caller: Caller) -> None:
     read_reason(await caller.send("create_session", session="t", remote_user="admin"))
 
 
-async def test_oldest_temporary_session_makes_room(caller: Caller) -> None:
+async def test_new_session_replaces_the_oldest_beyond_the_limit(caller: Caller) -> None:
     for number in range(MOST_SESSIONS + 2):
         assert (await caller.send("create_session", session=f"bash-{number}"))["status"] == "Success"
     read_reason(await caller.send("run_in_session", session="bash-0", command="true"))
     assert (await caller.send("run_in_session", session="bash-2", command="true"))["status"] == "Success"
 
 
-async def test_files_are_written_and_read(caller: Caller) -> None:
+async def test_rock_server_writes_and_reads_files(caller: Caller) -> None:
     assert (await caller.upload("/tmp/in/data", bytes(range(256))))["result"]["success"]
     found = await caller.send("execute", command="wc -c < in/data; md5sum < /tmp/in/data")
     assert found["result"]["stdout"].split()[:2] == ["256", "e2c865db4162bed963bfaa9ef6ac18f0"]
@@ -210,7 +210,7 @@ ELSEWHERE = (
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "unsafe-process"])
-async def test_paths_of_files_stay_in_the_sandbox(kind: str, tmp_path: Path) -> None:
+async def test_rock_file_paths_stay_inside_the_sandbox(kind: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("SECRET")
     created = build_sandboxes(SMALL if kind == "bubblewrap" else UnsafeProcessSandbox(spares=0))
@@ -232,7 +232,7 @@ async def test_paths_of_files_stay_in_the_sandbox(kind: str, tmp_path: Path) -> 
     assert secret.read_text() == "SECRET"
 
 
-async def test_requests_need_the_token_before_their_body(sandboxes: Sandboxes) -> None:
+async def test_request_without_token_is_refused_before_its_body(sandboxes: Sandboxes) -> None:
     async with serve(sandboxes, token="secret") as caller:
         for headers in ({}, {"X-Key": "other"}, {"X-API-Key": ""}, {"Authorization": "Bearer other"}):
             for path in ("start_async", "execute", "upload", "stop"):
@@ -248,9 +248,7 @@ async def test_requests_need_the_token_before_their_body(sandboxes: Sandboxes) -
         assert answer.status_code == 403
 
 
-async def test_live_sandboxes_are_limited_and_forgotten_ones_end(
-    sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sandboxes_are_limited_and_unused_ones_end(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_sandboxes, "CHECK_SECONDS", 0.05)
     boxes = set(list_boxes())  # the box of `sandboxes`, and boxes that other tests of this process left
     own = max(boxes, key=lambda box: box.create_time())
@@ -276,7 +274,7 @@ async def test_live_sandboxes_are_limited_and_forgotten_ones_end(
     assert len(list_sandbox_processes()) <= before  # the end of the server ended them
 
 
-async def test_id_of_a_starting_sandbox_is_taken(sandboxes: Sandboxes) -> None:
+async def test_id_of_a_starting_sandbox_cannot_be_used_again(sandboxes: Sandboxes) -> None:
     """Otherwise the first of two sandboxes with one id could not be stopped, and would outlive each limit."""
     live = LiveSandboxes(sandboxes, 3)
     starts = [live.start("same", SandboxLimits(), {}, LONG) for _ in range(2)]
@@ -346,7 +344,7 @@ raise SystemExit(5)
 """
 
 
-async def test_program_cannot_write_to_the_channel_of_results(caller: Caller) -> None:
+async def test_program_cannot_write_to_the_result_channel(caller: Caller) -> None:
     await caller.send("write_file", path="forge.py", content=FORGE)
     found = (await caller.send("execute", command=["python3", "forge.py"], timeout=LONG))["result"]
     assert (found["exit_code"], found["stderr"]) == (5, "")
@@ -376,7 +374,7 @@ time.sleep(600)
     ],
     ids=["right", "wrong", "loop", "kills its parent", "kills all", "stops all", "memory"],
 )
-async def test_programs_are_judged_through_server_and_client(
+async def test_programs_are_scored_through_rock_server_and_client(
     sandboxes: Sandboxes, code: str, outcome: Outcome | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workspace, "STOP_SECONDS", 3.0)  # the time until a stopped guest is given up
@@ -450,7 +448,7 @@ FAILED = {"status": "Failed", "error": "no worker", "result": None}
         ({"start_async": [{"status": "Failed", "error": "full", "result": {"code": 5000}}] * 2}, False),
     ],
 )
-async def test_client_tries_again_in_a_new_sandbox(answers: dict[str, Any], succeeds: bool) -> None:
+async def test_rock_client_retries_a_program_in_a_new_sandbox(answers: dict[str, Any], succeeds: bool) -> None:
     server = Rock(**answers)
     client = build_client(server)
     if succeeds:
@@ -473,12 +471,12 @@ async def test_client_tries_again_in_a_new_sandbox(answers: dict[str, Any], succ
         ({"exit_code": -9, "end": "memory"}, ProgramEnd.MEMORY, -9),
     ],
 )
-async def test_answer_of_a_server_is_a_result(answer: dict[str, Any], end: ProgramEnd, code: int) -> None:
+async def test_rock_client_returns_the_result_of_the_server(answer: dict[str, Any], end: ProgramEnd, code: int) -> None:
     found = await build_client(Rock(execute={"stdout": "", "stderr": "", **answer})).run(Program(code="1", timeout=30))
     assert (found.end, found.return_code) == (end, code)
 
 
-async def test_killed_program_is_late_if_its_time_was_over() -> None:
+async def test_program_killed_after_its_time_limit_is_a_timeout() -> None:
     async def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/execute"):
             await asyncio.sleep(0.2)
@@ -489,7 +487,7 @@ async def test_killed_program_is_late_if_its_time_was_over() -> None:
     assert found.end is ProgramEnd.TIMEOUT
 
 
-async def test_sandboxes_at_a_time_are_bounded() -> None:
+async def test_number_of_concurrent_rock_sandboxes_is_bounded() -> None:
     client = build_client(Rock(), at_once=1)
     first = await client.create()
     second = asyncio.create_task(client.create())
@@ -521,7 +519,7 @@ class Rocklet:
         return httpx.Response(200, json={"success": True})
 
 
-async def test_rocklet_is_asked_without_prefix_and_envelope() -> None:
+async def test_rocklet_requests_have_no_path_prefix_or_envelope() -> None:
     server = Rocklet({"stdout": "1\n", "stderr": "", "exit_code": 0})
     assert (await build_client(server, protocol="rocklet").run(Program(code="1"))).stdout == b"1\n"
     assert server.seen == ["/upload", "/upload", "/execute", "/execute"]

@@ -94,7 +94,7 @@ async def run_sdk(*arguments: str) -> str:
     return stdout.decode()
 
 
-async def test_unmodified_sdk_works(tmp_path: Path) -> None:
+async def test_unmodified_rock_sdk_works_with_our_server(tmp_path: Path) -> None:
     sandboxes = build_sandboxes(BubblewrapSandbox(spares=0))
     try:
         await sandboxes.start()

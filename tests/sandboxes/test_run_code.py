@@ -54,7 +54,7 @@ async def post(sandboxes: Sandboxes) -> AsyncIterator[Callable[..., Any]]:
         yield send
 
 
-async def test_body_of_verl_is_answered(post: Callable[..., Any]) -> None:
+async def test_request_in_the_form_of_verl_is_answered(post: Callable[..., Any]) -> None:
     found = await post(**VERL, code="print(int(input()) * 2)", stdin="21")
     assert found.keys() == {
         *("status", "message", "compile_result", "run_result", "executor_pod_name", "files"),
@@ -65,7 +65,7 @@ async def test_body_of_verl_is_answered(post: Callable[..., Any]) -> None:
     assert run == {"status": "Finished", "return_code": 0, "stdout": "42\n", "stderr": ""}
 
 
-async def test_body_of_roll_is_answered(post: Callable[..., Any]) -> None:
+async def test_request_in_the_form_of_roll_is_answered(post: Callable[..., Any]) -> None:
     found = await post(code="print('a')", stdin="", expected_stdout="b", compile_timeout=5, run_timeout=5)
     assert (found["status"], found["run_result"]["stdout"]) == ("Success", "a\n")
 
@@ -83,7 +83,7 @@ async def test_body_of_roll_is_answered(post: Callable[..., Any]) -> None:
         ({"code": "1", "files": {"/etc/a": "eA=="}}, "SandboxError", None),
     ],
 )
-async def test_status_is_that_of_sandbox_fusion(
+async def test_run_code_status_equals_that_of_sandbox_fusion(
     post: Callable[..., Any], body: dict[str, Any], status: str, run_status: str | None
 ) -> None:
     found = await post(**body)
@@ -92,7 +92,7 @@ async def test_status_is_that_of_sandbox_fusion(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-async def test_cpp_is_compiled_and_run(post: Callable[..., Any]) -> None:
+async def test_cpp_program_is_compiled_and_run(post: Callable[..., Any]) -> None:
     found = await post(code=DOUBLE, language="cpp", stdin="21", compile_timeout=LONG)
     assert (found["status"], found["run_result"]["stdout"]) == ("Success", "42")
     broken = await post(code="int main() {", language="cpp", compile_timeout=LONG)
@@ -101,12 +101,12 @@ async def test_cpp_is_compiled_and_run(post: Callable[..., Any]) -> None:
     assert "error" in broken["compile_result"]["stderr"]
 
 
-async def test_fetched_files_come_as_base64(post: Callable[..., Any]) -> None:
+async def test_fetched_files_are_returned_as_base64(post: Callable[..., Any]) -> None:
     found = await post(code="open('out', 'wb').write(bytes(range(256)))", fetch_files=["out", "none"])
     assert {path: base64.b64decode(data) for path, data in found["files"].items()} == {"out": bytes(range(256))}
 
 
-async def test_requests_need_the_token(sandboxes: Sandboxes) -> None:
+async def test_run_code_request_without_token_is_refused(sandboxes: Sandboxes) -> None:
     body = {"code": "print(1)", "language": "python"}
     async with serve_in_background(sandboxes, token="secret") as url, httpx.AsyncClient(base_url=url) as client:
         assert (await client.get("/v1/ping")).json() == "pong"
@@ -117,14 +117,14 @@ async def test_requests_need_the_token(sandboxes: Sandboxes) -> None:
         assert (await client.post("/run_code", json=body, auth=("any", "secret"))).status_code == 200
 
 
-async def test_web_pages_run_no_programs(sandboxes: Sandboxes) -> None:
+async def test_request_from_a_web_page_runs_no_program(sandboxes: Sandboxes) -> None:
     async with serve_in_background(sandboxes) as url, httpx.AsyncClient() as client:
         body = json.dumps({"code": "print(1)", "language": "python"})
         answer = await client.post(f"{url}/run_code", content=body, headers={"Origin": "https://example.org"})
         assert answer.status_code == 403
 
 
-async def test_full_server_answers_503(sandboxes: Sandboxes) -> None:
+async def test_sandbox_server_with_a_full_queue_answers_503(sandboxes: Sandboxes) -> None:
     bounds = ServerBounds(at_once=1, queue=1)
     body = {"code": "import time; time.sleep(2)", "language": "python"}
     async with serve_in_background(sandboxes, bounds=bounds) as url, httpx.AsyncClient(timeout=LONG) as client:
@@ -133,7 +133,7 @@ async def test_full_server_answers_503(sandboxes: Sandboxes) -> None:
     assert "1 requests run and 1 wait" in next(one for one in answers if one.status_code == 503).json()["detail"]
 
 
-async def test_program_of_a_caller_that_hangs_up_is_killed(sandboxes: Sandboxes) -> None:
+async def test_program_is_killed_if_its_caller_disconnects(sandboxes: Sandboxes) -> None:
     body = {"code": "import time; time.sleep(600)", "language": "python", "run_timeout": 600}
     async with serve_in_background(sandboxes, bounds=ServerBounds(at_once=1)) as url, httpx.AsyncClient() as client:
         with pytest.raises(httpx.ReadTimeout):
@@ -142,7 +142,7 @@ async def test_program_of_a_caller_that_hangs_up_is_killed(sandboxes: Sandboxes)
         assert (await client.post(f"{url}/run_code", json=body, timeout=LONG)).json()["status"] == "Success"
 
 
-async def test_bad_bodies_are_refused(sandboxes: Sandboxes) -> None:
+async def test_malformed_run_code_requests_are_refused(sandboxes: Sandboxes) -> None:
     bounds = ServerBounds(body_bytes=1000)
     async with serve_in_background(sandboxes, bounds=bounds) as url, httpx.AsyncClient(timeout=LONG) as client:
         for body, status in ((b"", 422), (b"[]", 422), (b'{"code": "1"}', 422), (b"x" * 2000, 413)):
@@ -151,7 +151,9 @@ async def test_bad_bodies_are_refused(sandboxes: Sandboxes) -> None:
         assert (await client.post(f"{url}/run_code", content=endless)).status_code == 422
 
 
-async def test_slow_or_broken_body_frees_its_place(sandboxes: Sandboxes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_slow_or_broken_request_does_not_occupy_the_server(
+    sandboxes: Sandboxes, caplog: pytest.LogCaptureFixture
+) -> None:
     """A caller that never sends its body does not block the others."""
 
     async def send(url: str, *, and_wait: bool) -> bytes:
@@ -171,7 +173,7 @@ async def test_slow_or_broken_body_frees_its_place(sandboxes: Sandboxes, caplog:
     assert "Exception in ASGI application" not in caplog.text
 
 
-async def test_endless_headers_are_refused(sandboxes: Sandboxes) -> None:
+async def test_request_with_endless_headers_is_refused(sandboxes: Sandboxes) -> None:
     async with serve_in_background(sandboxes, token="secret") as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
         writer.write(b"POST /run_code HTTP/1.1\r\nHost: x\r\nX: ")
@@ -195,7 +197,7 @@ async def test_null_byte_in_a_path_is_refused(post: Callable[..., Any]) -> None:
     assert found["files"] == {"a": content}
 
 
-def test_token_file_is_private(tmp_path: Path) -> None:
+def test_sandbox_token_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "token"
     token = read_token(file)
     assert len(token) >= 32
@@ -206,7 +208,7 @@ def test_token_file_is_private(tmp_path: Path) -> None:
         read_token(file)
 
 
-def test_server_without_token_stays_on_loopback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_without_token_listens_only_on_loopback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--sandboxes", "--no-token", "--host", "0.0.0.0"]) == 2
     assert "other machines could run programs" in capsys.readouterr().err
     assert main(["serve", "--no-token"]) == 2
@@ -240,7 +242,9 @@ def build_client(answers: Answers, **keys: Any) -> RunCodeSandboxes:
     ("statuses", "requests", "succeeds"),
     [((0, 503, 200), 3, True), ((500, 502, 504), 3, False), ((401, 200), 1, False), ((422, 200), 1, False)],
 )
-async def test_client_retries_only_lost_requests(statuses: tuple[int, ...], requests: int, succeeds: bool) -> None:
+async def test_run_code_client_retries_only_lost_requests(
+    statuses: tuple[int, ...], requests: int, succeeds: bool
+) -> None:
     answers = Answers(*statuses)
     client = build_client(answers)
     if succeeds:
@@ -263,7 +267,9 @@ async def test_client_retries_only_lost_requests(statuses: tuple[int, ...], requ
     ],
     ids=["deep", "gzip", "redirect", "truth", "text", "types"],
 )
-async def test_invalid_answer_gives_no_verdict(status: int, content: bytes, headers: dict[str, str]) -> None:
+async def test_invalid_server_response_leaves_a_program_unjudged(
+    status: int, content: bytes, headers: dict[str, str]
+) -> None:
     client = build_client(Answers())
     answer = httpx.MockTransport(lambda _: httpx.Response(status, headers=headers, stream=httpx.ByteStream(content)))
     client._client = httpx.AsyncClient(transport=answer)
@@ -284,7 +290,7 @@ async def test_program_that_prints_too_much_is_stopped(monkeypatch: pytest.Monke
     assert (await client.run(Program(code="1"))).succeeded
 
 
-def test_answer_without_a_run_gives_no_verdict_on_the_program() -> None:
+def test_server_response_without_a_run_leaves_it_unjudged() -> None:
     run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": None, "stderr": None, "execution_time": None}
     found = read_answer({"status": "Failed", "run_result": run})
     assert found == ExecResult(ProgramEnd.TIMEOUT, -9, b"", b"", 0.0)
@@ -298,7 +304,7 @@ def test_answer_without_a_run_gives_no_verdict_on_the_program() -> None:
             read_answer(answer)
 
 
-async def test_client_refuses_a_missing_token_or_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_code_client_refuses_a_missing_token_or_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SANDBOX_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"SANDBOX_TOKEN.*not set"):
         await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", token_env="SANDBOX_TOKEN")).start()
@@ -306,7 +312,7 @@ async def test_client_refuses_a_missing_token_or_server(monkeypatch: pytest.Monk
         await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", tries=2)).start()
 
 
-async def test_client_sends_the_token(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_code_client_sends_the_token(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_TOKEN", "secret")
     async with serve_in_background(sandboxes, token="secret") as url:
         client = RunCodeSandboxes(RunCodeSandbox(url=f"{url}/run_code", token_env="SANDBOX_TOKEN"))

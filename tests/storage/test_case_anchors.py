@@ -13,7 +13,7 @@ SECONDS = st.floats(0, 1000)
 
 
 @given(measured=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), SECONDS)))
-def test_anchor_is_the_longest_measured_time(measured: list[tuple[str, int, float]]) -> None:
+def test_longest_time_of_a_correct_program_is_stored(measured: list[tuple[str, int, float]]) -> None:
     anchors = CaseAnchors()
     for row, case, seconds in measured:
         anchors.raise_row(row, {case: seconds})
@@ -23,7 +23,7 @@ def test_anchor_is_the_longest_measured_time(measured: list[tuple[str, int, floa
     assert anchors.list_row("c") == {}
 
 
-def test_stored_anchors_are_read_back() -> None:
+def test_stored_test_case_times_are_read_back() -> None:
     run = MemoryStore("anchors")
     anchors = CaseAnchors({"a": {0: 1.5, 11: 0.01}}, 7, 2, 1)
     run.put(anchors_path("rewards.code"), anchors.encode())
@@ -42,7 +42,7 @@ def test_stored_anchors_are_read_back() -> None:
         '{"rows": {"a": {"0": NaN}}}',
     ],
 )
-def test_damaged_record_counts_as_empty(damaged: str) -> None:
+def test_damaged_record_of_test_case_times_counts_as_empty(damaged: str) -> None:
     run = MemoryStore("anchors")
     run.put(anchors_path("reward"), damaged.encode())
     assert read_anchors(run, "reward") == CaseAnchors()

@@ -22,7 +22,7 @@ from rollflow.storage.objects.local import LocalStore
 from tests.support.batches import group, ready, staged
 
 
-def test_state_after_a_commit_equals_that_of_a_reader(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_state_after_a_commit_equals_that_of_a_reader(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, writer = ready(run)
     decided = list[Any]()
     decide = log_module.decide
@@ -55,7 +55,7 @@ def test_batch_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert hashed == [5, 3_000_000]
 
 
-def test_long_columns_equal_the_groups_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_columns_equal_the_columns_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns joined in Arrow's memory or in Python's give the same file, also if a group adds nothing to a column."""
     one = group(0).trajectories[0]
     silent = replace(one, tokens=(), loss_mask=(), logprobs=(), versions=(), reason="")
@@ -88,7 +88,7 @@ def synced_by(work: Callable[[], object], root: Path, monkeypatch: pytest.Monkey
     return synced
 
 
-def test_commit_syncs_both_files_and_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_commit_syncs_both_files_and_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalStore(tmp_path / "run")
     batches, writer = ready(run, async_ratio=1.0)
     batches.commit(writer, staged())
@@ -99,7 +99,7 @@ def test_commit_syncs_both_files_and_their_folders(tmp_path: Path, monkeypatch: 
     assert folders == ["trajectories", "log"]
 
 
-def test_folder_name_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folder_is_synced_to_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = LocalStore(tmp_path / "run")
     (run.root / "a/b").mkdir(parents=True)  # folders of a writer that was killed before the sync
     folders = [name for name in synced_by(lambda: run.put("a/b/c", b"1"), run.root, monkeypatch) if ".tmp" not in name]

@@ -38,7 +38,7 @@ def entry(body: Body, n: int = 7) -> Entry:
     return Entry(n, "", "id", "learner", 3, 2, 4, 1.5, body)
 
 
-def test_entry_above_the_size_limit_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_entry_above_the_size_limit_has_an_index_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entries_module.LARGEST == 256 * 1024
     one = entry(VersionPublished(1, 5, (FILE,), (FILE,), metrics={"loss": 0.5}))
     size = len(encode(one).data)
@@ -55,7 +55,7 @@ def test_entry_above_the_size_limit_has_an_index(monkeypatch: pytest.MonkeyPatch
     assert (read.entry, read.sha256) == (one, split.sha256)
 
 
-def test_entry_json_is_stable() -> None:
+def test_json_of_a_log_entry_is_stable() -> None:
     """The JSON contains every field, also those with default values, so that other readers need no defaults."""
     tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (TrainedGroup(4, 1, 2, 3, 9),), (8,)))).data)
     tree.pop("seal")
@@ -86,12 +86,12 @@ def test_entry_json_is_stable() -> None:
     assert json.loads(encode(entry(Claimed())).data)["body"] == claimed
 
 
-def test_entry_with_a_nan_is_not_written() -> None:
+def test_log_entry_with_a_nan_is_not_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode(entry(VersionPublished(1, 5, (FILE,), metrics={"loss": float("nan")})))
 
 
-def test_log_paths_and_group_keys_have_their_form() -> None:
+def test_paths_of_log_entries_have_their_documented_form() -> None:
     assert entry_path(41) == "log/0000000041.json"
     assert TrainedGroup(4, 1, 2, 3, 9).key == GroupKey(4, 1)
     assert snapshots.snapshot_path(63, "0123456789abcdef" * 4) == "log_snapshots/0000000063-0123456789abcdef.json"
@@ -109,7 +109,7 @@ def resealed(change: Callable[[dict[str, Any]], None]) -> bytes:
     return seal_tree(tree)
 
 
-def test_old_void_without_a_cause_is_read_as_damage() -> None:
+def test_old_void_entry_without_a_cause_is_read_as_damage() -> None:
     """A void without a cause is read as damage; unknown fields are ignored, so an older reader reads newer entries."""
     older, newer = (resealed(lambda tree, at=at: at(tree["body"])) for at in (lambda b: b.pop("cause"), knows_more))
     for data in (older, newer):
@@ -137,7 +137,7 @@ def knows_more(body: dict[str, Any]) -> None:
         (b"[" * 100_000, "not an entry of a log"),
     ],
 )
-def test_malformed_entry_is_corrupt(data: bytes, why: str) -> None:
+def test_malformed_log_entry_is_corrupt(data: bytes, why: str) -> None:
     with pytest.raises(Corrupt, match=why) as caught:
         decode(data, 7, MemoryStore(uuid.uuid4().hex).get)
     assert "log/0000000007.json" in str(caught.value)
@@ -149,7 +149,7 @@ WHOLE = encode(entry(BatchCommitted(3, FILE, 8, (TrainedGroup(1, 0, 2, 3, 11),),
 
 @settings(max_examples=500, deadline=None)
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
-def test_every_changed_byte_of_an_entry_is_detected(place: int, value: int) -> None:
+def test_every_changed_byte_of_a_log_entry_is_detected(place: int, value: int) -> None:
     """Any altered byte makes an entry corrupt, and never raises another error."""
     data = bytearray(WHOLE)
     data[place] = value
@@ -161,6 +161,6 @@ def test_every_changed_byte_of_an_entry_is_detected(place: int, value: int) -> N
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, len(WHOLE) - 1))
-def test_truncated_entry_is_corrupt(length: int) -> None:
+def test_truncated_log_entry_is_corrupt(length: int) -> None:
     with pytest.raises(Corrupt, match=entry_path(7)):
         decode(WHOLE[:length], 7, lambda path: b"")

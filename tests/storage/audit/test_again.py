@@ -34,7 +34,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("length", [5, 50])
-def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watched, length: int) -> None:
+def test_second_audit_reads_only_new_log_entries(store: MemoryStore, watched: Watched, length: int) -> None:
     """The second audit makes the same number of reads after 50 versions as after 5."""
     actors = Actors.begin(store).train(length)
     with Counted(watched) as whole:
@@ -64,7 +64,7 @@ def test_second_audit_reads_only_new_entries(store: MemoryStore, watched: Watche
     assert third.reads["log"] <= 1 + again + 3
 
 
-def test_new_entries_must_follow_the_audited_ones(store: MemoryStore) -> None:
+def test_new_log_entries_must_follow_the_audited_ones(store: MemoryStore) -> None:
     """The new entries form a valid chain, but do not follow the entry at which the audit ended."""
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
@@ -80,7 +80,7 @@ def test_new_entries_must_follow_the_audited_ones(store: MemoryStore) -> None:
     assert (report.since, [(v.kind, v.where) for v in report.violations]) == (n, [("altered", entry_path(n - 1))])
 
 
-def test_waiting_batch_is_counted_later_without_a_read(store: MemoryStore, watched: Watched) -> None:
+def test_batch_not_yet_trained_on_is_counted_by_a_later_audit(store: MemoryStore, watched: Watched) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     assert audit(watched).trajectories == 0
@@ -92,7 +92,7 @@ def test_waiting_batch_is_counted_later_without_a_read(store: MemoryStore, watch
     assert audit(watched, deep=True).staleness == {0: 2 * G}
 
 
-def test_audit_with_violations_stores_nothing(store: MemoryStore, watched: Watched) -> None:
+def test_audit_with_violations_stores_no_checkpoint(store: MemoryStore, watched: Watched) -> None:
     Actors.begin(store).train(2)
     path = file_of(store, 1)
     data = store.get(path)
@@ -105,7 +105,7 @@ def test_audit_with_violations_stores_nothing(store: MemoryStore, watched: Watch
     assert len(list(store.list("audits"))) == 1
 
 
-def test_plain_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
+def test_audit_with_violations_keeps_earlier_checkpoints(store: MemoryStore) -> None:
     """The violation is in a new entry, so the next audit begins at the earlier result again."""
     actors = Actors.begin(store).train(2)
     assert audit(store).clean
@@ -117,7 +117,7 @@ def test_plain_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
         assert (report.clean, report.since, list(store.list("audits"))) == (False, end, kept)
 
 
-def test_clean_deep_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
+def test_clean_deep_audit_keeps_earlier_audit_checkpoints(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     kept = list(store.list("audits"))
@@ -126,7 +126,7 @@ def test_clean_deep_audit_withdraws_no_other_audit(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["cannot be read", "its entry cannot"])
-def test_audit_skips_an_invalid_stored_audit(store: MemoryStore, watched: Watched, how: str) -> None:
+def test_audit_skips_an_invalid_checkpoint(store: MemoryStore, watched: Watched, how: str) -> None:
     actors = Actors.begin(store).train(1)
     assert audit(store).clean
     first = len(read(store))
@@ -160,7 +160,7 @@ def test_deep_audit_reads_every_object_again(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["altered", "other rules", "other fold", "of another entry"])
-def test_invalid_stored_audit_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_audit_checkpoint_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actors = Actors.begin(store).train(3)
     if how.startswith("other "):
         monkeypatch.setattr(checkpoints, "RULES" if how == "other rules" else "FOLD", 0)
@@ -177,14 +177,14 @@ def test_invalid_stored_audit_is_ignored(store: MemoryStore, how: str, monkeypat
     assert (report.clean, report.since, report.run) == (True, 0, "test")
 
 
-def test_only_the_newest_stored_audits_are_kept(store: MemoryStore) -> None:
+def test_only_the_newest_audit_checkpoints_are_kept(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     for _ in range(checkpoints.KEPT + 2):
         assert audit(actors.train(1).learner.store).clean
     assert len(list(store.list("audits"))) == checkpoints.KEPT
 
 
-def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_limits_the_bytes_it_reads_at_a_time(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read begins only if all reads together stay within the limit; a single larger object is read alone."""
     monkeypatch.setattr(objects, "MOST_BYTES", 10)
     ended: list[objects.ObjectFinding] = []
@@ -199,7 +199,7 @@ def test_bytes_read_at_a_time_are_limited(store: MemoryStore, monkeypatch: pytes
     assert [looked.size for looked in ended] == [6, 4, 1, 5, 20, 3]
 
 
-def test_pending_objects_are_limited(store: MemoryStore) -> None:
+def test_audit_limits_the_number_of_pending_objects(store: MemoryStore) -> None:
     ended: list[objects.ObjectFinding] = []
     before = []
     stored = StoredObject("one", 1, store.put("one", b"1"))

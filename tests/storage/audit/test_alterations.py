@@ -71,7 +71,7 @@ def audited(context: RunContext) -> AuditReport:
     return audit(fresh.store, deep=True, expected=expected_of(fresh))
 
 
-def test_unaltered_run_audits_clean(finished: Finished) -> None:
+def test_unaltered_run_passes_the_audit(finished: Finished) -> None:
     report = audited(finished.context)
     assert (report.violations, report.unchecked, report.overdue) == ([], "", [])
     assert report.fates == {"trained": 24, "discarded: stale": 1, "in flight": 1}
@@ -79,7 +79,7 @@ def test_unaltered_run_audits_clean(finished: Finished) -> None:
 
 
 @pytest.mark.parametrize("one", ALTERATIONS, ids=[f"{one.part}: {one.what}" for one in ALTERATIONS])
-def test_documented_alteration_is_found(one: Alteration, forger: Forger, finished: Finished) -> None:
+def test_audit_finds_every_documented_alteration(one: Alteration, forger: Forger, finished: Finished) -> None:
     before = {path: forger.store.get(path) for path in forger.store.list()}
     one.forge(forger)
     assert {path: forger.store.get(path) for path in forger.store.list()} != before, "nothing was altered"
@@ -103,7 +103,7 @@ def test_replay_finds_alterations_as_documented(one: Alteration, forger: Forger)
     assert right is ("replay" not in one.by)
 
 
-def test_number_of_alterations_does_not_shrink() -> None:
+def test_number_of_tested_alterations_does_not_shrink() -> None:
     assert len({(one.part, one.what) for one in ALTERATIONS}) == len(ALTERATIONS) >= 73
 
 

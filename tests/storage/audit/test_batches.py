@@ -15,7 +15,7 @@ from tests.support.audited import VERSIONS, file_of, found, of_first
 from tests.support.log_runs import Actors, G, changed, committed, rebatched
 
 
-def test_group_with_one_of_four_samples_is_reported_missing(run: MemoryStore) -> None:
+def test_audit_finds_a_prompt_with_missing_responses(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [replace(groups[0], trajectories=groups[0].trajectories[:1]), groups[1]])
     assert found(run) == {("missing", path)}
     report = audit(run)
@@ -24,7 +24,7 @@ def test_group_with_one_of_four_samples_is_reported_missing(run: MemoryStore) ->
 
 
 @pytest.mark.parametrize(("samples", "told"), [((0, 0, 0, 0), "{0: 4}"), ((3, 1, 2, 3), "{3: 2}")])
-def test_repeated_sample_is_a_duplicate(run: MemoryStore, samples: tuple[int, ...], told: str) -> None:
+def test_audit_finds_a_repeated_response(run: MemoryStore, samples: tuple[int, ...], told: str) -> None:
     def again(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         made = groups[1].trajectories
         return [groups[0], replace(groups[1], trajectories=tuple(made[sample] for sample in samples))]
@@ -36,13 +36,15 @@ def test_repeated_sample_is_a_duplicate(run: MemoryStore, samples: tuple[int, ..
 
 @pytest.mark.parametrize("sample", [-1, 4])
 @pytest.mark.parametrize("rollout", [{"redundant_responses": 0}, {}])
-def test_unrequested_sample_is_altered(store: MemoryStore, sample: int, rollout: dict[str, int]) -> None:
+def test_audit_finds_a_response_that_was_not_requested(
+    store: MemoryStore, sample: int, rollout: dict[str, int]
+) -> None:
     Actors.begin(store, rollout=rollout).train(2)
     path = rebatched(store, 1, lambda groups: [of_first(groups[0], sample=sample), groups[1]])
     assert found(store) == {("altered", path)}
 
 
-def test_audit_finds_an_additional_sample(run: MemoryStore) -> None:
+def test_audit_finds_an_additional_response_to_a_prompt(run: MemoryStore) -> None:
     path = rebatched(run, 3, lambda groups: [all_five(groups[0]), groups[1]])
     assert found(run) == {("altered", path)}
 
@@ -55,7 +57,7 @@ def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
 
 # the second key is an earlier name of the first
 @pytest.mark.parametrize("key", ["redundant_responses", "extra_responses"])
-def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore, key: str) -> None:
+def test_any_group_size_of_redundant_responses_is_valid(store: MemoryStore, key: str) -> None:
     Actors.begin(store, rollout={key: 1}).train(2)
     rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
     assert found(store) == set()
@@ -75,7 +77,7 @@ def test_any_four_of_the_surplus_responses_are_clean(store: MemoryStore, key: st
     ],
     ids=["tokens", "started later", "started earlier", "newest"],
 )
-def test_wrong_counts_and_versions_in_an_entry_are_found(
+def test_audit_finds_wrong_counts_and_versions_in_a_log_entry(
     run: MemoryStore, false: Callable[[TrainedGroup], TrainedGroup]
 ) -> None:
     entry = committed(run, 3)
@@ -83,7 +85,7 @@ def test_wrong_counts_and_versions_in_an_entry_are_found(
     assert found(run) == {("lineage", file_of(run, 3))}
 
 
-def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_wrong_start_version_in_a_batch_file(run: MemoryStore) -> None:
     """The file's started version is first later, then earlier than the tokens and the entry say."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     assert found(run) == {("lineage", path), ("stale", path)}
@@ -91,7 +93,7 @@ def test_wrong_started_version_in_a_file_is_found(run: MemoryStore) -> None:
     assert found(run) == {("lineage", path)}
 
 
-def test_audit_finds_a_single_stale_trajectory(run: MemoryStore) -> None:
+def test_audit_finds_a_single_too_old_trajectory(run: MemoryStore) -> None:
     """The file shows the stale trajectory; the entry does not."""
     path = rebatched(run, 5, lambda groups: [of_first(groups[0], started_version=1), groups[1]])
     assert found(run) == {("lineage", path), ("stale", path)}
@@ -100,7 +102,7 @@ def test_audit_finds_a_single_stale_trajectory(run: MemoryStore) -> None:
     }
 
 
-def test_wrong_start_in_file_and_entry_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_wrong_start_in_batch_file_and_log(run: MemoryStore) -> None:
     """File and entry agree on a started version, but the tokens are of older versions."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
@@ -117,7 +119,7 @@ def of_all(group: TrajectoryGroup, **change: object) -> TrajectoryGroup:
     return replace(group, trajectories=tuple(replace(t, **change) for t in group.trajectories))  # type: ignore[arg-type]
 
 
-def test_tokens_of_a_future_version_are_stale(run: MemoryStore) -> None:
+def test_audit_finds_tokens_of_a_future_policy_version(run: MemoryStore) -> None:
     """First only the file has tokens of a future version, then the entry has them, too."""
 
     def later(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
@@ -147,7 +149,7 @@ def test_audit_finds_impossible_values(run: MemoryStore, change: dict[str, objec
     assert found(run) == {(kind, path)}
 
 
-def test_late_trajectory_without_tokens_is_stale(run: MemoryStore) -> None:
+def test_audit_finds_a_too_old_trajectory_without_tokens(run: MemoryStore) -> None:
     late = {"started_version": 3, "loss_mask": (False, False, False)}
     path = rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **late)])
     assert found(run) == {("lineage", path), ("stale", path)}
@@ -161,7 +163,7 @@ def test_audit_finds_an_altered_loss_mask(run: MemoryStore) -> None:
     assert found(run) == {("lineage", path)}
 
 
-def test_group_without_tokens_has_its_start_as_newest(run: MemoryStore) -> None:
+def test_newest_version_of_a_group_without_tokens_is_its_start(run: MemoryStore) -> None:
     """The group is the last one of its batch."""
     none = {"tokens": (1, 2), "loss_mask": (False, False), "logprobs": (0.0, 0.0), "versions": (-1, -1)}
     rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], **none)])
@@ -180,7 +182,7 @@ def test_audit_finds_swapped_batch_files(run: MemoryStore) -> None:
     assert found(run) == {("altered", one), ("altered", other)}
 
 
-def test_entries_with_swapped_files_are_found(run: MemoryStore) -> None:
+def test_audit_finds_log_entries_that_name_swapped_files(run: MemoryStore) -> None:
     """Sizes and hashes match, but the contents of the files differ from the entries."""
     second, third = committed(run, 2), committed(run, 3)
     assert isinstance(second.body, BatchCommitted)
@@ -192,7 +194,7 @@ def test_entries_with_swapped_files_are_found(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(("how", "kind"), [("flipped", "altered"), ("cut", "altered"), ("gone", "missing")])
-def test_damaged_batch_file_is_altered(run: MemoryStore, how: str, kind: str) -> None:
+def test_audit_finds_a_damaged_batch_file(run: MemoryStore, how: str, kind: str) -> None:
     path = file_of(run, 4)
     data = bytearray(run.get(path))
     if how == "flipped":
@@ -203,7 +205,7 @@ def test_damaged_batch_file_is_altered(run: MemoryStore, how: str, kind: str) ->
     assert found(run) == {(kind, path)}
 
 
-def test_file_that_is_no_batch_is_altered(run: MemoryStore) -> None:
+def test_audit_finds_a_batch_file_without_a_batch(run: MemoryStore) -> None:
     entry = committed(run, 3)
     file = StoredObject(file_of(run, 3), 5, run.put(file_of(run, 3), b"words"))
     changed(run, entry.n, lambda body: replace(body, file=file))

@@ -20,13 +20,13 @@ from tests.support.log_runs import Actors, G, RealScheduler, committed, create, 
 from tests.support.pipeline import Damage, Pipeline
 
 
-def test_newly_created_run_audits_clean(store: MemoryStore) -> None:
+def test_newly_created_run_passes_the_audit(store: MemoryStore) -> None:
     create(store)
     report = audit(store)
     assert (report.violations, report.versions, report.entries) == ([], 0, 1)
 
 
-def test_unfinished_run_audits_clean(store: MemoryStore) -> None:
+def test_unfinished_run_passes_the_audit(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     assert audit(store).violations == []
     actors.ahead(2)
@@ -38,7 +38,7 @@ def test_unfinished_run_audits_clean(store: MemoryStore) -> None:
     assert (report.versions, report.fates) == (1, {"trained": 2, "committed, waiting": 4})
 
 
-def test_voided_and_reformed_batch_is_clean(store: MemoryStore) -> None:
+def test_batch_formed_again_after_a_void_passes_the_audit(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(2)
     actors.ahead()
     path = file_of(store, 2)
@@ -58,7 +58,7 @@ def test_voided_and_reformed_batch_is_clean(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(("damage", "corrupt"), [({(2, 0): "cut", (2, 1): "gone"}, 8), ({(0, 0): "flipped"}, 4)])
-def test_quarantined_batch_is_listed_without_violation(
+def test_quarantined_batch_is_listed_but_no_violation(
     store: MemoryStore, damage: dict[tuple[int, int], Damage], corrupt: int
 ) -> None:
     run_virtual(Pipeline(store, async_ratio=2.0, damage=damage).run())
@@ -72,7 +72,7 @@ def test_quarantined_batch_is_listed_without_violation(
     assert report.fates["trained"] == 6 * 4
 
 
-def test_leftovers_of_deposed_writers_are_no_violation(store: MemoryStore) -> None:
+def test_leftover_files_of_replaced_processes_are_no_violation(store: MemoryStore) -> None:
     actors = Actors.begin(store).train(2)
     store.put(f"policies/00000003/{actors.learner.writer.claim}/weights.safetensors", b"half")
     Supervisor(store)
@@ -82,7 +82,7 @@ def test_leftovers_of_deposed_writers_are_no_violation(store: MemoryStore) -> No
     assert audit(store).violations == []
 
 
-def test_pruning_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
+def test_deletion_of_old_versions_during_an_audit_is_valid(store: MemoryStore, watched: Watched) -> None:
     """An object that was needed when the log was read is pruned before the audit reads it."""
     actors = Actors.begin(store).train(3)
     gone = weights_of(store, 2)
@@ -103,7 +103,7 @@ def test_pruning_during_an_audit_is_clean(store: MemoryStore, watched: Watched) 
     assert {(v.kind, v.where) for v in audit(watched, deep=True).violations} == {("missing", weights_of(store, 6))}
 
 
-def test_void_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
+def test_batch_voided_during_an_audit_is_no_violation(store: MemoryStore, watched: Watched) -> None:
     actors = Actors.begin(store).train(2)
     actors.ahead()
     path = file_of(store, 2)
@@ -130,7 +130,7 @@ def appended(store: MemoryStore, entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("of", ["batch", "weights"])
-def test_refused_entry_during_an_audit_hides_no_violation(store: MemoryStore, watched: Watched, of: str) -> None:
+def test_invalid_log_entry_during_an_audit_hides_no_violation(store: MemoryStore, watched: Watched, of: str) -> None:
     """The refused entry voids a trained batch, or prunes a needed object."""
     Actors.begin(store).train(2)
     last, batch = published(store, 2), committed(store, 1).n
@@ -147,7 +147,7 @@ def test_refused_entry_during_an_audit_hides_no_violation(store: MemoryStore, wa
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("altered", path)}
 
 
-def test_void_during_an_audit_counts_after_a_lost_entry(store: MemoryStore, watched: Watched) -> None:
+def test_batch_void_counts_even_after_a_lost_log_entry(store: MemoryStore, watched: Watched) -> None:
     """After a lost entry the folded state does not contain the voided batch, but the void counts."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
@@ -166,7 +166,7 @@ def test_void_during_an_audit_counts_after_a_lost_entry(store: MemoryStore, watc
     assert {(v.kind, v.where) for v in audit(watched).violations} == {("gap", gap)}
 
 
-def test_intact_voided_batch_is_not_counted(store: MemoryStore) -> None:
+def test_audit_does_not_count_a_voided_batch(store: MemoryStore) -> None:
     """The batch was unreadable when it was voided."""
     actors = Actors.begin(store).train(2)
     actors.ahead()
@@ -177,7 +177,7 @@ def test_intact_voided_batch_is_not_counted(store: MemoryStore) -> None:
     assert report.staleness.total() == report.trajectories
 
 
-def test_object_restored_during_an_audit_is_clean(store: MemoryStore, watched: Watched) -> None:
+def test_object_restored_during_an_audit_is_no_violation(store: MemoryStore, watched: Watched) -> None:
     """Bytes with the committed hash are restored, so the batch counts at the second check."""
     Actors.begin(store).train(2)
     path = file_of(store, 1)
@@ -196,7 +196,7 @@ def test_object_restored_during_an_audit_is_clean(store: MemoryStore, watched: W
     assert (report.violations, report.trajectories) == ([], 2 * 2 * G)
 
 
-def test_entry_written_during_an_audit_is_no_gap(store: MemoryStore, watched: Watched) -> None:
+def test_log_entry_written_during_an_audit_is_no_gap(store: MemoryStore, watched: Watched) -> None:
     """The entry was missing at its first read while the next one existed, so it is read again."""
     Actors.begin(store).train(4)
     forget(store)
@@ -228,7 +228,7 @@ def test_unreachable_object_is_no_violation(store: MemoryStore, watched: Watched
 
 
 @pytest.mark.parametrize("what", ["weights", "entry", "batch"])
-def test_repeatedly_wrong_read_is_altered(store: MemoryStore, watched: Watched, what: str) -> None:
+def test_object_that_repeatedly_reads_wrong_counts_as_altered(store: MemoryStore, watched: Watched, what: str) -> None:
     Actors.begin(store).train(2)
     path = {"entry": entry_path(5), "weights": weights_of(store, 2), "batch": file_of(store, 1)}[what]
 
@@ -243,7 +243,7 @@ def test_repeatedly_wrong_read_is_altered(store: MemoryStore, watched: Watched, 
 
 
 @pytest.mark.long
-def test_audits_of_a_running_run_are_clean(store: MemoryStore) -> None:
+def test_audits_of_a_running_run_find_no_violation(store: MemoryStore) -> None:
     actors, stop = Actors.begin(store), threading.Event()
     reports: list[AuditReport] = []
 

@@ -44,7 +44,7 @@ def found(store: MemoryStore) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("given", [{"async_ratio": 0}, {"async_ratio": 5}, {"versions": 12}, {"groups": 9}])
-def test_changed_run_audits_clean(given: dict[str, Any]) -> None:
+def test_run_with_a_changed_config_passes_the_audit(given: dict[str, Any]) -> None:
     store, _ = changed_run(**given)
     assert audit(store).clean
     assert audit(store, deep=True).clean
@@ -57,7 +57,7 @@ def _bodies(store: MemoryStore) -> list[ConfigChanged]:
     return [entry.body for entry in of_kind(store, ConfigChanged) if isinstance(entry.body, ConfigChanged)]
 
 
-def test_batch_is_audited_against_the_config_of_its_entry() -> None:
+def test_batch_is_audited_against_the_config_of_its_time() -> None:
     """An earlier batch is two versions old, then alpha becomes 0; a second check uses the batch's own alpha."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=9)
@@ -119,7 +119,7 @@ def test_audit_finds_a_removed_config_change() -> None:
     assert found(store)
 
 
-def test_earlier_learner_appends_no_log_entry() -> None:
+def test_learner_from_before_a_config_change_cannot_append() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 1.0, versions=9)
     actors.ahead()
@@ -149,7 +149,7 @@ def test_configs_are_read_from_a_damaged_log() -> None:
         max_size=14,
     )
 )
-def test_random_runs_audit_clean(steps: list[tuple[str, int]]) -> None:
+def test_random_runs_with_config_changes_pass_the_audit(steps: list[tuple[str, int]]) -> None:
     """Whatever is trained, changed and restarted, the audit is clean and each version has its own config."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 2.0, versions=99)

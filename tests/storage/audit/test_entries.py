@@ -33,7 +33,7 @@ from tests.support.log_runs import (
 
 @pytest.mark.parametrize("segments", [True, False])
 @pytest.mark.parametrize("how", ["missing", "altered", "cut"])
-def test_audit_finds_a_damaged_entry(store: MemoryStore, how: str, segments: bool) -> None:
+def test_audit_finds_a_damaged_log_entry(store: MemoryStore, how: str, segments: bool) -> None:
     """With the segment of a damaged entry all later entries are checked; without it, as many as possible."""
     Actors.begin(store).train(VERSIONS)
     if not segments:
@@ -54,7 +54,7 @@ def file_of_last(run: ObjectStore) -> str:
     return max(path for path in run.list("trajectories"))
 
 
-def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore) -> None:
+def test_missing_log_entries_are_read_from_segment_copies(store: MemoryStore) -> None:
     lagging(store)
     for n in (6, 7, 8, 9):
         store.delete(entry_path(n))
@@ -65,7 +65,7 @@ def test_several_missing_entries_are_read_from_their_segments(store: MemoryStore
     assert audit(store).versions == 0
 
 
-def test_segment_with_another_entry_repairs_nothing(store: MemoryStore) -> None:
+def test_segment_copy_of_another_log_entry_repairs_nothing(store: MemoryStore) -> None:
     """The segment's entry is intact and follows the previous entry, but the next entry names another hash."""
     Actors.begin(store).train(VERSIONS)
     lines = store.get("log_segments/0000000004.jsonl").split(b"\n")
@@ -76,7 +76,7 @@ def test_segment_with_another_entry_repairs_nothing(store: MemoryStore) -> None:
     assert audit(store).versions == 0
 
 
-def test_each_missing_entry_is_named(run: MemoryStore) -> None:
+def test_audit_names_each_missing_log_entry(run: MemoryStore) -> None:
     run.delete(entry_path(5))
     what = "log/0000000005.json is missing, but log/0000000006.json exists"
     assert [violation.what for violation in audit(run).violations] == [what]
@@ -85,7 +85,7 @@ def test_each_missing_entry_is_named(run: MemoryStore) -> None:
     assert [violation.what for violation in audit(run).violations] == [what]
 
 
-def test_several_missing_entries_are_one_gap(run: MemoryStore) -> None:
+def test_consecutive_missing_log_entries_are_one_violation(run: MemoryStore) -> None:
     for n in (5, 6, 7):
         run.delete(entry_path(n))
     assert found(run) == {("gap", entry_path(5))}
@@ -105,7 +105,7 @@ def test_long_gap_in_a_log_folder_is_found(tmp_path: Path, monkeypatch: pytest.M
     assert found(store) == {("gap", entry_path(6))}
 
 
-def test_listed_log_shows_a_long_gap_to_any_audit(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_finds_a_long_gap_by_listing_the_log(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.storage.log.reading.AHEAD", 4)
     for n in range(6, 12):
         run.delete(entry_path(n))
@@ -113,51 +113,51 @@ def test_listed_log_shows_a_long_gap_to_any_audit(run: MemoryStore, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["99", "notes", "0000000099.json~", "²", "00000000099"])
-def test_file_with_a_foreign_name_is_no_entry(run: MemoryStore, name: str) -> None:
+def test_file_with_another_name_is_no_log_entry(run: MemoryStore, name: str) -> None:
     run.put(f"log/{name}.json", b"?")
     assert found(run) == set()
     assert Log(run).state.version == VERSIONS
 
 
-def test_entries_after_a_foreign_name_are_read(run: MemoryStore) -> None:
+def test_log_is_read_past_a_file_with_another_name(run: MemoryStore) -> None:
     run.delete(entry_path(6))
     run.put(f"{entry_path(6)}.aside", b"?")
     assert found(run) == {("gap", entry_path(6))}
 
 
-def test_altered_and_resealed_entry_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_altered_log_entry_with_a_new_hash(run: MemoryStore) -> None:
     n = committed(run, 2).n
     resealed(run, n, at=0.0)
     assert found(run) == {("altered", entry_path(n))}
 
 
-def test_newest_entry_with_a_wrong_hash_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_wrong_hash_in_the_newest_log_entry(run: MemoryStore) -> None:
     n = len(read(run)) - 1
     resealed(run, n, prev="0" * 64)
     assert found(run) == {("altered", entry_path(n))}
     assert audit(run).violations[0].what == f"entry {n} names another hash of entry {n - 1} than that entry has"
 
 
-def test_entry_altered_with_its_link_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_altered_hash_link_between_log_entries(run: MemoryStore) -> None:
     resealed(run, 6, prev="0" * 64)
     assert found(run) == {("altered", entry_path(6))}
 
 
-def test_swapped_entries_are_altered(run: MemoryStore) -> None:
+def test_audit_finds_swapped_log_entries(run: MemoryStore) -> None:
     fifth, sixth = run.get(entry_path(5)), run.get(entry_path(6))
     run.put(entry_path(5), sixth)
     run.put(entry_path(6), fifth)
     assert found(run) == {("altered", entry_path(5)), ("altered", entry_path(6))}
 
 
-def test_swapped_and_resealed_entries_are_found(run: MemoryStore) -> None:
+def test_audit_finds_swapped_log_entries_with_new_hashes(run: MemoryStore) -> None:
     entries = read(run)
     for n, other in ((5, 6), (6, 5)):
         resealed(run, n, **{name: getattr(entries[other], name) for name in ("id", "role", "claim", "body")})
     assert found(run) >= {("gap", entry_path(5)), ("altered", entry_path(6))}  # batch 1 before batch 0
 
 
-def test_swapped_entries_in_a_new_chain_are_found(run: MemoryStore) -> None:
+def test_audit_finds_swapped_log_entries_in_a_new_hash_chain(run: MemoryStore) -> None:
     """A version is published before the batch that it was trained on."""
     entries = read(run)
     n = committed(run, 2).n
@@ -167,7 +167,7 @@ def test_swapped_entries_in_a_new_chain_are_found(run: MemoryStore) -> None:
     assert ("gap", entry_path(n)) in found(run)
 
 
-def test_lost_entry_0_stops_the_audit(run: MemoryStore) -> None:
+def test_missing_first_log_entry_stops_the_audit(run: MemoryStore) -> None:
     data = run.get(entry_path(0))
     run.put(entry_path(0), data[:-9])
     with pytest.raises(Corrupt, match=r"log/0000000000.json is not an entry"):
@@ -195,7 +195,7 @@ def test_lost_entry_0_stops_the_audit(run: MemoryStore) -> None:
     ],
     ids=str,
 )
-def test_invalid_config_in_entry_0_stops_the_audit(run: MemoryStore, wrong: dict[str, object]) -> None:
+def test_invalid_config_in_the_first_log_entry_stops_the_audit(run: MemoryStore, wrong: dict[str, object]) -> None:
     changed(run, 0, lambda body: replace(body, config=body.config | wrong))
     with pytest.raises(Corrupt, match="is refused by the log's rules"):
         audit(run)
@@ -223,7 +223,7 @@ def test_audit_finds_a_damaged_index_object(store: MemoryStore, how: str, kind: 
     assert found(store) == {(kind, path)}
 
 
-def test_entries_after_a_missing_one_do_not_change_the_state(store: MemoryStore) -> None:
+def test_log_entries_after_a_missing_one_are_not_applied(store: MemoryStore) -> None:
     """If the lost entry was a pruning, all later entries could be folded, but may be wrong."""
     Actors.begin(store).train(9)
     forget(store)
@@ -233,13 +233,13 @@ def test_entries_after_a_missing_one_do_not_change_the_state(store: MemoryStore)
     assert audit(store).versions == lost.version < 9
 
 
-def test_hash_chain_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
+def test_hash_chain_is_checked_after_a_lost_log_entry(run: MemoryStore) -> None:
     resealed(run, 9, at=0.0)
     run.delete(entry_path(5))
     assert found(run) == {("gap", entry_path(5)), ("altered", entry_path(9))}
 
 
-def test_damaged_newest_entry_is_reported(store: MemoryStore) -> None:
+def test_audit_reports_a_damaged_newest_log_entry(store: MemoryStore) -> None:
     """The entry is reported once, as damaged, and not also as missing."""
     actors = Actors.begin(store).train(1)
     actors.ahead()
@@ -251,7 +251,7 @@ def test_damaged_newest_entry_is_reported(store: MemoryStore) -> None:
     assert audit(store).entries == n + 1
 
 
-def test_retention_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
+def test_retention_is_checked_after_a_lost_log_entry(run: MemoryStore) -> None:
     gap, newest = entry_path(published(run, 1).n), weights_of(run, VERSIONS)
     run.delete(gap)
     run.delete(newest)
@@ -259,7 +259,7 @@ def test_retention_is_checked_after_a_lost_entry(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
+def test_audit_names_each_damaged_object(run: MemoryStore, how: str) -> None:
     """Each fault is found, except a missing newest entry that no witness has seen."""
     newest = len(read(run)) - 1
     for path in list(run.list()):
@@ -286,7 +286,7 @@ def test_each_damaged_object_is_named(run: MemoryStore, how: str) -> None:
     [None, [], "none", {"redundant_responses": None}, {"redundant_responses": "two"}, {"redundant_responses": -4}],
     ids=str,
 )
-def test_config_without_extra_responses_is_one_violation(run: MemoryStore, rollout: object) -> None:
+def test_config_altered_to_no_extra_responses_is_one_violation(run: MemoryStore, rollout: object) -> None:
     """All other checks assume no extra responses."""
     changed_config(run, rollout=rollout)
     assert found(run) == {("lineage", entry_path(0))}
@@ -295,7 +295,7 @@ def test_config_without_extra_responses_is_one_violation(run: MemoryStore, rollo
 
 
 @pytest.mark.parametrize("pin", [{"kept": "prompts/0"}, {"kept": 7, "size": 1, "sha256": ""}], ids=str)
-def test_undescribed_prompt_file_is_one_violation(run: MemoryStore, pin: dict[str, object]) -> None:
+def test_malformed_prompt_file_record_is_one_violation(run: MemoryStore, pin: dict[str, object]) -> None:
     changed(run, 0, lambda body: replace(body, prompts=(pin,)))
     assert found(run) == {("lineage", entry_path(0))}
 

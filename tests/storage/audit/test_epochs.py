@@ -50,7 +50,7 @@ def violations(context: RunContext) -> list[str]:
     return [one.what for one in audit(fresh.store, deep=True, expected=Expected(prompts=expected.prompts)).violations]
 
 
-def test_run_asks_each_question_once_an_epoch(finished: RunContext) -> None:
+def test_run_asks_each_question_once_per_epoch(finished: RunContext) -> None:
     assert violations(finished) == []
     epochs = [entry.body for entry in of_kind(finished.store, EpochStarted)]
     assert len(epochs) >= 5
@@ -153,7 +153,7 @@ def use_skipped_question(forger: Forger) -> None:
         "skipped used",
     ],
 )
-def test_audit_finds_altered_epoch(forger: Forger, alter: Callable[[Forger], None], why: str) -> None:
+def test_audit_finds_an_altered_epoch(forger: Forger, alter: Callable[[Forger], None], why: str) -> None:
     alter(forger)
     found = violations(forger.context)
     assert any(why in what for what in found), found

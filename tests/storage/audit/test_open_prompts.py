@@ -21,7 +21,7 @@ def hold_back(store: MemoryStore, alpha: float, batches: int) -> Actors:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.5, 2.0])
-def test_prompt_that_stays_open_is_listed(store: MemoryStore, alpha: float) -> None:
+def test_audit_lists_a_prompt_that_was_never_finished(store: MemoryStore, alpha: float) -> None:
     explained = expecting.LONG * (int(alpha) + 1)
     actors = hold_back(store, alpha, explained + 1)
     assert audit(store, deep=True).overdue == []
@@ -32,7 +32,7 @@ def test_prompt_that_stays_open_is_listed(store: MemoryStore, alpha: float) -> N
         assert (report.overdue, report.violations) == ([line], [])
 
 
-def test_prompt_that_ended_is_not_listed(store: MemoryStore) -> None:
+def test_audit_does_not_list_a_finished_prompt(store: MemoryStore) -> None:
     """At the end of the run the first dispatch is discarded as stale, so it is not listed."""
     actors = hold_back(store, 0.0, 9)
     assert audit(store, deep=True).overdue != []

@@ -91,7 +91,7 @@ FAULTS += [
 ]
 
 
-def test_run_with_image_prompts_audits_clean(run: MemoryStore) -> None:
+def test_run_with_image_prompts_passes_the_audit(run: MemoryStore) -> None:
     change = {"foreign_parts": (image(0),), "tokens": (-1, 2, 3)}
     rebatched(run, 3, lambda groups: [of_first(groups[0], **change), groups[1]])
     assert found(run) == set()
@@ -104,7 +104,9 @@ def test_audit_accepts_correct_optional_values(run: MemoryStore, name: str) -> N
 
 
 @pytest.mark.parametrize(("change", "kind", "what"), FAULTS)
-def test_audit_finds_a_planted_fault(run: MemoryStore, change: dict[str, Any], kind: str, what: str) -> None:
+def test_audit_finds_each_planted_fault_in_optional_columns(
+    run: MemoryStore, change: dict[str, Any], kind: str, what: str
+) -> None:
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], **change), groups[1]])
     assert found(run) == {(kind, path)}
     assert what in audit(run).violations[0].what
@@ -115,14 +117,14 @@ def test_every_optional_column_is_checked() -> None:
     assert {*CHECKS} == {*NAMES} == (planted & {*NAMES}) | {"branch"}
 
 
-def test_repeated_reward_part_is_altered() -> None:
+def test_audit_finds_a_repeated_reward_part() -> None:
     table, field = TrajectoryBatch.from_groups([group(GroupKey(4, 0), 0, 0)]).table, COLUMNS[0]
     parts = pa.array([[("x", 1.0), ("x", 2.0)]] + [None] * 3, field.type)
     [problem] = check_optional(TrajectoryBatch(table.append_column(field, parts)), 10)
     assert problem == ("altered", "trajectory 4.0.0 has the reward part 'x' more than once")
 
 
-def test_different_numbers_of_experts_are_altered(run: MemoryStore) -> None:
+def test_audit_finds_different_numbers_of_experts(run: MemoryStore) -> None:
     def planted(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
         first, second = (of_first(group, routed_experts=Int16s.of([0] * 3 * n)) for n, group in enumerate(groups, 1))
         return [first, second]
@@ -151,7 +153,7 @@ def branched(run: MemoryStore, branch: Branch, sample: int = 9, **change: Any) -
 
 
 @pytest.mark.parametrize("position", [0, 1, 4])
-def test_branch_is_not_counted_as_a_sample(run: MemoryStore, position: int) -> None:
+def test_branch_of_a_response_is_not_counted_as_a_response(run: MemoryStore, position: int) -> None:
     """A group with a branch has one more row than samples; the group before it and its own counts stay right."""
     branched(run, Branch(1, position))
     assert found(run) == set()
@@ -168,7 +170,9 @@ def test_branch_is_not_counted_as_a_sample(run: MemoryStore, position: int) -> N
         (Branch(1, 3), {"tokens": (1, 2, 9, 4)}, "trajectory 5.0.9 and sample 1 differ before token 3, its branch"),
     ],
 )
-def test_audit_finds_a_wrong_branch(run: MemoryStore, branch: Branch, change: dict[str, Any], what: str) -> None:
+def test_audit_finds_a_wrong_branch_of_a_response(
+    run: MemoryStore, branch: Branch, change: dict[str, Any], what: str
+) -> None:
     path = branched(run, branch, **change)
     assert found(run) == {("lineage", path)}
     assert [violation.what for violation in audit(run).violations] == [what]

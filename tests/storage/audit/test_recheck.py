@@ -36,7 +36,7 @@ def whole(body: object, alpha: float) -> object:
     return replace(other, config_sha256=sha256_of(other.config))
 
 
-def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
+def test_audit_finds_an_altered_alpha_in_the_first_log_entry(audited: MemoryStore) -> None:
     """The forged entry has valid hashes; the rest of the chain is unchanged."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     report = audit(audited)
@@ -44,7 +44,7 @@ def test_altered_alpha_in_entry_0_is_found(audited: MemoryStore) -> None:
     assert ("altered", entry_path(0)) in {(v.kind, v.where) for v in report.violations}
 
 
-def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -> None:
+def test_audit_finds_an_altered_alpha_despite_an_old_audit(audited: MemoryStore) -> None:
     """The state of the stored audit also has the altered alpha, but entry 1 still names the original entry 0."""
     resealed(audited, 0, body=whole(read(audited)[0].body, 99.0))
     found, _ = checkpoints.find_newest(audited)
@@ -58,7 +58,7 @@ def test_altered_alpha_is_found_despite_an_altered_audit(audited: MemoryStore) -
 
 @pytest.mark.parametrize("back", range(1, recheck.NEWEST))
 @pytest.mark.parametrize("how", ["altered", "gone", "damaged"])
-def test_newest_entries_are_checked_again(audited: MemoryStore, back: int, how: str) -> None:
+def test_audit_checks_the_newest_log_entries_again(audited: MemoryStore, back: int, how: str) -> None:
     n = len(read(audited)) - 1 - back
     if how == "altered":
         resealed(audited, n, at=1.0)
@@ -70,19 +70,19 @@ def test_newest_entries_are_checked_again(audited: MemoryStore, back: int, how: 
     assert (kind, entry_path(n)) in {(v.kind, v.where) for v in audit(audited).violations}
 
 
-def test_second_audit_of_a_sound_log_finds_no_violation(audited: MemoryStore) -> None:
+def test_second_audit_of_an_intact_log_finds_no_violation(audited: MemoryStore) -> None:
     before = list(audited.list("audits"))
     assert audit(audited).clean
     assert list(audited.list("audits")) == before
 
 
-def test_short_log_is_checked_again(store: MemoryStore) -> None:
+def test_audit_checks_all_entries_of_a_short_log_again(store: MemoryStore) -> None:
     Actors.begin(store)
     assert audit(store).clean
     assert audit(store).clean
 
 
-def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
+def test_audit_finds_a_log_entry_after_a_gap(tmp_path: Path) -> None:
     """The stray entry lies far after the end of a log in a folder, where readers look only at the next numbers."""
     store = LocalStore(tmp_path)
     Actors.begin(store).train(2)
@@ -95,7 +95,7 @@ def test_plain_audit_finds_a_stray_entry(tmp_path: Path) -> None:
 # --- anchors -------------------------------------------------------------------------------------------------------
 
 
-def test_anchors_match_the_log_after_later_entries(store: MemoryStore) -> None:
+def test_external_hashes_match_the_log_after_new_entries(store: MemoryStore) -> None:
     """The anchors of a run that was killed between two anchors stay valid, too."""
     actors = Actors.begin(store).train(1)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
@@ -104,7 +104,7 @@ def test_anchors_match_the_log_after_later_entries(store: MemoryStore) -> None:
     assert check_anchors(store, [*anchors, newest_anchor(Log(store).state)]) == []
 
 
-def test_rewritten_log_does_not_match_its_anchors(store: MemoryStore) -> None:
+def test_rewritten_log_does_not_match_external_hashes(store: MemoryStore) -> None:
     Actors.begin(store).train(2)
     anchors = [first_anchor(store), newest_anchor(Log(store).state)]
     changed(store, 0, lambda body: whole(body, 1.0))
@@ -114,24 +114,24 @@ def test_rewritten_log_does_not_match_its_anchors(store: MemoryStore) -> None:
     ]
 
 
-def test_truncated_log_does_not_match_its_newest_anchor(store: MemoryStore) -> None:
+def test_truncated_log_does_not_match_the_newest_external_hash(store: MemoryStore) -> None:
     Actors.begin(store).train(2)
     anchor = newest_anchor(Log(store).state)
     store.delete(entry_path(anchor.n))
     assert [(v.kind, v.where) for v in check_anchors(store, [anchor])] == [("gap", entry_path(anchor.n))]
 
 
-def test_anchor_is_parsed_as_it_is_printed() -> None:
+def test_anchor_option_accepts_a_hash_as_it_is_printed() -> None:
     anchor = Anchor(12, "ab" * 32)
     assert parse_anchor(str(anchor)) == anchor
 
 
 @pytest.mark.parametrize("text", ["", "12", "12:", "12:abc", ":" + "ab" * 32, "-1:" + "ab" * 32, "12:" + "AB" * 32])
-def test_malformed_anchor_is_refused(text: str) -> None:
+def test_malformed_anchor_option_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="anchor"):
         parse_anchor(text)
 
 
-def test_anchor_is_the_hash_of_its_entry(store: MemoryStore) -> None:
+def test_anchor_is_the_hash_of_its_log_entry(store: MemoryStore) -> None:
     Actors.begin(store)
     assert first_anchor(store).sha256 == encode(read(store)[0]).sha256

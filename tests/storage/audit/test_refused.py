@@ -32,7 +32,7 @@ from tests.support.log_runs import (
 )
 
 
-def test_inserted_commit_of_finished_groups_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_inserted_batch_of_finished_prompts(run: MemoryStore) -> None:
     again = committed(run, VERSIONS)
     assert isinstance(again.body, BatchCommitted)
     at = len(read(run))
@@ -51,7 +51,7 @@ def test_inserted_commit_of_finished_groups_is_found(run: MemoryStore) -> None:
     ],
     ids=["a group twice", "a prompt issued twice", "trained on and discarded"],
 )
-def test_commit_with_a_second_outcome_is_a_duplicate(
+def test_audit_finds_a_prompt_with_two_outcomes(
     run: MemoryStore, change: Callable[[BatchCommitted], dict[str, object]]
 ) -> None:
     entry = committed(run, VERSIONS)
@@ -70,9 +70,7 @@ def test_commit_with_a_second_outcome_is_a_duplicate(
         (3, {"started": 4, "newest": 4}),
     ],
 )
-def test_audit_continues_after_a_commit_with_future_versions(
-    run: MemoryStore, number: int, said: dict[str, int]
-) -> None:
+def test_audit_continues_after_a_batch_of_future_versions(run: MemoryStore, number: int, said: dict[str, int]) -> None:
     """The commit's entry and its file (with other versions) are reported, but no later entry."""
     n, whole = committed(run, number).n, audit(run)
     changed(run, n, lambda body: replace(body, groups=(body.groups[0], body.groups[1]._replace(**said))))
@@ -80,7 +78,7 @@ def test_audit_continues_after_a_commit_with_future_versions(
     assert audit(run).fates == whole.fates
 
 
-def test_commit_with_a_wrong_count_is_not_stale(run: MemoryStore) -> None:
+def test_batch_with_a_wrong_count_is_not_reported_as_stale(run: MemoryStore) -> None:
     """The commit's groups started and ended under version 0, which was the newest version then."""
     n = committed(run, 0).n
     changed(run, n, lambda body: replace(body, rows=body.rows + 1))
@@ -88,7 +86,7 @@ def test_commit_with_a_wrong_count_is_not_stale(run: MemoryStore) -> None:
     assert {kind for kind, where in found(run) if where == entry_path(n)} == {"lineage"}
 
 
-def test_batch_committed_twice_is_a_duplicate(run: MemoryStore) -> None:
+def test_audit_finds_a_batch_that_was_committed_twice(run: MemoryStore) -> None:
     """The batch number exists already, although all dispatches are new."""
     last, at, state = committed(run, VERSIONS), len(read(run)), Log(run).state
     assert isinstance(last.body, BatchCommitted)
@@ -98,7 +96,7 @@ def test_batch_committed_twice_is_a_duplicate(run: MemoryStore) -> None:
     assert ("duplicate", entry_path(at)) in found(run)
 
 
-def test_reformed_batch_with_a_wrong_count_is_no_duplicate(store: MemoryStore) -> None:
+def test_new_batch_after_a_void_is_not_reported_as_duplicate(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     actors.learner.log.follow()
@@ -112,7 +110,7 @@ def test_reformed_batch_with_a_wrong_count_is_no_duplicate(store: MemoryStore) -
     assert found(store) == {("lineage", entry_path(n))}
 
 
-def test_attempt_trained_on_twice_is_a_duplicate(store: MemoryStore) -> None:
+def test_audit_finds_an_attempt_that_was_trained_on_twice(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.scheduler.dispatch(0)
     actors.scheduler.discard(0, DiscardReason.FAILED)
@@ -126,14 +124,14 @@ def test_attempt_trained_on_twice_is_a_duplicate(store: MemoryStore) -> None:
     assert ("duplicate", entry_path(at)) in found(store)
 
 
-def test_inserted_commit_in_the_middle_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_batch_inserted_in_the_middle_of_the_log(run: MemoryStore) -> None:
     """A commit is inserted twice, so its batch number exists already. Later entries are folded."""
     again = committed(run, 2)
     inserted(run, again.n + 1, again)
     assert found(run) == {("duplicate", entry_path(again.n + 1))}
 
 
-def test_inserted_commit_with_a_skipped_number_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_inserted_batch_with_a_skipped_number(run: MemoryStore) -> None:
     state, last = Log(run).state, committed(run, VERSIONS)
     assert isinstance(last.body, BatchCommitted)
     keys = [group._replace(prompt=state.cursor.upcoming[0] + 2) for group in last.body.groups[:1] * 2]
@@ -147,7 +145,7 @@ def test_inserted_commit_with_a_skipped_number_is_found(run: MemoryStore) -> Non
     assert ("gap", entry_path(at)) in found(run)
 
 
-def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_names_only_the_first_invalid_log_entries(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without version 1 no later version can follow."""
     monkeypatch.setattr("rollflow.storage.audit.tolerant_fold.MOST", 3)
     n = published(run, 1).n
@@ -172,7 +170,7 @@ def test_first_few_refused_entries_are_named(run: MemoryStore, monkeypatch: pyte
     assert elsewhere == {("stale", file_of(run, 2))}  # the entry is stale, too, and pruned objects are not missing
 
 
-def test_object_pruned_after_a_skipped_entry_is_not_missing(store: MemoryStore) -> None:
+def test_deleted_object_after_an_invalid_entry_is_not_missing(store: MemoryStore) -> None:
     """Without version 1 all later versions are missing, so the pruning is also refused."""
     Actors.begin(store).train(9)
     n = published(store, 1).n
@@ -182,7 +180,7 @@ def test_object_pruned_after_a_skipped_entry_is_not_missing(store: MemoryStore) 
     assert [where for kind, where in violations if kind == "missing"] == []
 
 
-def test_each_stale_commit_is_named(store: MemoryStore) -> None:
+def test_audit_names_each_batch_with_too_old_responses(store: MemoryStore) -> None:
     """Stale commits do not stop later entries."""
     lagging(store)
     changed(store, 0, lambda body: other_alpha(body, 0.5))
@@ -203,7 +201,7 @@ def test_audit_finds_an_inserted_version(run: MemoryStore) -> None:
     assert audit(run).trajectories == whole.trajectories  # the named batch still waits
 
 
-def test_version_published_twice_replaces_no_other(run: MemoryStore) -> None:
+def test_version_published_twice_does_not_replace_the_first(run: MemoryStore) -> None:
     """The weights of the valid version are missing; a second entry for the version names existing weights."""
     entry, lost, there = published(run, VERSIONS), weights_of(run, VERSIONS), weights_of(run, VERSIONS - 1)
     inserted(run, entry.n + 1, replace(entry, body=replace(entry.body, weights=(stored(run, there),))))  # type: ignore[arg-type]
@@ -218,7 +216,7 @@ def stored(run: ObjectStore, path: str) -> StoredObject:
     return StoredObject(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_inserted_void_of_a_trained_batch_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_inserted_void_of_a_trained_batch(run: MemoryStore) -> None:
     """The void excuses nothing, and the batch is still counted."""
     entry, path = committed(run, 2), file_of(run, 2)
     whole, at = audit(run), published(run, 3).n + 1
@@ -232,7 +230,7 @@ def test_inserted_void_of_a_trained_batch_is_found(run: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("head", [{"version": 99}, {"version": 0}, {"batch": 99}])
-def test_wrong_head_of_an_entry_is_one_violation(run: MemoryStore, head: dict[str, int]) -> None:
+def test_wrong_version_number_in_a_log_entry_is_one_violation(run: MemoryStore, head: dict[str, int]) -> None:
     """A claimed version that does not exist does not change which objects are needed."""
     entries, lost, damaged = read(run), weights_of(run, VERSIONS), file_of(run, 5)
     run.delete(lost)
@@ -246,7 +244,7 @@ def test_wrong_head_of_an_entry_is_one_violation(run: MemoryStore, head: dict[st
             assert replace(audit(run), violations=[]) == replace(fair, violations=[])
 
 
-def test_skipped_entry_does_not_set_the_newest_version(run: MemoryStore) -> None:
+def test_invalid_log_entry_does_not_set_the_newest_version(run: MemoryStore) -> None:
     """The entry's file is compared with the newest version at its commit."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1
@@ -255,7 +253,7 @@ def test_skipped_entry_does_not_set_the_newest_version(run: MemoryStore) -> None
     assert found(run) == {("duplicate", entry_path(at)), ("missing", lost)}
 
 
-def test_objects_of_a_skipped_version_are_checked(run: MemoryStore) -> None:
+def test_objects_of_an_invalid_version_entry_are_checked(run: MemoryStore) -> None:
     entry, at = published(run, VERSIONS), published(run, VERSIONS).n + 1
     assert isinstance(entry.body, VersionPublished)
     gone = replace(entry.body.weights[0], path="policies/00000007/3/gone.safetensors")
@@ -263,7 +261,7 @@ def test_objects_of_a_skipped_version_are_checked(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(at)), ("missing", gone.path)}
 
 
-def test_entry_of_a_deposed_role_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_log_entry_of_a_replaced_process(run: MemoryStore) -> None:
     """The entry is intact and chained, but its claim is superseded."""
     Scheduler(run, Log(run).state.newest_claim("supervisor"))
     forget(run)
@@ -272,7 +270,7 @@ def test_entry_of_a_deposed_role_is_found(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(at))}
 
 
-def test_second_creation_of_a_run_is_ignored(run: MemoryStore) -> None:
+def test_audit_ignores_a_second_creation_of_the_run(run: MemoryStore) -> None:
     """A second creation would allow an unrequested sample."""
     path = rebatched(run, 3, lambda groups: [of_first(groups[0], sample=4), groups[1]])
     first = read(run)[0]
@@ -292,7 +290,7 @@ def test_audit_finds_an_empty_batch(run: MemoryStore) -> None:
     assert found(run) == {("lineage", entry_path(entry.n))}
 
 
-def test_entry_after_a_skipped_one_sets_no_newest_version(run: MemoryStore) -> None:
+def test_entry_after_an_invalid_one_sets_no_newest_version(run: MemoryStore) -> None:
     """If the claimed version 10**6 counted, no other version would be needed."""
     entry, lost = committed(run, 2), weights_of(run, VERSIONS)
     at = entry.n + 1

@@ -43,7 +43,7 @@ from tests.support.log_runs import (
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
-def test_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path: Path) -> None:
+def test_audit_of_a_whole_run_is_clean_and_counts_everything(where: str, store: MemoryStore, tmp_path: Path) -> None:
     run: ObjectStore = store if where == "memory" else LocalStore(tmp_path)
     actors = lagging(run)
     actors.scheduler.dispatch(VERSIONS)
@@ -63,7 +63,7 @@ def test_whole_run_is_clean_and_counted(where: str, store: MemoryStore, tmp_path
     assert report.objects == kept
 
 
-def test_dispatch_without_an_outcome_is_in_flight(store: MemoryStore) -> None:
+def test_prompt_without_an_outcome_is_reported_as_in_flight(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     for _ in range(3):
         actors.scheduler.dispatch(0)
@@ -79,7 +79,7 @@ def test_printed_gpu_table_has_every_row_of_the_report(run: MemoryStore, capsys:
     assert "missing trajectories/00000003-" in shown.replace("\n", " ")
 
 
-def test_long_run_is_counted_by_version_ranges() -> None:
+def test_audit_of_a_long_run_counts_by_version_ranges() -> None:
     report, doubled = AuditReport(), {1: 1, SPANS + 1: 2, 2 * SPANS + 1: 4, 4 * SPANS + 1: 8}
     for version in range(1, 4 * SPANS + 2):
         report.count_trained(version, RowCounts(Counter({version % 2: 3}), Counter({"sums": 1})))
@@ -89,12 +89,12 @@ def test_long_run_is_counted_by_version_ranges() -> None:
     assert report.trajectories == 3 * (4 * SPANS + 1) == report.staleness.total()
 
 
-def test_audit_without_a_run_is_refused(store: MemoryStore) -> None:
+def test_audit_of_a_missing_run_is_refused(store: MemoryStore) -> None:
     with pytest.raises(Missing, match="there is no run in memory://"):
         audit(store)
 
 
-def test_config_hash_equals_that_of_the_log(store: MemoryStore) -> None:
+def test_config_hash_in_the_report_equals_that_of_the_log(store: MemoryStore) -> None:
     """The config read back from JSON has the hash of the original settings."""
     options = {"min_digits": 2, "rate": 1e-30, "names": ["ä", "b"]}
     prompts = (ReasoningGymPrompts(share=1 / 3), ReasoningGymPrompts(family="basic_arithmetic", options=options))
@@ -106,7 +106,7 @@ def test_config_hash_equals_that_of_the_log(store: MemoryStore) -> None:
 # --- the run's config ------------------------------------------------------------------------------------------
 
 
-def test_edited_alpha_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_altered_alpha(run: MemoryStore) -> None:
     body = read(run)[0].body
     assert isinstance(body, RunCreated)
     resealed(run, 0, body=other_alpha(body, 3.5))
@@ -118,12 +118,12 @@ def test_edited_alpha_is_found(run: MemoryStore) -> None:
     ]
 
 
-def test_edited_alpha_in_a_new_chain_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_altered_alpha_in_a_new_hash_chain(run: MemoryStore) -> None:
     changed(run, 0, lambda body: other_alpha(body, 3.5))
     assert found(run) == {("altered", entry_path(0))}
 
 
-def test_edited_alpha_with_new_hashes_is_found(run: MemoryStore) -> None:
+def test_audit_finds_an_altered_alpha_with_new_hashes(run: MemoryStore) -> None:
     """Fold and rows show the fault: the trajectories are older than the stored bound allows."""
 
     def stricter(body: RunCreated) -> RunCreated:
@@ -137,7 +137,7 @@ def test_edited_alpha_with_new_hashes_is_found(run: MemoryStore) -> None:
     assert found(run) == wrong
 
 
-def test_audit_finds_a_missing_prepared_object(store: MemoryStore) -> None:
+def test_audit_finds_a_missing_object_of_the_runs_start(store: MemoryStore) -> None:
     kept = StoredObject("prompts/ab.jsonl", 3, store.put("prompts/ab.jsonl", b"abc"))
     policy = StoredObject("policy/config.json", 2, store.put("policy/config.json", b"{}"))
     Actors.begin(store).train(1)
@@ -160,7 +160,7 @@ def test_audit_finds_missing_newest_weights(run: MemoryStore) -> None:
     assert found(run) == {("missing", path)}
 
 
-def test_newest_version_without_weights_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_newest_version_without_weights(run: MemoryStore) -> None:
     entry = published(run, VERSIONS)
     changed(run, entry.n, lambda body: replace(body, weights=()))
     kinds = {(kind, where) for kind, where in found(run) if where == entry_path(entry.n)}
@@ -173,7 +173,7 @@ def test_audit_finds_altered_weights(run: MemoryStore) -> None:
     assert found(run) == {("altered", path)}
 
 
-def test_audit_finds_a_missing_object_that_was_not_pruned(store: MemoryStore) -> None:
+def test_audit_finds_a_missing_object_that_should_exist(store: MemoryStore) -> None:
     Actors.begin(store).train(9, prune=False)
     forget(store)
     state = Log(store).state
@@ -190,7 +190,7 @@ def test_audit_finds_a_missing_object_that_was_not_pruned(store: MemoryStore) ->
     assert found(store) == {("altered", weights_of(store, 5)), ("missing", weights_of(store, 4))}
 
 
-def test_pruned_object_that_is_needed_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_deleted_object_that_is_needed(run: MemoryStore) -> None:
     entries = read(run)
     last = entries[-1]
     learner = max(entry.claim for entry in entries if entry.role == "learner")
@@ -203,14 +203,14 @@ def test_pruned_object_that_is_needed_is_found(run: MemoryStore) -> None:
 # --- a log that differs from what witnesses saw ----------------------------------------------------------------
 
 
-def test_log_truncated_after_an_audit_is_found(run: MemoryStore) -> None:
+def test_audit_finds_a_log_truncated_after_an_earlier_audit(run: MemoryStore) -> None:
     assert audit(run).clean
     end = len(read(run)) - 1
     run.delete(entry_path(end))
     assert found(run) == {("gap", entry_path(end))}
 
 
-def test_newest_witness_of_a_truncated_log_is_named(store: MemoryStore) -> None:
+def test_error_names_the_snapshot_that_proves_truncation(store: MemoryStore) -> None:
     Actors.begin(store).train(VERSIONS)
     seen = list(store.list("log_snapshots"))
     assert [int(path[14:24]) for path in seen] == [7, 11, 15]
@@ -223,7 +223,7 @@ def test_newest_witness_of_a_truncated_log_is_named(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("seen_by", ["audits", "log_snapshots"])
-def test_witness_finds_a_rewritten_log(run: MemoryStore, seen_by: str) -> None:
+def test_snapshot_or_old_audit_reveals_a_rewritten_log(run: MemoryStore, seen_by: str) -> None:
     """All hashes match and the fold finds nothing; only witnesses show the fault."""
     if seen_by == "audits":
         assert audit(run).clean
@@ -245,7 +245,7 @@ def test_witness_finds_a_rewritten_log(run: MemoryStore, seen_by: str) -> None:
 @pytest.mark.parametrize(
     "junk", [b"", b"[]", seal_tree({}), seal_tree({"fold": FOLD}), seal_tree({"fold": FOLD, "state": 3})]
 )
-def test_unreadable_witness_proves_nothing(run: MemoryStore, junk: bytes) -> None:
+def test_unreadable_snapshot_reveals_no_violation(run: MemoryStore, junk: bytes) -> None:
     run.put(snapshots.snapshot_path(7, "f" * 64), junk)
     run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
     run.put(checkpoints.audit_path(8), junk)
@@ -254,7 +254,9 @@ def test_unreadable_witness_proves_nothing(run: MemoryStore, junk: bytes) -> Non
 
 
 @pytest.mark.parametrize("error", [Missing, Corrupt])
-def test_unreachable_witness_proves_nothing(store: MemoryStore, watched: Watched, error: type[Exception]) -> None:
+def test_unreachable_snapshot_reveals_no_violation(
+    store: MemoryStore, watched: Watched, error: type[Exception]
+) -> None:
     """The witness was deleted after the listing, or its bytes are wrong."""
     Actors.begin(store).train(1)
     assert audit(store).clean
@@ -269,7 +271,7 @@ def test_unreachable_witness_proves_nothing(store: MemoryStore, watched: Watched
     assert (report.violations, report.since) == ([], 0)
 
 
-def test_witness_with_a_wrong_name_proves_nothing(store: MemoryStore) -> None:
+def test_snapshot_with_a_wrong_name_reveals_no_violation(store: MemoryStore) -> None:
     """The witness's name contains the number of a later entry, or another hash."""
     Actors.begin(store).train(2)
     [*_, path] = store.list("log_snapshots")

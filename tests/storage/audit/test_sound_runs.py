@@ -82,7 +82,7 @@ SOUND: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 @pytest.mark.parametrize("name", SOUND)
-def test_audit_of_a_sound_run_finds_no_violation(name: str, seed: int) -> None:
+def test_audit_of_a_correct_run_finds_no_violation(name: str, seed: int) -> None:
     pipeline = Pipeline(MemoryStore(uuid.uuid4().hex), versions=10, seed=seed, vocabulary=256, **SOUND[name])
     run_virtual(pipeline.run())
     expected = expected_of(pipeline, single_turn="environment" not in SOUND[name])
