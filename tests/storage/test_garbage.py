@@ -57,7 +57,7 @@ def left_by(actors: Actors, run: LocalStore) -> list[str]:
     return paths
 
 
-def test_unnamed_object_is_garbage_once_its_claim_is_superseded(run: LocalStore) -> None:
+def test_object_of_a_replaced_process_is_garbage(run: LocalStore) -> None:
     actors = Actors.begin(run).train(2)
     left = left_by(actors, run)
     for path in left:
@@ -80,7 +80,7 @@ def test_unnamed_object_is_garbage_once_its_claim_is_superseded(run: LocalStore)
     assert audit(run, deep=True).violations == []
 
 
-def test_younger_orphans_are_not_listed(run: LocalStore) -> None:
+def test_orphaned_objects_below_the_age_limit_are_not_listed(run: LocalStore) -> None:
     actors = Actors.begin(run).train(1)
     left = left_by(actors, run)
     age(run, left[0], 3)
@@ -89,7 +89,7 @@ def test_younger_orphans_are_not_listed(run: LocalStore) -> None:
     assert [orphan.path for orphan in list_orphans(run, store_clock(run), 2 * DAY)] == left[:1]
 
 
-def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
+def test_object_that_should_have_been_deleted_is_garbage(run: LocalStore) -> None:
     """For each version the learner is killed after the pruning entry, before the deletion."""
     actors = Actors.begin(run)
     for _ in range(9):
@@ -115,7 +115,7 @@ def test_pruned_object_that_still_exists_is_garbage(run: LocalStore) -> None:
 @pytest.mark.many
 @given(st.lists(st.sampled_from(["lives", "before", "after"]), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=examples(300))
-def test_leftovers_of_killed_learners_are_pruned_or_garbage(ends: list[str]) -> None:
+def test_objects_of_killed_learners_are_deleted_or_garbage(ends: list[str]) -> None:
     """The learner is killed before or after the pruning entry; in the end exactly the needed objects exist."""
     store = MemoryStore(uuid.uuid4().hex)
     begin(store, keep_last=2, keep_every=4, state_every=2)
@@ -145,7 +145,7 @@ def needed(store: ObjectStore) -> set[str]:
     return found
 
 
-def test_version_in_evaluation_is_no_garbage(run: LocalStore) -> None:
+def test_policy_version_under_evaluation_is_no_garbage(run: LocalStore) -> None:
     """If a learner postpones a pruning and dies, the next learner prunes the version."""
     begin(run, keep_last=2, keep_every=100)
     policies, writer = train(run, 8)
@@ -157,7 +157,7 @@ def test_version_in_evaluation_is_no_garbage(run: LocalStore) -> None:
     assert run.exists(weights)
 
 
-def test_unneeded_object_stays_until_it_is_pruned(run: LocalStore) -> None:
+def test_old_weights_are_no_garbage_before_their_prune_entry(run: LocalStore) -> None:
     Actors.begin(run).train(9, prune=False)
     assert Log(run).state.releasable
     assert list_orphans(run, store_clock(run)) == []
@@ -174,7 +174,7 @@ def test_voided_batch_file_is_no_garbage(run: LocalStore) -> None:
     assert list_orphans(run, store_clock(run)) == []
 
 
-def test_object_of_unknown_origin_is_no_garbage(run: LocalStore) -> None:
+def test_object_with_an_unknown_path_is_no_garbage(run: LocalStore) -> None:
     """The path of the object names no claim, a claim without an entry, or an entry that is no claim."""
     actors = Actors.begin(run).train(1)
     published = actors.learner.log.state.published
@@ -216,7 +216,9 @@ def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("segments", [True, False])
-def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collection_refuses_a_damaged_log(
+    run: LocalStore, segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A log whose segments have all damaged entries still has garbage."""
     monkeypatch.setattr("rollflow.storage.log.snapshots.EVERY", 4)
     actors = Actors.begin(run).train(4)
@@ -237,7 +239,7 @@ def test_damaged_log_has_no_garbage(run: LocalStore, segments: bool, monkeypatch
             list_orphans(run, store_clock(run))
 
 
-def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
+def test_garbage_collection_refuses_a_log_with_an_invalid_entry(run: LocalStore) -> None:
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
     new = Supervisor(run)
@@ -249,7 +251,7 @@ def test_log_with_a_refused_entry_has_no_garbage(run: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_log_with_a_misplaced_entry_has_no_garbage(run: LocalStore, follows: bool) -> None:
+def test_garbage_collection_refuses_a_log_with_a_misplaced_entry(run: LocalStore, follows: bool) -> None:
     """A learner's claim under its supervisor deposes the previous learner; a claim without a supervisor is refused."""
     actors = Actors.begin(run).train(2)
     left_by(actors, run)
@@ -276,7 +278,7 @@ class Listed(MemoryStore):
         return iter(found)
 
 
-def test_object_named_after_the_listing_is_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_named_by_a_later_log_entry_is_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer appended the entry and was superseded after the listing."""
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store).train(1)
@@ -295,7 +297,7 @@ def test_object_named_after_the_listing_is_no_garbage(monkeypatch: pytest.Monkey
     assert list_orphans(watched, store_clock(watched)) == []
 
 
-def test_collection_during_depositions_keeps_needed_objects() -> None:
+def test_garbage_collection_during_takeovers_keeps_live_objects() -> None:
     """In the end the leftovers of deposed roles are removed, and all objects that an entry needs exist."""
     store, stop, freed = MemoryStore(uuid.uuid4().hex), threading.Event(), list[int]()
     actors = Actors.begin(store)

@@ -37,7 +37,7 @@ def groups_of(store: MemoryStore, number: int) -> list[GroupKey]:
     return [group.key for group in body.groups]
 
 
-def test_list_fates_returns_each_outcome_of_a_dispatch(store: MemoryStore) -> None:
+def test_list_fates_returns_each_outcome_of_a_prompt_attempt(store: MemoryStore) -> None:
     """A prompt's dispatches are preempted, in a voided batch, open and trained on; another prompt's is filtered."""
     actors = Actors.begin(store).train(2)
     stale, gone = actors.scheduler.dispatch(2), actors.scheduler.dispatch(2)
@@ -73,7 +73,7 @@ def test_list_fates_returns_each_outcome_of_a_dispatch(store: MemoryStore) -> No
     assert list_fates(log, 10_000) == {}
 
 
-def test_dispatch_in_flight_names_the_newest_batch(store: MemoryStore) -> None:
+def test_prompt_attempt_in_flight_names_the_newest_batch(store: MemoryStore) -> None:
     """Batch 0 is damaged and formed last, while two newer batches wait."""
     actors = Actors.begin(store)
     actors.ahead(3)
@@ -88,7 +88,7 @@ def test_dispatch_in_flight_names_the_newest_batch(store: MemoryStore) -> None:
     assert list_fates(log, left.prompt) == {left: InFlight(2)}
 
 
-def test_listed_outcomes_agree_with_the_counts_of_the_state(store: MemoryStore) -> None:
+def test_listed_prompt_outcomes_agree_with_the_counters(store: MemoryStore) -> None:
     actors = Actors.begin(store)
     actors.ahead(2)
     for turn in range(6):
@@ -131,14 +131,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("first", [0, 1, AT_ONCE])
-def test_reading_a_range_yields_all_its_entries(store: MemoryStore, first: int) -> None:
+def test_reading_a_range_of_the_log_yields_all_its_entries(store: MemoryStore, first: int) -> None:
     log = Actors.begin(store).train(40).learner.log
     for last in (first, first + AT_ONCE - 1, first + AT_ONCE, log.state.n):
         assert [one.entry.n for one in iterate_written(log, first, last)] == list(range(first, last + 1))
 
 
 @pytest.mark.parametrize("reason", [DiscardReason.FILTERED, DiscardReason.STALE])
-def test_search_for_outcomes_stops_at_the_last_outcome(
+def test_outcome_search_stops_at_the_last_outcome_of_a_prompt(
     store: MemoryStore, read: list[str], reason: DiscardReason
 ) -> None:
     """No fate can follow after a prompt was filtered, or trained on at its second attempt."""
@@ -179,7 +179,7 @@ def test_find_version_needs_logarithmic_reads(store: MemoryStore, read: list[str
         assert all(path.startswith("log/") for path in read)
 
 
-def test_find_version_with_a_lost_entry_raises(store: MemoryStore) -> None:
+def test_find_version_raises_if_a_log_entry_is_lost(store: MemoryStore) -> None:
     Actors.begin(store).train(9)
     log = Log(store)
     forget(store)

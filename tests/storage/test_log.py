@@ -76,7 +76,7 @@ def train(store: MemoryStore | LocalStore, versions: int) -> tuple[Supervisor, S
     return supervisor, scheduler, learner
 
 
-def test_all_readers_see_one_order_of_entries(store: MemoryStore) -> None:
+def test_all_readers_see_one_order_of_log_entries(store: MemoryStore) -> None:
     supervisor, scheduler, learner = train(store, 5)
     for log in (supervisor.log, scheduler.log, learner.log):
         log.follow()
@@ -93,7 +93,7 @@ def test_run_is_created_only_once(store: MemoryStore) -> None:
         create_run(store)
 
 
-def test_retry_after_a_lost_race_writes_data_once(store: MemoryStore) -> None:
+def test_append_retried_after_a_lost_race_writes_data_once(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     scheduler = Scheduler(store, supervisor.writer.claim)
@@ -108,7 +108,7 @@ def test_retry_after_a_lost_race_writes_data_once(store: MemoryStore) -> None:
     assert Log(store).state == scheduler.log.state
 
 
-def test_check_raises_for_a_deposed_role(store: MemoryStore) -> None:
+def test_check_raises_for_a_replaced_process(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store).writer
     learner = Log(store).claim("learner", supervisor.claim)
@@ -121,7 +121,7 @@ def test_check_raises_for_a_deposed_role(store: MemoryStore) -> None:
     supervisor.check()  # no other process has claimed this role
 
 
-def test_deposed_role_cannot_append(store: MemoryStore) -> None:
+def test_replaced_process_cannot_append_to_the_log(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     scheduler, learner = Scheduler(store, supervisor.writer.claim), Learner(store, supervisor.writer.claim)
@@ -136,7 +136,7 @@ def test_deposed_role_cannot_append(store: MemoryStore) -> None:
     assert another.writer.valid()
 
 
-def test_supervisor_restart_deposes_no_healthy_role(store: MemoryStore) -> None:
+def test_supervisor_restart_keeps_healthy_scheduler_and_learner(store: MemoryStore) -> None:
     create_run(store)
     old = Supervisor(store)
     scheduler, learner = Scheduler(store, old.writer.claim), Learner(store, old.writer.claim)
@@ -192,7 +192,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Failing]:
 
 
 @pytest.mark.parametrize("fault", ["before", "after"])
-def test_append_with_a_lost_answer_is_stored_once(failing: Failing, fault: str) -> None:
+def test_append_with_a_lost_response_is_stored_once(failing: Failing, fault: str) -> None:
     create_run(failing)
     supervisor = Supervisor(failing)
     scheduler, learner = Scheduler(failing, supervisor.writer.claim), Learner(failing, supervisor.writer.claim)
@@ -218,7 +218,7 @@ def test_append_with_a_lost_answer_is_stored_once(failing: Failing, fault: str) 
     assert len(entries(failing)) == 4 + 21  # the creation, three claims, eleven versions, ten batches
 
 
-def test_successor_continues_after_a_kill_at_any_write(failing: Failing) -> None:
+def test_log_continues_after_a_kill_at_any_write(failing: Failing) -> None:
     """After a kill at any write, a committed entry counts once, and an uncommitted entry never counts."""
     create_run(failing)
     supervisor = Supervisor(failing)
@@ -350,7 +350,7 @@ def flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["altered", "missing", "cut"])
-def test_damaged_entry_is_read_from_its_segment(store: MemoryStore, how: str) -> None:
+def test_damaged_log_entry_is_read_from_its_segment_copy(store: MemoryStore, how: str) -> None:
     train(store, 6)
     newest, path = Log(store).state, entry_path(5)
     whole = store.get(path)
@@ -367,7 +367,7 @@ def test_damaged_entry_is_read_from_its_segment(store: MemoryStore, how: str) ->
     assert log.state == newest
 
 
-def test_missing_entry_without_a_segment_stops_all_readers(store: MemoryStore) -> None:
+def test_missing_log_entry_without_a_copy_stops_all_readers(store: MemoryStore) -> None:
     train(store, 6)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
@@ -377,7 +377,7 @@ def test_missing_entry_without_a_segment_stops_all_readers(store: MemoryStore) -
 
 
 @pytest.mark.parametrize("how", ["altered", "cut", "forged"])
-def test_damaged_newest_entry_stops_all_readers(store: MemoryStore, how: str) -> None:
+def test_damaged_newest_log_entry_stops_all_readers(store: MemoryStore, how: str) -> None:
     """Only the seal and the fold can verify the newest entry."""
     *_, learner = train(store, 3)
     n = learner.log.claim("supervisor", who="the last").claim
@@ -393,7 +393,7 @@ def test_damaged_newest_entry_stops_all_readers(store: MemoryStore, how: str) ->
         Log(store)
 
 
-def test_swapped_and_inserted_entries_are_detected(store: MemoryStore) -> None:
+def test_swapped_and_inserted_log_entries_are_detected(store: MemoryStore) -> None:
     train(store, 6)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
@@ -412,7 +412,9 @@ def test_swapped_and_inserted_entries_are_detected(store: MemoryStore) -> None:
 # --- snapshots -------------------------------------------------------------------------------------------------
 
 
-def test_start_reads_the_newest_snapshot_and_later_entries(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_opened_from_newest_snapshot_and_later_entries(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     *_, learner = train(store, 12)
     newest = learner.log.state
     read: list[str] = []
@@ -444,7 +446,7 @@ def test_invalid_snapshot_is_ignored(store: MemoryStore, how: str, monkeypatch: 
     assert Log(store).state == newest
 
 
-def test_start_writes_a_missing_snapshot(store: MemoryStore) -> None:
+def test_opening_a_log_writes_a_missing_snapshot(store: MemoryStore) -> None:
     *_, learner = train(store, 6)
     segments = list(store.list("log_segments"))
     assert len(segments) == (learner.log.state.n + 1) // 4
@@ -476,7 +478,7 @@ def test_snapshot_restores_the_same_state(store: MemoryStore) -> None:
 # --- the contents of an entry ----------------------------------------------------------------------------------
 
 
-def test_long_entry_moves_its_lists_to_an_index_object(store: MemoryStore) -> None:
+def test_long_log_entry_stores_its_lists_in_an_index_object(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
@@ -500,7 +502,7 @@ def test_long_entry_moves_its_lists_to_an_index_object(store: MemoryStore) -> No
         Log(store)
 
 
-def test_entry_is_read_as_written() -> None:
+def test_log_entry_is_read_as_written() -> None:
     file = StoredObject("trajectories/x.arrow", 3, "ab")
     discard = Discard(GroupKey(4, 1), DiscardReason.STALE, 2, 9)
     body = BatchCommitted(3, file, 8, (TrainedGroup(1, 0, 2, 3, 11),), (5, 6), (discard,), 4)
@@ -510,7 +512,7 @@ def test_entry_is_read_as_written() -> None:
     assert json.loads(encoded.data)["body"]["discards"] == [[[4, 1], "stale", 2, 9]]
 
 
-def test_entry_has_a_groups_oldest_start_and_newest_version() -> None:
+def test_batch_entry_has_oldest_start_and_newest_token_version() -> None:
     def trajectory(sample: int, started: int, versions: tuple[int, ...]) -> Trajectory:
         chosen = tuple(version >= 0 for version in versions)
         quiet = (0.0,) * len(versions)
@@ -527,7 +529,7 @@ def test_entry_has_a_groups_oldest_start_and_newest_version() -> None:
     assert pack_group(replace(group, surplus_tokens=7)).surplus_tokens == 7
 
 
-def test_writer_without_the_role_cannot_append(store: MemoryStore) -> None:
+def test_process_without_the_role_cannot_append_to_the_log(store: MemoryStore) -> None:
     create_run(store)
     log = Log(store)
     supervisor = log.claim("supervisor")
@@ -547,7 +549,7 @@ def test_intact_log_needs_no_repair(store: MemoryStore) -> None:
         plan_repairs(MemoryStore(uuid.uuid4().hex))
 
 
-def test_repair_restores_entries_from_segments(store: MemoryStore) -> None:
+def test_log_repair_restores_entries_from_segment_copies(store: MemoryStore) -> None:
     train(store, 6)
     whole = entries(store)
     store.put(entry_path(5), flipped(whole[5]))
@@ -561,7 +563,7 @@ def test_repair_restores_entries_from_segments(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["altered", "forged"])
-def test_repair_moves_a_damaged_newest_entry_away(store: MemoryStore, how: str) -> None:
+def test_log_repair_moves_a_damaged_newest_entry_away(store: MemoryStore, how: str) -> None:
     _, scheduler, learner = train(store, 3)
     scheduler.log.follow()
     before = scheduler.log.state
@@ -582,7 +584,7 @@ def test_repair_moves_a_damaged_newest_entry_away(store: MemoryStore, how: str) 
     assert Log(store).state.next_batch == 4
 
 
-def test_damage_without_an_intact_copy_cannot_be_repaired(store: MemoryStore) -> None:
+def test_damaged_log_entry_without_a_copy_cannot_be_repaired(store: MemoryStore) -> None:
     train(store, 6)
     for path in (*store.list("log_snapshots"), *store.list("log_segments")):
         store.delete(path)
@@ -591,7 +593,7 @@ def test_damage_without_an_intact_copy_cannot_be_repaired(store: MemoryStore) ->
         plan_repairs(store)
 
 
-def test_repair_counts_the_entries_that_follow(store: MemoryStore) -> None:
+def test_log_repair_counts_the_entries_after_the_damage(store: MemoryStore) -> None:
     """Missing numbers before a stray entry do not count."""
     create_run(store)
     supervisor = Supervisor(store)

@@ -44,7 +44,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # --- appending ----------------------------------------------------------------------------------------------------
 
 
-def test_append_gives_up_if_the_store_answers_no_writes(store: Counting, pauses: list[float]) -> None:
+def test_append_fails_if_storage_answers_no_write(store: Counting, pauses: list[float]) -> None:
     """Each try takes the store's whole patience."""
     log = claims(store, 2)
     Counting.broken["log"] = [Unreachable("no answer") for _ in range(99)]
@@ -55,7 +55,7 @@ def test_append_gives_up_if_the_store_answers_no_writes(store: Counting, pauses:
     assert log.claim("supervisor").claim == 2
 
 
-def test_unanswered_append_pauses_longer_and_ends(
+def test_unanswered_append_is_retried_with_growing_pauses(
     store: Counting, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "TRIES", 11)
@@ -67,7 +67,7 @@ def test_unanswered_append_pauses_longer_and_ends(
     assert log.state.n == 1
 
 
-def test_retry_pause_is_random_in_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_retry_pause_is_random_in_its_upper_half(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[float, float]] = []
 
     def uniform(low: float, high: float) -> float:
@@ -81,7 +81,7 @@ def test_retry_pause_is_random_in_its_upper_half(store: Counting, monkeypatch: p
     assert drawn == [(0.5, 1.0)]
 
 
-def test_append_retries_at_once_after_another_entry(store: Counting, pauses: list[float]) -> None:
+def test_append_retries_immediately_after_a_lost_race(store: Counting, pauses: list[float]) -> None:
     log, other = claims(store, 2), Log(store)
     for _ in range(5):
         other.claim("supervisor")
@@ -89,7 +89,7 @@ def test_append_retries_at_once_after_another_entry(store: Counting, pauses: lis
     assert pauses == []
 
 
-def test_refused_append_writes_nothing_and_is_not_retried(store: Counting, pauses: list[float]) -> None:
+def test_invalid_append_writes_nothing_and_is_not_retried(store: Counting, pauses: list[float]) -> None:
     log, asked = claims(store, 2), 0
 
     def body(state: RunState, _: StoredObject | None) -> Body:
@@ -105,7 +105,7 @@ def test_refused_append_writes_nothing_and_is_not_retried(store: Counting, pause
     assert Counting.writes == before
 
 
-def test_data_is_written_once_over_all_tries(store: Counting, pauses: list[float]) -> None:
+def test_data_of_an_append_is_written_once_over_all_tries(store: Counting, pauses: list[float]) -> None:
     """An append is retried because its view was old, another writer was first, or the store did not answer."""
     create_run(store)
     supervisor = Supervisor(store)
@@ -122,7 +122,7 @@ def test_data_is_written_once_over_all_tries(store: Counting, pauses: list[float
     )
 
 
-def test_refused_batch_is_not_written(store: Counting) -> None:
+def test_invalid_batch_is_not_written_to_storage(store: Counting) -> None:
     create_run(store)
     supervisor = Supervisor(store)
     learner, scheduler = Learner(store, supervisor.writer.claim), Scheduler(store, supervisor.writer.claim)
@@ -134,7 +134,7 @@ def test_refused_batch_is_not_written(store: Counting) -> None:
     assert Counting.writes["trajectories"] == 0
 
 
-def test_batch_that_lost_a_race_is_kept_on_a_local_disk(tmp_path: Path) -> None:
+def test_batch_file_that_lost_a_race_is_kept_on_a_local_disk(tmp_path: Path) -> None:
     """On a local disk an existing name is noticed before the write."""
     run = LocalStore(tmp_path)
     create_run(run)
@@ -148,7 +148,7 @@ def test_batch_that_lost_a_race_is_kept_on_a_local_disk(tmp_path: Path) -> None:
     assert Log(run).state.waiting[0].file.path == path
 
 
-def test_claim_records_its_owner(store: Counting) -> None:
+def test_role_claim_records_the_claiming_process(store: Counting) -> None:
     create_run(store)
     log = Log(store)
     writer = log.claim("supervisor", who="me", cluster="ours", host="here", process=4)
@@ -164,7 +164,7 @@ def test_claim_records_its_owner(store: Counting) -> None:
 # --- following ----------------------------------------------------------------------------------------------------
 
 
-def test_follow_returns_new_entries_in_order(store: Counting) -> None:
+def test_follow_returns_new_log_entries_in_order(store: Counting) -> None:
     log, other = claims(store, 2), Log(store)
     assert other.follow() == []
     for _ in range(3):
@@ -178,7 +178,9 @@ def test_follow_returns_new_entries_in_order(store: Counting) -> None:
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("lost", [3, 4, 5])
-def test_start_reads_a_missing_entry_from_its_segment(store: Counting, tmp_path: Path, local: bool, lost: int) -> None:
+def test_opening_a_log_reads_a_missing_entry_from_its_copy(
+    store: Counting, tmp_path: Path, local: bool, lost: int
+) -> None:
     run = LocalStore(tmp_path) if local else store
     newest = claims(run, 10).state
     for path in list(run.list("log_snapshots")):
@@ -193,7 +195,7 @@ def test_start_reads_a_missing_entry_from_its_segment(store: Counting, tmp_path:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_error_names_an_entry_after_a_gap_in_the_log(store: Counting, tmp_path: Path, local: bool) -> None:
+def test_error_names_the_log_entry_after_a_gap(store: Counting, tmp_path: Path, local: bool) -> None:
     run = LocalStore(tmp_path) if local else store
     claims(run, 10)
     for path in [*run.list("log_snapshots"), entry_path(8)]:
@@ -208,7 +210,7 @@ def test_error_names_an_entry_after_a_gap_in_the_log(store: Counting, tmp_path: 
     assert Log(run).state.n == 7
 
 
-def test_start_reads_entries_appended_meanwhile(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_log_reads_entries_appended_meanwhile(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     other, listed = claims(store, 1), Counting.list
 
     def busy(self: Counting, prefix: str = "", after: str = "") -> Iterator[str]:
@@ -222,7 +224,7 @@ def test_start_reads_entries_appended_meanwhile(store: Counting, monkeypatch: py
     assert other.state.n == 2  # no segment has any of the lost entries
 
 
-def test_missing_only_entry_is_corrupt(store: Counting) -> None:
+def test_log_whose_only_entry_is_missing_is_corrupt(store: Counting) -> None:
     create_run(store)
     log = Log(store)
     assert log.state.n == 0
@@ -231,7 +233,7 @@ def test_missing_only_entry_is_corrupt(store: Counting) -> None:
         log.read(0)
 
 
-def test_local_log_is_probed_beyond_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_a_local_log_is_found_by_probing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert log_module.AHEAD == 256
     monkeypatch.setattr(log_module, "AHEAD", 4)
     run = LocalStore(tmp_path)
@@ -244,7 +246,7 @@ def test_local_log_is_probed_beyond_its_end(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("where", ["folder", "memory"])
-def test_start_reads_all_entries_after_a_snapshot(where: str, store: Counting, tmp_path: Path) -> None:
+def test_opening_a_log_reads_all_entries_after_a_snapshot(where: str, store: Counting, tmp_path: Path) -> None:
     run: ObjectStore = LocalStore(tmp_path) if where == "folder" else store
     create_run(run)
     for count in range(1, 8):
@@ -255,7 +257,7 @@ def test_start_reads_all_entries_after_a_snapshot(where: str, store: Counting, t
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
-def test_lost_race_retries_only_the_entry(
+def test_append_after_a_lost_race_rewrites_only_the_entry(
     kind: type[MemoryStore] | type[LocalStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another entry is appended after the data was written; the written data is not written again."""
@@ -293,7 +295,9 @@ class Answerless(MemoryStore):
         raise Unreachable("no answer")
 
 
-def test_entry_found_at_the_last_try_counts_as_appended(monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> None:
+def test_log_entry_found_at_the_last_try_counts_as_appended(
+    monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
     monkeypatch.setattr(Answerless, "asked", 0)
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store)
@@ -314,20 +318,20 @@ class Late(LocalStore):
         return super().get(path)
 
 
-def test_entry_written_during_a_start_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_written_while_a_log_is_opened_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Late, "asked", 0)
     claims(LocalStore(tmp_path), 7)
     assert (Log(Late(tmp_path)).state.n, Late.asked) == (6, 2)
 
 
-def test_listed_log_sees_any_entry_beyond_its_end(store: Counting) -> None:
+def test_listing_the_log_finds_entries_beyond_its_end(store: Counting) -> None:
     claims(store, 3)
     store.put(entry_path(2 + 2 * log_module.AHEAD), b"far")
     with pytest.raises(Corrupt, match=r"0000000003.json is missing, but log/0000000514.json exists"):
         Log(store)
 
 
-def test_entry_with_a_wrong_segment_is_not_repaired(store: Counting) -> None:
+def test_log_entry_with_a_wrong_copy_is_not_repaired(store: Counting) -> None:
     log = claims(store, 10)
     store.put(entry_path(5), store.get(entry_path(5))[:-1])
     whole = log.read(5)

@@ -98,7 +98,7 @@ def violation(run: Path) -> str:
     return ""
 
 
-def test_model_imports_nothing_of_rollflow() -> None:
+def test_independent_log_checker_imports_nothing_of_rollflow() -> None:
     """Only for annotations: `TYPE_CHECKING` is false when the model runs."""
     tree = ast.parse(Path(log_model.__file__).read_text())
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
@@ -110,7 +110,7 @@ def test_model_imports_nothing_of_rollflow() -> None:
     assert inner == guard.body
 
 
-def test_own_reader_finds_no_violation_in_a_good_run(run: Path) -> None:
+def test_independent_checker_finds_no_fault_in_a_correct_run(run: Path) -> None:
     assert violation(run) == ""
     assert list((run / "log_index").iterdir())
     assert numbers(run, "batch-voided")
@@ -119,31 +119,31 @@ def test_own_reader_finds_no_violation_in_a_good_run(run: Path) -> None:
 # --- faults of the log --------------------------------------------------------------------------------------------
 
 
-def test_alpha_altered_in_the_config_is_found(run: Path) -> None:
+def test_independent_checker_finds_an_altered_alpha(run: Path) -> None:
     path = run / entry_path(0)
     path.write_bytes(path.read_bytes().replace(b'"async_ratio":2.5', b'"async_ratio":9.5'))
     assert violation(run) == "0: its seal"
 
 
-def test_alpha_altered_and_resealed_is_found(run: Path) -> None:
+def test_independent_checker_finds_an_alpha_with_new_hashes(run: Path) -> None:
     one = tree(run, 0)
     one["body"]["config"]["async_ratio"] = 9.5
     (run / entry_path(0)).write_bytes(seal_tree(one))
     assert violation(run) == "1: its chain"
 
 
-def test_wrong_alpha_is_found_by_the_trained_groups(run: Path) -> None:
+def test_independent_checker_finds_alpha_by_the_trained_groups(run: Path) -> None:
     """The hash chain is valid, but a batch's groups were started before the version that synchronous mode requires."""
     forge(run, 0, lambda body: body["config"].update(async_ratio=0))
     assert violation(run).endswith(": stale")
 
 
-def test_own_reader_finds_a_missing_entry(run: Path) -> None:
+def test_independent_checker_finds_a_missing_log_entry(run: Path) -> None:
     (run / entry_path(5)).unlink()
     assert violation(run) == "5: its name"
 
 
-def test_own_reader_finds_swapped_entries(run: Path) -> None:
+def test_independent_checker_finds_swapped_log_entries(run: Path) -> None:
     one, other = run / entry_path(5), run / entry_path(6)
     swapped = other.read_bytes(), one.read_bytes()
     one.write_bytes(swapped[0])
@@ -151,7 +151,7 @@ def test_own_reader_finds_swapped_entries(run: Path) -> None:
     assert violation(run) == "5: its number"
 
 
-def test_own_reader_finds_an_inserted_entry(run: Path) -> None:
+def test_independent_checker_finds_an_inserted_log_entry(run: Path) -> None:
     newest = len(list((run / "log").iterdir())) - 1
     for n in reversed(range(5, newest + 1)):
         (run / entry_path(n)).rename(run / entry_path(n + 1))
@@ -159,13 +159,13 @@ def test_own_reader_finds_an_inserted_entry(run: Path) -> None:
     assert violation(run) == "5: its number"
 
 
-def test_own_reader_finds_an_altered_newest_entry(run: Path) -> None:
+def test_independent_checker_finds_an_altered_newest_log_entry(run: Path) -> None:
     path = run / entry_path(len(list((run / "log").iterdir())) - 1)
     path.write_bytes(path.read_bytes().replace(b'"role":"', b'"role":"x'))
     assert violation(run).endswith(": its seal")
 
 
-def test_own_reader_finds_an_altered_index(run: Path) -> None:
+def test_independent_checker_finds_an_altered_index_object(run: Path) -> None:
     path = next((run / "log_index").iterdir())
     path.write_bytes(path.read_bytes() + b" ")
     assert violation(run).endswith(": its index")
@@ -174,7 +174,7 @@ def test_own_reader_finds_an_altered_index(run: Path) -> None:
 # --- faults in the contents of entries ----------------------------------------------------------------------------
 
 
-def test_own_reader_finds_a_stale_group(run: Path) -> None:
+def test_independent_checker_finds_responses_that_are_too_old(run: Path) -> None:
     n = numbers(run, "batch-committed")[-1]
     number, oldest = tree(run, n)["body"]["number"], 0
 
@@ -186,59 +186,59 @@ def test_own_reader_finds_a_stale_group(run: Path) -> None:
     assert violation(run) == f"{n}: stale"
 
 
-def test_own_reader_finds_a_group_twice_in_one_batch(run: Path) -> None:
+def test_independent_checker_finds_a_group_twice_in_one_batch(run: Path) -> None:
     n = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body.update(groups=[body["groups"][0]] * 2))
     assert violation(run) == f"{n}: GroupKey(prompt=0, attempt=0) is not open"
 
 
-def test_own_reader_finds_a_group_in_two_batches(run: Path) -> None:
+def test_independent_checker_finds_a_group_in_two_batches(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     (prompt, attempt, *_), *_ = tree(run, first)["body"]["groups"]
     forge(run, second, lambda body: body["groups"].__setitem__(0, [prompt, attempt, 1, 1, 7]))
     assert violation(run) == f"{second}: GroupKey(prompt={prompt}, attempt={attempt}) is not open"
 
 
-def test_prompt_trained_on_in_two_attempts_is_found(run: Path) -> None:
+def test_independent_checker_finds_a_prompt_trained_on_twice(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     (prompt, attempt, *_), *_ = tree(run, first)["body"]["groups"]
     forge(run, second, lambda body: body["groups"].__setitem__(0, [prompt, attempt + 1, 1, 1, 7]))
     assert violation(run) == f"{second}: GroupKey(prompt={prompt}, attempt={attempt + 1}) is not open"
 
 
-def test_own_reader_finds_a_dispatch_with_two_outcomes(run: Path) -> None:
+def test_independent_checker_finds_an_attempt_with_two_outcomes(run: Path) -> None:
     n = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body["discards"].append([body["groups"][0][:2], "stale", 0, 3]))
     assert violation(run) == f"{n}: GroupKey(prompt=0, attempt=0) is not open"
 
 
-def test_own_reader_finds_a_prompt_that_was_issued_twice(run: Path) -> None:
+def test_independent_checker_finds_a_prompt_issued_twice(run: Path) -> None:
     first, second = numbers(run, "batch-committed")[:2]
     prompt = tree(run, first)["body"]["issued"][0]
     forge(run, second, lambda body: body["issued"].append(prompt))
     assert violation(run) == f"{second}: out of its source's order"
 
 
-def test_void_of_a_trained_batch_is_found(run: Path) -> None:
+def test_independent_checker_finds_a_void_of_a_trained_batch(run: Path) -> None:
     (n,) = numbers(run, "batch-voided")
     forge(run, n, lambda body: body.update(number=1))
     assert violation(run) == f"{n}: does not wait"
 
 
-def test_version_trained_on_another_batch_is_found(run: Path) -> None:
+def test_independent_checker_finds_a_version_of_a_wrong_batch(run: Path) -> None:
     n = numbers(run, "version-published")[2]
     other = numbers(run, "batch-committed")[0]
     forge(run, n, lambda body: body.update(batch_entry=other))
     assert violation(run) == f"{n}: not of its batch"
 
 
-def test_own_reader_finds_a_version_without_a_batch(run: Path) -> None:
+def test_independent_checker_finds_a_version_without_a_batch(run: Path) -> None:
     n = numbers(run, "version-published")[2]
     forge(run, n, lambda body: body.update(batch_entry=None))
     assert violation(run) == f"{n}: not of its batch"
 
 
-def test_own_reader_finds_a_skipped_version(run: Path) -> None:
+def test_independent_checker_finds_a_skipped_version(run: Path) -> None:
     n = numbers(run, "version-published")[-1]
     forge(run, n, lambda body: body.update(number=body["number"] + 1))
     assert violation(run) == f"{n}: not the next version, or nothing"
@@ -257,7 +257,7 @@ def with_rows(run: Path, change: Callable[[TrajectoryBatch], TrajectoryBatch]) -
     return int(tree(run, n)["body"]["number"])
 
 
-def test_sample_older_than_its_group_is_found(run: Path) -> None:
+def test_independent_checker_finds_a_response_older_than_group(run: Path) -> None:
     def older(batch: TrajectoryBatch) -> TrajectoryBatch:
         first, *others = batch.groups()
         *fresh, last = first.trajectories
@@ -269,19 +269,19 @@ def test_sample_older_than_its_group_is_found(run: Path) -> None:
     assert violation(run) == f"batch {number}: a row is stale"
 
 
-def test_own_reader_finds_a_group_with_too_few_samples(run: Path) -> None:
+def test_independent_checker_finds_a_group_with_few_responses(run: Path) -> None:
     number = with_rows(run, lambda batch: TrajectoryBatch(batch.table.slice(1)))
     assert violation(run) == f"batch {number}: its rows are not those of its groups"
 
 
-def test_own_reader_finds_an_altered_batch_file(run: Path) -> None:
+def test_independent_checker_finds_an_altered_batch_file(run: Path) -> None:
     n = numbers(run, "batch-committed")[-1]
     path = run / tree(run, n)["body"]["file"]["path"]
     path.write_bytes(path.read_bytes()[:-1])
     assert violation(run) == f"batch {tree(run, n)['body']['number']}: not the file that was committed"
 
 
-def test_batches_of_another_format_are_checked_by_groups(tmp_path: Path) -> None:
+def test_batch_files_in_another_format_are_checked_by_groups(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     create_run(store, ALPHA)
     supervisor = Supervisor(store)

@@ -47,7 +47,7 @@ class Late(MemoryStore):
             super().create(*self.late.pop())
 
 
-def test_append_read_by_another_thread_returns_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_succeeds_if_another_thread_reads_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Late()
     begin(store, 1.0)
     train(store, 1)
@@ -67,7 +67,7 @@ def test_append_read_by_another_thread_returns_its_entry(monkeypatch: pytest.Mon
     assert [one.entry for one in log.state.waiting.values()] == [entry.n]
 
 
-def test_unsynced_entry_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_entry_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading an entry does not prove that it is durable."""
     store = LocalStore(tmp_path / "store")
     create_run(store)
@@ -103,7 +103,7 @@ def test_synced_folders_are_not_pickled(tmp_path: Path) -> None:
     assert (bool(store._synced), sent._synced) == (True, set())
 
 
-def test_entry_with_a_missing_index_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_entry_with_a_missing_index_object_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries_module, "LARGEST", 600)
     store = MemoryStore(uuid.uuid4().hex)
     Actors.begin(store).train(30)

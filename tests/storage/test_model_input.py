@@ -28,7 +28,7 @@ MIXED = ModelInput.from_parts([Int32s.of((5, 6)), IMAGE, Int32s.of((7,))])
 
 
 @given(PARTS)
-def test_flat_form_gives_the_same_input(parts: list[Int32s | ForeignPart]) -> None:
+def test_model_input_is_unchanged_in_its_stored_form(parts: list[Int32s | ForeignPart]) -> None:
     whole = ModelInput.from_parts(parts)
     assert whole == ModelInput.from_flat(whole.flat, whole.placed) == ModelInput.from_parts(whole.parts)
     assert [part for part in whole.parts if isinstance(part, ForeignPart)] == [part for _, part in whole.placed]
@@ -42,11 +42,11 @@ def test_flat_form_gives_the_same_input(parts: list[Int32s | ForeignPart]) -> No
 
 
 @given(PARTS, TOKENS)
-def test_more_tokens_are_joined_to_the_end(parts: list[Int32s | ForeignPart], more: Int32s) -> None:
+def test_model_input_joins_appended_tokens_to_its_last_part(parts: list[Int32s | ForeignPart], more: Int32s) -> None:
     assert ModelInput.from_parts(parts).followed_by(more) == ModelInput.from_parts([*parts, more])
 
 
-def test_input_of_tokens_only_is_not_copied() -> None:
+def test_model_input_of_tokens_only_is_not_copied() -> None:
     """An input of tokens costs one small object: its flat form is the array that it was created from."""
     array = Int32s.of((1, 2))
     whole = ModelInput.of(array)
@@ -57,7 +57,7 @@ def test_input_of_tokens_only_is_not_copied() -> None:
     assert ModelInput.of(()).parts == ModelInput.of(()).tokens == ()
 
 
-def test_different_inputs_are_not_equal() -> None:
+def test_different_model_inputs_are_not_equal() -> None:
     image = MIXED.parts[1]
     assert isinstance(image, ForeignPart)
     others = [
@@ -68,7 +68,7 @@ def test_different_inputs_are_not_equal() -> None:
     assert len({MIXED, *others}) == 4
 
 
-def test_reader_of_tokens_refuses_a_foreign_part() -> None:
+def test_text_only_reader_refuses_a_prompt_with_an_image() -> None:
     sentence = "the learner reads tokens alone, but the input has a part of the kind 'image' at position 2 "
     with pytest.raises(ConfigError, match=sentence) as refused:
         MIXED.read_tokens("the learner")
@@ -78,7 +78,7 @@ def test_reader_of_tokens_refuses_a_foreign_part() -> None:
 
 
 @pytest.mark.parametrize("position", [-1, 4, 100])
-def test_flat_form_with_a_wrong_place_is_refused(position: int) -> None:
+def test_stored_image_at_an_invalid_position_is_refused(position: int) -> None:
     with pytest.raises(ValueError, match=f"a part of 3 positions does not fit at position {position} of 6"):
         ModelInput.from_flat(MIXED.flat, [PlacedPart(position, IMAGE)])
     with pytest.raises(ValueError, match="does not fit at position 4"):
@@ -97,7 +97,7 @@ def with_image(of: Trajectory) -> Trajectory:
     return replace(of, **values, foreign_parts=MIXED.placed)
 
 
-def test_stored_trajectory_keeps_its_input() -> None:
+def test_stored_trajectory_keeps_the_image_in_its_prompt() -> None:
     bare = group(0)
     made = replace(bare, trajectories=(with_image(bare.trajectories[0]), bare.trajectories[1]))
     batch = TrajectoryBatch.from_bytes(TrajectoryBatch.from_groups([made]).to_bytes())
@@ -117,7 +117,7 @@ def test_learner_refuses_a_batch_with_an_image() -> None:
         BatchRows.of(TrajectoryBatch.from_groups([made]))
 
 
-def test_episode_gives_the_engine_and_the_row_its_image() -> None:
+def test_episode_passes_its_image_to_engine_and_batch() -> None:
     from rollflow.storage.records import StopReason
     from rollflow.tasks.engines.base import Generation, TokenSpan
     from rollflow.tasks.environments.single_turn import SINGLE_TURN
@@ -150,7 +150,7 @@ def test_episode_gives_the_engine_and_the_row_its_image() -> None:
     assert (one.foreign_parts, one.response_tokens, len(one.loss_mask)) == (MIXED.placed, 2, MIXED.length + 2)
 
 
-def test_audit_finds_a_row_with_another_image() -> None:
+def test_audit_finds_a_trajectory_with_another_image() -> None:
     from rollflow.storage.audit.answers import ExpectedRows, check_rows
 
     bare = group(0)

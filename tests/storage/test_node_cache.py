@@ -97,7 +97,9 @@ def answered(told: Connection) -> bool:
 
 
 @pytest.mark.long
-def test_concurrent_processes_fetch_once(cache: Path, processes: list[multiprocessing.process.BaseProcess]) -> None:
+def test_concurrent_processes_download_weights_once(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
     told = [start(processes, holder, cache, "1") for _ in range(4)]
     assert all(map(answered, told))
     assert fills(cache) == 1
@@ -105,7 +107,9 @@ def test_concurrent_processes_fetch_once(cache: Path, processes: list[multiproce
 
 
 @pytest.mark.long
-def test_half_fetched_folder_is_never_used(cache: Path, processes: list[multiprocessing.process.BaseProcess]) -> None:
+def test_partly_downloaded_folder_is_never_used(
+    cache: Path, processes: list[multiprocessing.process.BaseProcess]
+) -> None:
     assert answered(start(processes, half_filler, cache, "s3://one"))
     waiting = start(processes, holder, cache, "1")
     assert not waiting.poll(1.0), "it waits for the one that fetches"
@@ -114,7 +118,7 @@ def test_half_fetched_folder_is_never_used(cache: Path, processes: list[multipro
     assert names(cache) == {"1"}
 
 
-def test_half_fetched_folder_is_removed_by_the_next_fetch(
+def test_partly_downloaded_folder_is_removed_by_the_next_one(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     """Any run's fetch removes an incomplete folder, because the folder's own run may have ended."""
@@ -128,7 +132,7 @@ def test_half_fetched_folder_is_removed_by_the_next_fetch(
     assert (left[0] / HALVES[0]).exists()
 
 
-def test_folders_in_use_stay_and_unused_ones_are_limited(
+def test_cached_folders_in_use_stay_and_others_are_limited(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     assert answered(start(processes, holder, cache, "old"))
@@ -148,7 +152,7 @@ def test_folders_in_use_stay_and_unused_ones_are_limited(
     assert whole(kept.folder)
 
 
-def test_more_folders_may_be_held_than_kept(cache: Path) -> None:
+def test_more_cached_folders_may_be_in_use_than_the_limit(cache: Path) -> None:
     held = [hold(cache, str(number)) for number in range(KEPT + 3)]
     assert all(whole(one.folder) for one in held)
     held.clear()
@@ -156,7 +160,7 @@ def test_more_folders_may_be_held_than_kept(cache: Path) -> None:
     assert len(names(cache)) == KEPT
 
 
-def test_failed_fetch_leaves_no_file(cache: Path) -> None:
+def test_failed_download_leaves_no_file_in_the_cache(cache: Path) -> None:
     def wrong(folder: Path) -> None:
         (folder / "first").write_text("wrong")
         raise Corrupt("its bytes are not those that were committed")
@@ -186,14 +190,14 @@ def test_full_disk_removes_cached_folders_for_a_new_one(cache: Path) -> None:
     assert whole(second.folder)
 
 
-def test_incomplete_folder_is_filled_again_even_if_in_use(cache: Path) -> None:
+def test_incomplete_cached_folder_is_filled_even_if_in_use(cache: Path) -> None:
     held = hold(cache)
     (held.folder / "second").unlink()
     assert whole(hold(cache).folder)
     assert fills(cache) == 2
 
 
-def test_folder_from_before_the_last_boot_is_not_used(
+def test_cached_folder_from_before_the_last_boot_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of a cached folder were never synced, so a power cut may have truncated them."""
@@ -204,7 +208,7 @@ def test_folder_from_before_the_last_boot_is_not_used(
     assert fills(cache) == 2
 
 
-def test_waiters_wait_as_long_as_the_fetch_may_take(
+def test_waiting_process_waits_as_long_as_a_download_may_take(
     cache: Path, processes: list[multiprocessing.process.BaseProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_of_a_node, "WAIT_SECONDS", 0.0)
@@ -219,7 +223,7 @@ def test_waiters_wait_as_long_as_the_fetch_may_take(
         assert whole(waiting.result(timeout=HANG_SECONDS).folder)
 
 
-def test_stores_have_separate_folders(cache: Path) -> None:
+def test_each_store_has_its_own_cache_folder(cache: Path) -> None:
     assert hold(cache, store="s3://one").folder != hold(cache, store="s3://two").folder
 
 

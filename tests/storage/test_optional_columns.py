@@ -58,7 +58,7 @@ def written(groups: Sequence[TrajectoryGroup]) -> TrajectoryBatch:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=4).map(lambda rows: [*rows, *rows]))
-def test_optional_values_are_read_as_written(rows: list[dict[str, Any]]) -> None:
+def test_optional_columns_of_a_batch_are_read_as_written(rows: list[dict[str, Any]]) -> None:
     groups, present = with_values(rows), {name for row in rows for name in row}
     batch = written(groups)
     assert batch.groups() == groups
@@ -95,12 +95,12 @@ def file_with(name: str, values: Any, kind: pa.DataType | None = None) -> pa.Buf
         ("turn_starts", [[1], None], pa.list_(pa.int64())),
     ],
 )
-def test_unknown_column_is_corrupt(name: str, values: list[Any], kind: pa.DataType) -> None:
+def test_unknown_column_of_a_batch_file_is_corrupt(name: str, values: list[Any], kind: pa.DataType) -> None:
     with pytest.raises(Corrupt, match="columns are not the columns of trajectory schema 1"):
         TrajectoryBatch.from_bytes(file_with(name, values, kind))
 
 
-def test_column_that_is_stored_twice_is_corrupt() -> None:
+def test_column_stored_twice_in_a_batch_file_is_corrupt() -> None:
     table = TrajectoryBatch.from_bytes(file_with("turn_starts", [[1], None])).table
     twice = table.append_column(table.schema.field("turn_starts"), table["turn_starts"])
     with pytest.raises(Corrupt, match="columns are not the columns of trajectory schema 1"):
@@ -119,7 +119,7 @@ def test_column_that_is_stored_twice_is_corrupt() -> None:
         ("foreign_parts", [None, [{"position": 0, "length": 1, "kind": None, "sha256": ""}]]),
     ],
 )
-def test_null_inside_of_a_value_is_corrupt(name: str, values: list[Any]) -> None:
+def test_null_inside_of_an_optional_value_is_corrupt(name: str, values: list[Any]) -> None:
     with pytest.raises(Corrupt, match="a column of the batch contains null values"):
         TrajectoryBatch.from_bytes(file_with(name, values))
 
@@ -136,7 +136,7 @@ def test_unknown_outcome_cannot_become_a_record() -> None:
         batch.groups()
 
 
-def test_too_many_values_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_optional_values_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def overflow(arrays: list[pa.Array]) -> pa.Array:
         raise pa.ArrowInvalid("offset overflow while concatenating arrays")
 

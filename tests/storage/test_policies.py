@@ -49,7 +49,7 @@ def test_only_one_of_two_learners_publishes_a_version(run: ObjectStore) -> None:
         assert waited.number == version - 1
 
 
-def test_published_version_is_found(run: ObjectStore) -> None:
+def test_published_policy_version_is_found(run: ObjectStore) -> None:
     begin(run)
     policies, writer = train(run, 3)
     other = PolicyStore(Log(run))
@@ -66,7 +66,7 @@ def test_published_version_is_found(run: ObjectStore) -> None:
             other.find(version)
 
 
-def test_policies_since_a_version_come_in_order(run: ObjectStore) -> None:
+def test_policy_versions_since_a_number_come_in_order(run: ObjectStore) -> None:
     begin(run)
     policies, _ = train(run, 4)
     for first in range(6):
@@ -74,7 +74,7 @@ def test_policies_since_a_version_come_in_order(run: ObjectStore) -> None:
     assert list(policies.since(2)) == [policies.find(2), policies.find(3)]
 
 
-def test_version_published_meanwhile_is_found(run: ObjectStore) -> None:
+def test_policy_version_published_meanwhile_is_found(run: ObjectStore) -> None:
     begin(run)
     train(run, 1)
     early, late = PolicyStore(Log(run)), PolicyStore(Log(run))
@@ -83,7 +83,7 @@ def test_version_published_meanwhile_is_found(run: ObjectStore) -> None:
     assert late.find(1).number == 1
 
 
-def test_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
+def test_policy_version_of_a_voided_batch_is_refused(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     policies, learner = learning(run)
@@ -163,7 +163,7 @@ def test_prune_appends_its_entry_before_deleting(memory: MemoryStore, monkeypatc
     assert len(of_kind(memory, Pruned)) == 1
 
 
-def test_version_in_evaluation_is_not_pruned(memory: MemoryStore) -> None:
+def test_policy_version_under_evaluation_is_not_deleted(memory: MemoryStore) -> None:
     """A learner that starts during the evaluation must not prune the version either."""
     begin(memory, keep_last=2, keep_every=100)
     train(memory, 8)
@@ -179,7 +179,7 @@ def test_version_in_evaluation_is_not_pruned(memory: MemoryStore) -> None:
     assert present(policies)["weights"] == {0, 5, 6, 7}
 
 
-def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
+def test_evaluated_policy_version_is_deleted_at_the_runs_end(run: ObjectStore) -> None:
     """The supervisor prunes, because the learner has ended by then."""
     begin(run, keep_last=1, keep_every=100)
     policies, learner = train(run, 6)
@@ -195,7 +195,7 @@ def test_evaluated_version_is_pruned_at_the_runs_end(run: ObjectStore) -> None:
     assert list_orphans(run, now=store_clock(run) + 1e9) == []
 
 
-def test_first_use_of_a_version_is_reported_once(memory: MemoryStore) -> None:
+def test_first_use_of_a_policy_version_is_reported_once(memory: MemoryStore) -> None:
     """Each call makes requests to the store, and the learner waits for them."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)
@@ -211,7 +211,7 @@ def test_first_use_of_a_version_is_reported_once(memory: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"rotten", None], ids=["damaged", "missing"])
-def test_unreadable_entry_does_not_block_other_prunings(memory: MemoryStore, damage: bytes | None) -> None:
+def test_unreadable_log_entry_does_not_block_other_deletions(memory: MemoryStore, damage: bytes | None) -> None:
     """The objects of the unreadable entry stay until it can be read again."""
     begin(memory, keep_last=1, keep_every=100)
     policies, writer = train(memory, 8)
@@ -230,7 +230,7 @@ def test_unreadable_entry_does_not_block_other_prunings(memory: MemoryStore, dam
     assert present(policies) == required(policies.retention, 7)
 
 
-def test_deposed_learner_prunes_no_object(run: ObjectStore) -> None:
+def test_replaced_learner_deletes_no_object(run: ObjectStore) -> None:
     begin(run, keep_last=1, keep_every=100)
     policies, writer = train(run, 4)
     learning(run)
@@ -239,7 +239,7 @@ def test_deposed_learner_prunes_no_object(run: ObjectStore) -> None:
     assert present(policies)["weights"] == {0, 1, 2, 3}
 
 
-def test_weights_folder_has_local_files(run: ObjectStore, tmp_path: Path) -> None:
+def test_weights_folder_contains_local_files_of_the_weights(run: ObjectStore, tmp_path: Path) -> None:
     begin(run)
     policies, writer = train(run, 1)
     version = policies.find(0)
@@ -261,7 +261,7 @@ def test_cache_of_fetched_weights_keeps_few_versions(memory: MemoryStore, tmp_pa
     assert [f.name[:8] for f in sorted(tmp_path.glob("*/[0-9]*"))] == ["00000005", "00000006", "00000007"]
 
 
-def test_altered_weights_are_refused(run: ObjectStore, tmp_path: Path) -> None:
+def test_altered_weights_are_refused_on_download(run: ObjectStore, tmp_path: Path) -> None:
     begin(run)
     policies, _ = train(run, 1)
     stored = policies.find(0).weights[0]

@@ -68,7 +68,7 @@ def decided(state: RunState, entry: tuple[Role, int, Json]) -> RunState:
     return decide(state, state.n + 1, role, claim, BODY.validate_python(body))
 
 
-def test_example_run_has_gaps_waits_and_pruned_versions(rich: Rich) -> None:
+def test_example_run_has_waiting_batches_and_deleted_versions(rich: Rich) -> None:
     compare(rich.model, rich.state)
     assert (rich.state.version, rich.state.holes, list(rich.state.waiting)) == (6, [7], [6, 8])
     assert rich.state.behind
@@ -78,7 +78,7 @@ def test_example_run_has_gaps_waits_and_pruned_versions(rich: Rich) -> None:
         decided(rich.state, entry)
 
 
-def test_supervisor_may_append_a_prune_entry(rich: Rich) -> None:
+def test_supervisor_may_append_the_entry_of_a_deletion(rich: Rich) -> None:
     _, _, body = rich.entry("pruned")
     assert not rich.model.why_not("supervisor", rich.newest, body)
     assert decided(rich.state, ("supervisor", rich.newest, body)).releasable == []
@@ -254,7 +254,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refused_entry_leaves_the_state_unchanged(rich: Rich, name: str) -> None:
+def test_invalid_log_entry_leaves_the_state_unchanged(rich: Rich, name: str) -> None:
     change, why = REFUSALS[name]
     role, claim, body = change(rich)
     before = snapshots.to_bytes(rich.state)
@@ -264,7 +264,7 @@ def test_refused_entry_leaves_the_state_unchanged(rich: Rich, name: str) -> None
     assert rich.model.why_not(role, claim, body)
 
 
-def test_refused_entry_raises_the_error_type_of_its_cause(rich: Rich) -> None:
+def test_invalid_log_entry_raises_the_error_type_of_its_cause(rich: Rich) -> None:
     """A deposed role must stop, a group that is too old is issued again, and any other refusal is an error."""
     kinds = {name: type(refused(rich, change)) for name, (change, _) in REFUSALS.items()}
     assert {name for name, kind in kinds.items() if kind is GroupTooOld} == {"a group that is too old"}
@@ -293,7 +293,7 @@ def refused(rich: Rich, change: Change) -> EntryRefused:
         ({"claim": 1}, "a claim must name its own entry"),
     ],
 )
-def test_misplaced_entry_is_refused(rich: Rich, change: dict[str, Any], why: str) -> None:
+def test_misplaced_log_entry_is_refused(rich: Rich, change: dict[str, Any], why: str) -> None:
     state = rich.state
     _, claim, body = rich.entry("claimed")
     entry = Entry(state.n + 1, state.sha256, "id", "supervisor", claim, 6, 9, 0.0, BODY.validate_python(body))
@@ -331,7 +331,7 @@ def test_role_cannot_be_claimed_without_a_supervisor(role: Role, under: int | No
         decided(created(CREATION), (role, 1, {"kind": "claimed", "under": under}))
 
 
-def test_unclaimed_role_cannot_append() -> None:
+def test_process_without_a_claim_cannot_append_to_the_log() -> None:
     for claim in (-1, 0):
         with pytest.raises(Deposed):
             decided(created(CREATION), ("learner", claim, {"kind": "pruned", "objects": []}))
@@ -372,7 +372,7 @@ def test_retention_follows_config_and_alpha(alpha: float, store: dict[str, Any],
     (0, 0, True), (0, 1, False), (0.5, 0, True), (0.5, 1, False), (1, 1, True), (1, 2, False),
     (2.5, 2, True), (2.5, 3, False),
 ])  # fmt: skip
-def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool) -> None:
+def test_batch_with_a_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool) -> None:
     """Version 0 is the newest one, so the groups of batch `ahead` have the staleness `ahead`."""
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store, 9, keep_last=1)
@@ -393,7 +393,7 @@ def test_group_older_than_alpha_is_refused(alpha: float, ahead: int, taken: bool
             decided(state, entry)
 
 
-def test_group_that_started_before_version_0_is_refused() -> None:
+def test_group_started_before_version_0_is_refused() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     create_run(store, 9)
     supervisor = Supervisor(store)

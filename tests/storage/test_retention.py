@@ -24,7 +24,7 @@ def bases(rules: Retention, latest: int) -> set[int]:
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_needed_objects_are_kept_versions_and_their_bases(rules: Retention) -> None:
+def test_kept_objects_are_kept_versions_and_their_replay_bases(rules: Retention) -> None:
     for latest in range(LONG):
         versions = range(latest + 1)
         states = bases(rules, latest) | {0, latest}
@@ -39,7 +39,7 @@ def test_learner_state_is_stored_with_every_kth_version(rules: Retention) -> Non
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_object_is_released_within_the_window_or_never(rules: Retention) -> None:
+def test_object_is_deleted_within_a_window_or_kept_forever(rules: Retention) -> None:
     needed = [
         {(v, kind) for v in range(latest + 1) for kind in KINDS if rules.is_needed(kind, v, latest)}
         for latest in range(LONG)

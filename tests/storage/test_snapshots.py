@@ -32,7 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
     return Counting(uuid.uuid4().hex)
 
 
-def test_newest_snapshots_and_all_segments_exist(store: Counting) -> None:
+def test_newest_log_snapshots_and_all_segments_are_kept(store: Counting) -> None:
     log = claims(store, 22)
     assert (snapshots.KEPT, len(entries(store))) == (3, 22)
     hashes = [log.read(n).sha256 for n in (11, 15, 19)]  # type: ignore[union-attr]
@@ -45,7 +45,7 @@ def test_newest_snapshots_and_all_segments_exist(store: Counting) -> None:
         snapshots.from_segment(store, 20)
 
 
-def test_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, bool, RunState]] = []
 
     def seal(log: Log, state: RunState) -> None:
@@ -58,7 +58,7 @@ def test_snapshot_is_written_by_a_daemon_thread(store: Counting, monkeypatch: py
     assert [state.n for _, _, state in seen] == [3, 7]
 
 
-def test_publisher_waits_for_all_pending_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publisher_waits_for_all_pending_log_snapshots(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two snapshots is the slower one."""
     done: list[int] = []
     gate = threading.Event()
@@ -77,7 +77,7 @@ def test_publisher_waits_for_all_pending_snapshots(store: Counting, monkeypatch:
     assert sorted(done) == [3, 7]
 
 
-def test_existing_segment_is_not_rewritten(store: Counting) -> None:
+def test_existing_log_segment_is_not_rewritten(store: Counting) -> None:
     claims(store, 9)
     store.put(snapshots.segment_path(0), b"first")
     snapshots.keep_segments(store, 3)
@@ -86,7 +86,7 @@ def test_existing_segment_is_not_rewritten(store: Counting) -> None:
         snapshots.from_segment(store, 2)
 
 
-def test_missing_segment_is_written_with_the_next_one(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_log_segment_is_written_with_the_next_one(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment with a lost entry is skipped, and blocks no other segment."""
     monkeypatch.setitem(Counting.broken, "log_segments", [StoreFailed("full") for _ in range(3)])
     log = claims(store, 9)
@@ -99,7 +99,7 @@ def test_missing_segment_is_written_with_the_next_one(store: Counting, monkeypat
     assert snapshots.from_segment(store, 5) == store.get(entry_path(5))
 
 
-def test_full_disk_for_a_snapshot_does_not_stop_the_run(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_for_a_log_snapshot_does_not_stop_the_run(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("log_snapshots", "log_segments"):
         monkeypatch.setitem(Counting.broken, folder, [StoreFailed("full") for _ in range(9)])
     log = claims(store, 10)
@@ -107,7 +107,7 @@ def test_full_disk_for_a_snapshot_does_not_stop_the_run(store: Counting, monkeyp
     assert Log(store).state == log.state
 
 
-def test_snapshot_of_another_rules_version_is_ignored(store: Counting) -> None:
+def test_log_snapshot_of_other_log_rules_is_ignored(store: Counting) -> None:
     claims(store, 6)
     (newest,) = store.list("log_snapshots")
     tree = open_sealed(store.get(newest))
@@ -121,7 +121,7 @@ def test_snapshot_of_another_rules_version_is_ignored(store: Counting) -> None:
 @pytest.mark.parametrize(
     "junk", [b"", b"7", b"null", b'"text"', b"[]", b"{}", seal_tree({}), seal_tree({"fold": 1, "state": 3})]
 )
-def test_newest_readable_snapshot_is_used(store: Counting, junk: bytes) -> None:
+def test_newest_readable_log_snapshot_is_used(store: Counting, junk: bytes) -> None:
     newest = claims(store, 14).state
     store.put("log_snapshots/notes.txt", b"of a person")
     _, seventh, eleventh = (path for path in store.list("log_snapshots") if path.endswith(".json"))
@@ -145,7 +145,7 @@ def test_empty_log_has_the_empty_state(store: Counting) -> None:
 ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
 
 
-def test_newest_claim_of_an_unclaimed_role_is_minus_1(store: Counting) -> None:
+def test_number_of_the_claim_of_an_unclaimed_role_is_minus_1(store: Counting) -> None:
     state = claims(store, 3).state
     assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]
 
@@ -162,7 +162,7 @@ class Crowded(MemoryStore):
 
 
 @pytest.mark.parametrize("window", [4, 1_024])
-def test_entries_after_a_snapshot_are_read_in_parallel(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+def test_log_entries_after_a_snapshot_are_read_in_parallel(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """A log without a snapshot is read in windows of limited size."""
     store = Crowded(uuid.uuid4().hex)
     create_run(store)

@@ -27,7 +27,7 @@ ROWS = st.one_of(*(st.tuples(st.just(kind), st.lists(number, max_size=9)) for ki
 
 
 @given(ROWS, st.slices(9), st.integers(-9, 8))
-def test_array_reads_like_a_tuple(row: tuple[type[TokenArray[Any]], list[Any]], cut: slice, place: int) -> None:
+def test_token_array_reads_like_a_tuple(row: tuple[type[TokenArray[Any]], list[Any]], cut: slice, place: int) -> None:
     kind, numbers = row
     flat, plain = kind.of(numbers), tuple(numbers)
     assert (len(flat), tuple(flat), flat == plain, plain == flat) == (len(plain), plain, True, True)
@@ -46,21 +46,21 @@ def test_array_reads_like_a_tuple(row: tuple[type[TokenArray[Any]], list[Any]], 
 
 
 @given(st.lists(INTS, max_size=5), st.lists(INTS, max_size=5))
-def test_array_equals_only_the_same_numbers(one: list[int], other: list[int]) -> None:
+def test_token_array_equals_only_the_same_numbers(one: list[int], other: list[int]) -> None:
     assert (Int32s.of(one) == Int32s.of(other)) == (one == other) == (Int32s.of(one) == tuple(other))
     assert Int32s.of(one) != "".join(map(str, one))
     assert Int32s.of(one) != object()
     assert Int32s.of(one) != ["a"] * max(1, len(one))
 
 
-def test_array_has_the_bytes_of_arrow() -> None:
+def test_token_array_has_the_bytes_of_an_arrow_array() -> None:
     for kind, arrow in ((Int32s, pa.int32()), (Float32s, pa.float32())):
         numbers = [3, -1, 7]
         assert kind.of(numbers).data == pa.array(numbers, arrow).buffers()[1].to_pybytes()[:12]
     assert Bools.of([True, False]).data == b"\x01\x00"
 
 
-def test_stored_numbers_are_rounded_to_their_type() -> None:
+def test_token_array_rounds_numbers_to_its_type() -> None:
     assert Float32s.of([0.1]) == (0.1,)
     assert Float32s.of([0.1])[0] == float(np.float32(0.1)) != 0.1
     for wrong in ([2**31], ["a"], [1.5]):
@@ -74,7 +74,7 @@ def test_int32s_same_returns_one_number_repeated() -> None:
     assert repr(Int32s.same(7, 2)) == "Int32s.of([7, 7])"
 
 
-def test_index_may_be_a_numpy_integer() -> None:
+def test_token_array_index_may_be_a_numpy_integer() -> None:
     """A user-defined environment may index its response with NumPy integers."""
     flat = Int32s.of([4, 9, 7])
     assert flat[np.argmax(flat.array)] == 9
@@ -83,7 +83,7 @@ def test_index_may_be_a_numpy_integer() -> None:
         flat["1"]  # type: ignore[call-overload]
 
 
-def test_slice_does_not_pickle_the_whole_array() -> None:
+def test_slice_of_a_token_array_is_pickled_alone() -> None:
     whole = Int32s.same(1, 100_000)
     for piece in (whole[5:7], whole[::50_000], Int32s.concatenate([whole[:1], whole[-1:]])):
         assert len(pickle.dumps(piece)) < 200

@@ -73,7 +73,7 @@ def test_batch_number_is_committed_once(run: ObjectStore) -> None:
     assert list(run.list("trajectories")) == [file_of(second, 0).path]
 
 
-def test_file_without_an_entry_is_no_batch(run: ObjectStore) -> None:
+def test_batch_file_without_a_log_entry_is_no_batch(run: ObjectStore) -> None:
     """After a kill between the two writes there is no batch, and the next commit succeeds."""
     first, writer = ready(run)
     run.put(f"trajectories/00000000-{writer.claim}-0a1b2c3d.arrow", b"half a fi")
@@ -85,7 +85,7 @@ def test_file_without_an_entry_is_no_batch(run: ObjectStore) -> None:
     assert second.read_commit(entry.n).number == 0
 
 
-def test_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
+def test_log_entry_of_another_kind_commits_no_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     for n in (0, writer.claim, writer.claim + 1):
         with pytest.raises(Corrupt, match=f"entry {n} of .* does not commit a batch"):
@@ -146,7 +146,7 @@ REWARD = SCHEMA.get_field_index("reward")
         (arrow_file(GOOD.set_column(REWARD, SCHEMA.field(REWARD), pa.nulls(4, pa.float32()))), "contains null values"),
     ],
 )
-def test_foreign_file_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
+def test_file_that_is_no_arrow_batch_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
     with pytest.raises(Corrupt, match=message):
         TrajectoryBatch.from_bytes(data)
 
@@ -157,7 +157,9 @@ def test_foreign_file_is_corrupt(data: bytes | pa.Buffer, message: str) -> None:
     st.integers(0, 4000),
     st.integers(0, 4000),
 )
-def test_random_damage_is_detected_or_harmless(flips: list[tuple[int, int]], start: int, cut: int) -> None:
+def test_random_damage_of_a_batch_file_is_detected_or_harmless(
+    flips: list[tuple[int, int]], start: int, cut: int
+) -> None:
     """Any bytes give a readable batch or `Corrupt`, and never another error."""
     data = bytearray(arrow_file(GOOD).to_pybytes())
     for place, value in flips:
@@ -194,7 +196,7 @@ def test_voided_batch_is_formed_again(run: ObjectStore) -> None:
     assert other.read_commit(second.n).groups[0].key == GroupKey(0, 1)
 
 
-def test_rejected_batch_is_voided_although_intact(run: ObjectStore) -> None:
+def test_batch_that_the_learner_rejects_is_voided(run: ObjectStore) -> None:
     batches, writer = ready(run)
     _, learner = learning(run)
     entry, _ = batches.commit(writer, staged())
@@ -208,7 +210,7 @@ def test_rejected_batch_is_voided_although_intact(run: ObjectStore) -> None:
     assert run.exists(batches.read_commit(entry.n).file.path)
 
 
-def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
+def test_log_state_counts_how_often_a_prompt_was_sampled_anew(memory: MemoryStore) -> None:
     """The count ends when the prompt is trained on or filtered; rejected batches of a version are counted, too."""
     batches, writer = ready(memory)
     policies, learner = learning(memory)
@@ -239,7 +241,7 @@ def test_state_counts_the_redraws_of_a_prompt(memory: MemoryStore) -> None:
     assert known() == ({}, 1)
 
 
-def test_discards_include_those_of_voided_commits(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discarded_groups_include_those_of_voided_batches(run: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch 1 of three is damaged twice; each commit has further discards."""
     batches, writer = ready(run, async_ratio=2)
     for number in range(3):
@@ -257,7 +259,7 @@ def test_discards_include_those_of_voided_commits(run: ObjectStore, monkeypatch:
         assert other.discards(other.log.state.waiting[number].entry) == staged(number).discards
 
 
-def test_discards_are_listed_with_one_read_if_no_batch_is_voided(memory: MemoryStore) -> None:
+def test_discarded_groups_of_an_intact_batch_need_one_read(memory: MemoryStore) -> None:
     batches, writer = ready(memory, async_ratio=5)
     for number in range(5):
         batches.commit(writer, staged(number))
@@ -266,7 +268,7 @@ def test_discards_are_listed_with_one_read_if_no_batch_is_voided(memory: MemoryS
     assert batches.discards(batches.log.state.waiting[4].entry) == staged(4).discards
 
 
-def test_racing_voids_append_one_entry(run: ObjectStore) -> None:
+def test_racing_voids_of_a_batch_append_one_log_entry(run: ObjectStore) -> None:
     batches, scheduler = ready(run, async_ratio=9)
     _, learner = learning(run)
     for number in range(10):
@@ -279,7 +281,7 @@ def test_racing_voids_append_one_entry(run: ObjectStore) -> None:
     assert batches.log.state.holes == list(range(10))
 
 
-def test_deposed_role_voids_no_batch(run: ObjectStore) -> None:
+def test_replaced_process_cannot_void_a_batch(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     scheduling(run)
@@ -300,7 +302,7 @@ def test_trained_batch_is_not_voided(run: ObjectStore) -> None:
     assert of_kind(run, BatchVoided) == []
 
 
-def test_void_that_loses_a_race_has_no_effect(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_void_that_loses_a_race_has_no_effect(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner trains on the batch between the check of its file and the entry."""
     batches, writer = ready(memory)
     batches.commit(writer, staged())
@@ -317,7 +319,7 @@ def test_void_that_loses_a_race_has_no_effect(memory: MemoryStore, monkeypatch: 
     assert (batches.log.state.version, batches.log.state.voids) == (1, 0)
 
 
-def test_verify_compares_bytes_with_the_commit(run: ObjectStore) -> None:
+def test_verify_compares_the_batch_file_with_its_log_entry(run: ObjectStore) -> None:
     batches, writer = ready(run)
     _, data = batches.commit(writer, staged())
     file, whole = file_of(batches, 0), content(data).to_pybytes()
@@ -327,7 +329,7 @@ def test_verify_compares_bytes_with_the_commit(run: ObjectStore) -> None:
             verify(file, other)
 
 
-def test_unseen_void_gives_no_dispatch_two_outcomes(run: ObjectStore) -> None:
+def test_void_during_a_commit_gives_no_prompt_two_outcomes(run: ObjectStore) -> None:
     """The scheduler's own groups stay open and count; those of the voided batch are open again."""
     batches, writer = ready(run, async_ratio=2)
     _, learner = learning(run)
@@ -347,7 +349,7 @@ def test_unseen_void_gives_no_dispatch_two_outcomes(run: ObjectStore) -> None:
     assert (batches.log.state.holes, sorted(batches.log.state.waiting)) == ([], [0, 1, 2])
 
 
-def test_void_of_a_batch_keeps_the_prompt_cursor(run: ObjectStore) -> None:
+def test_voiding_a_batch_keeps_the_prompt_cursor(run: ObjectStore) -> None:
     """With two sources, batch 1 of three is lost: its group and those in flight are open, but not the filtered ones."""
     batches, writer = ready(run, async_ratio=2, sources=2)
     groups, filtered = ((0, 1), (2,), (6,)), ((3,), (4, 5), (8,))  # prompts of each batch

@@ -83,7 +83,7 @@ def committed(run: ObjectStore) -> tuple[TrajectoryStore, Writer, PolicyVersion]
     return batches, writer, version
 
 
-def test_process_out_of_descriptors_quarantines_no_batch(tmp_path: Path) -> None:
+def test_process_without_file_descriptors_voids_no_batch(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     batches, writer, _ = committed(run)
     command = [sys.executable, "-c", OUT_OF_DESCRIPTORS, str(tmp_path), str(writer.claim)]
@@ -112,7 +112,7 @@ def failing(code: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENFILE, errno.EIO, errno.EACCES, errno.ETIMEDOUT])
 @pytest.mark.parametrize("what", ["open", "pyarrow", "stat"])
-def test_unreadable_file_is_unreachable_not_corrupt(
+def test_unreadable_file_counts_as_unreachable_not_corrupt(
     code: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = open_store(str(tmp_path))
@@ -193,7 +193,7 @@ def test_local_file_error_is_not_an_s3_error(monkeypatch: pytest.MonkeyPatch) ->
     ("status", "code"),
     [(503, "XMinioServerNotInitialized"), (503, "SlowDownRead"), (500, "XMinioBackendDown"), (504, "")],
 )
-def test_unknown_code_of_a_busy_service_is_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_error_code_of_a_busy_s3_is_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.storage.objects.s3_requests.PATIENT", RetryLimits(tries=3, pause_seconds=0.01))
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
@@ -206,7 +206,7 @@ def test_unknown_code_of_a_busy_service_is_retried(status: int, code: str, monke
 
 
 @pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (400, "AuthorizationHeaderMalformed")])
-def test_permanent_error_is_not_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_s3_error_is_not_retried(status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("GET", status, code)
@@ -215,7 +215,7 @@ def test_permanent_error_is_not_retried(status: int, code: str, monkeypatch: pyt
         assert proxy.seen("GET") == 1
 
 
-def test_wrong_region_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_s3_region_is_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultyProxy("http://127.0.0.1:9") as proxy:
         use(proxy.endpoint, monkeypatch)
         proxy.answer("PUT", 400, "AuthorizationHeaderMalformed")

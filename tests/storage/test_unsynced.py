@@ -47,7 +47,7 @@ def break_next(monkeypatch: pytest.MonkeyPatch) -> Break:
     return lambda: state.update(armed=True, linked=False)
 
 
-def test_named_object_is_not_reported_as_unwritten(local: LocalStore, break_next: Break) -> None:
+def test_error_after_a_create_does_not_deny_an_existing_object(local: LocalStore, break_next: Break) -> None:
     break_next()
     with pytest.raises(Unreachable, match=r"a/record exists.*Input/output error"):
         local.create("a/record", b"x")
@@ -70,7 +70,7 @@ def test_failed_cleanup_does_not_fail_a_create(local: LocalStore, monkeypatch: p
     assert len([*local.list_unfinished()]) == 1
 
 
-def test_unsynced_append_is_read_again_and_stored_once(local: LocalStore, break_next: Break) -> None:
+def test_append_with_a_failed_sync_is_stored_once(local: LocalStore, break_next: Break) -> None:
     create_run(local)
     claim = Supervisor(local).writer.claim
     learner, scheduler = Learner(local, claim), Scheduler(local, claim)
@@ -100,7 +100,7 @@ class Losing(LocalStore):
         return super().create_naming(path, content, file, data)
 
 
-def test_lost_file_is_written_again_with_its_entry(tmp_path: Path) -> None:
+def test_lost_batch_file_is_written_again_with_its_log_entry(tmp_path: Path) -> None:
     """The entry of a second try must not name a file that the first try never wrote."""
     sound = LocalStore(tmp_path / "store")
     create_run(sound)
@@ -141,7 +141,9 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
     monkeypatch.setattr(local_backend.os, "stat", failing)
 
 
-def test_own_link_counts_despite_an_error(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_succeeds_if_its_hard_link_exists_despite_error(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost_answers(monkeypatch, "link")
     local.create("a/record", b"x")
     local.create_naming("a/other", str.encode, "b/file", b"y")
@@ -150,7 +152,9 @@ def test_own_link_counts_despite_an_error(local: LocalStore, monkeypatch: pytest
     assert [*local.list_unfinished()] == []
 
 
-def test_unnamed_object_is_reported_as_unwritten(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_before_a_create_says_that_nothing_was_written(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local.check()
     lost_answers(monkeypatch, "link", done=False)
     with pytest.raises(StoreFailed, match="nothing was committed"):
@@ -158,7 +162,7 @@ def test_unnamed_object_is_reported_as_unwritten(local: LocalStore, monkeypatch:
     assert not local.exists("record")
 
 
-def test_name_taken_meanwhile_is_a_conflict(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_created_meanwhile_is_a_conflict(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(source: Path, target: Path) -> None:
         target.write_bytes(b"another one's")
         raise OSError(errno.EIO, "Input/output error")
@@ -184,7 +188,9 @@ def test_create_that_cannot_be_checked_is_unreachable(
         local.create("a/record", b"x")
 
 
-def test_own_rename_counts_despite_an_error(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_succeeds_if_its_rename_happened_despite_an_error(
+    local: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a file system without hard links, creators rename under a lock."""
 
     def unsupported(source: Path, target: Path) -> None:
@@ -197,7 +203,7 @@ def test_own_rename_counts_despite_an_error(local: LocalStore, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_put_with_a_lost_answer_checks_the_object(
+def test_put_with_a_lost_response_reads_the_object_back(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch, *, done: bool
 ) -> None:
     local.put("a/object", b"old")
@@ -221,7 +227,7 @@ def test_put_that_cannot_be_checked_is_unreachable(local: LocalStore, monkeypatc
     assert local.get("a/object") == b"new"
 
 
-def test_named_put_is_not_reported_as_unwritten(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_after_a_put_does_not_deny_an_existing_object(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder cannot be synced: the object exists, but may not survive a power cut."""
     local.put("a/object", b"old")
     with monkeypatch.context() as patch:
@@ -231,7 +237,7 @@ def test_named_put_is_not_reported_as_unwritten(local: LocalStore, monkeypatch: 
     assert local.get("a/object") == b"new"
 
 
-def test_put_into_an_unsyncable_folder_leaves_no_object(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_into_a_folder_that_cannot_be_synced_fails(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("object", b"old")
     failing_folder(monkeypatch, local.root)
     with pytest.raises(StoreFailed, match="nothing was committed"):
@@ -251,7 +257,7 @@ def failing_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(local_backend.os, "fsync", failing)
 
 
-def test_append_with_a_lost_link_answer_is_stored_once(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_with_a_failed_hard_link_is_stored_once(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create_run(local)
     claim = Supervisor(local).writer.claim
     learner, scheduler = Learner(local, claim), Scheduler(local, claim)

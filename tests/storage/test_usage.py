@@ -24,7 +24,7 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 BURNT = 0.6  # measured of 0.7 CPU seconds, because user and system time are rounded down to ticks of 10 ms
 
 
-def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
+def test_cpu_time_of_a_role_includes_replaced_processes(tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     first, second = CpuUsage(), CpuUsage()
     first.note([CpuCost("learner", "a:1:1", 10.0), CpuCost("scheduler", "a:2:1", 5.0)])
@@ -38,7 +38,7 @@ def test_role_total_survives_replaced_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", "null", '{"learner": 3}', '{"learner": {"a": "much"}}'])
-def test_damaged_usage_object_is_skipped(damaged: str, tmp_path: Path) -> None:
+def test_damaged_cpu_usage_record_is_skipped(damaged: str, tmp_path: Path) -> None:
     run = open_store(str(tmp_path))
     usage = CpuUsage()
     usage.note([CpuCost("learner", "a:1:1", 3.0)])
@@ -47,7 +47,7 @@ def test_damaged_usage_object_is_skipped(damaged: str, tmp_path: Path) -> None:
     assert read_usage(run).totals() == {"learner": 3.0}
 
 
-def test_actor_reports_its_own_and_its_childrens_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actor_reports_cpu_usage_with_its_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "LOOK_SECONDS", -1.0)
     clock = CpuClock("engine", "engine core")
     before = {cost.role: cost.seconds for cost in clock.read()}
@@ -63,7 +63,7 @@ def test_actor_reports_its_own_and_its_childrens_usage(monkeypatch: pytest.Monke
 
 
 @pytest.mark.long
-def test_command_counts_its_services_and_their_children(tmp_path: Path) -> None:
+def test_run_command_counts_cpu_usage_of_its_services(tmp_path: Path) -> None:
     ended = BURN.format(seconds=0.7)
     lines = ["import subprocess, sys, time", f"subprocess.run([sys.executable, '-c', {ended!r}])", "time.sleep(600)"]
     (tmp_path / "burn.py").write_text("\n".join(lines))
@@ -100,6 +100,6 @@ def test_ending_process_has_no_command_line(tmp_path: Path, monkeypatch: pytest.
         assert {cost.role for cost in session_costs({RAY: service}, "none")} == {"command", RAY}
 
 
-def test_share_of_observers_is_reported() -> None:
+def test_cpu_share_of_monitoring_processes_is_reported() -> None:
     seconds = {"engine core": 160.0, "learner": 30.0, "prefect server": 5.0, "command": 3.0, "runner": 2.0}
     assert cpu_line(seconds) == "200 s: engine core 80%, learner 15%, prefect server 2%; watching 5.0%"

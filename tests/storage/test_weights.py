@@ -58,7 +58,9 @@ def whole(folder: Path) -> bool:
     return {f"weights/{f.name}": f.read_bytes() for f in folder.iterdir()} == SHARDS
 
 
-def test_several_engines_fetch_concurrently(run: ObjectStore, version: PolicyVersion, tmp_path: Path) -> None:
+def test_several_engines_download_weights_concurrently(
+    run: ObjectStore, version: PolicyVersion, tmp_path: Path
+) -> None:
     """Each engine always gets complete weights, and nothing else stays in the cache."""
     barrier, right = threading.Barrier(6), []
 
@@ -85,7 +87,7 @@ def test_damaged_weights_are_never_served(run: ObjectStore, version: PolicyVersi
     assert lying(tmp_path / "cache") == []
 
 
-def test_damaged_cache_entry_is_fetched_again(tmp_path: Path) -> None:
+def test_damaged_cached_weights_are_downloaded_again(tmp_path: Path) -> None:
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
     folder = opened(run).weights_folder(version, tmp_path)
@@ -94,7 +96,7 @@ def test_damaged_cache_entry_is_fetched_again(tmp_path: Path) -> None:
         assert whole(opened(run).weights_folder(version, tmp_path))
 
 
-def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_files_are_downloaded_once_per_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are hashed during the fetch, and not by later callers; a store's own files are also hashed once."""
     hashed = []
     check = policies._check
@@ -107,7 +109,7 @@ def test_bytes_are_read_once_per_node(tmp_path: Path, monkeypatch: pytest.Monkey
         hashed.clear()
 
 
-def test_next_version_releases_the_previous_version(tmp_path: Path) -> None:
+def test_next_policy_version_releases_the_previous_one(tmp_path: Path) -> None:
     """The last version that a process requested stays, however many versions other processes fetch."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
@@ -123,7 +125,7 @@ def test_next_version_releases_the_previous_version(tmp_path: Path) -> None:
     assert lying(tmp_path) == [f"{number:08d}-{version.sha256[:12]}" for number in (7, 10, 11)]
 
 
-def test_other_weights_of_a_number_have_their_own_folder(tmp_path: Path) -> None:
+def test_other_weights_of_the_same_version_have_their_own_folder(tmp_path: Path) -> None:
     """A run that was deleted and created again with the same name has other weights for the same versions."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)
@@ -146,7 +148,7 @@ def fetched(run: ObjectStore, version: PolicyVersion, cache: Path, start: Barrie
 
 
 @pytest.mark.slow
-def test_node_requests_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_requests_each_weight_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any number of processes of the node may request the files at once."""
     reads: Counter[str] = Counter()
     with s3_server("once", reads=reads) as endpoint, multiprocessing.get_context("spawn").Manager() as manager:

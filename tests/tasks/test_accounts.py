@@ -57,7 +57,7 @@ def seen() -> Seen:
     return pipeline.scheduler
 
 
-def test_scheduler_counts_tokens_and_trajectories(seen: Seen) -> None:
+def test_scheduler_counts_generated_tokens_and_trajectories(seen: Seen) -> None:
     counts = seen.counts
     assert counts.tokens == seen.made > 0
     assert counts.discards == Counter(one.reason for one in seen.gone)

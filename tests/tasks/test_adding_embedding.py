@@ -43,13 +43,13 @@ def gradient(*, adds: bool, dtype: torch.dtype, padding: int | None) -> torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("padding", [None, 3, 30])
-def test_gradient_equals_autograd(dtype: torch.dtype, padding: int | None) -> None:
+def test_embedding_gradient_equals_that_of_autograd(dtype: torch.dtype, padding: int | None) -> None:
     own, theirs = (gradient(adds=adds, dtype=dtype, padding=padding) for adds in (True, False))
     assert own.abs().sum() > 0
     assert torch.equal(own, theirs)
 
 
-def test_tied_weight_gets_both_gradients() -> None:
+def test_tied_embedding_weight_gets_both_gradients() -> None:
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     ids = torch.tensor([[1, 2, 2]])
@@ -66,7 +66,7 @@ def test_tied_weight_gets_both_gradients() -> None:
     torch.testing.assert_close(gradient(), whole)
 
 
-def test_failed_block_restores_the_embedding() -> None:
+def test_failed_with_block_restores_the_embedding() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     with suppress(ZeroDivisionError), of(embedding).add_in_place():
         raise ZeroDivisionError
@@ -92,7 +92,7 @@ def _with_a_hook(embedding: nn.Embedding) -> nn.Embedding:
         nn.Embedding(VOCABULARY, HIDDEN, max_norm=1.0),
     ],
 )
-def test_special_embedding_is_left_to_autograd(embedding: Any) -> None:
+def test_special_embedding_gradient_is_computed_by_autograd(embedding: Any) -> None:
     heard: list[int] = []
     embedding.weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
     with of(embedding).add_in_place():
@@ -100,7 +100,7 @@ def test_special_embedding_is_left_to_autograd(embedding: Any) -> None:
     assert heard == [1]
 
 
-def test_model_without_known_embedding_is_left_to_autograd() -> None:
+def test_gradient_of_an_unknown_embedding_is_by_autograd() -> None:
     def unknown() -> None:
         raise NotImplementedError
 
@@ -108,14 +108,14 @@ def test_model_without_known_embedding_is_left_to_autograd() -> None:
         pass
 
 
-def test_frozen_weight_gets_no_gradient() -> None:
+def test_frozen_embedding_gets_no_gradient() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN).requires_grad_(False)
     with of(embedding).add_in_place():
         assert not embedding(torch.tensor([1])).requires_grad
     assert embedding.weight.grad is None
 
 
-def test_autograd_is_restored_after_the_block() -> None:
+def test_autograd_of_the_embedding_is_restored_after_the_block() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     with of(embedding).add_in_place():
         pass

@@ -33,7 +33,9 @@ def gradients(*, adds: bool, parts: int = 3, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 16, ROWS, 1000])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_gradients_equal_autograd(rows: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layer_gradients_equal_those_of_autograd(
+    rows: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(adding_linear, "PIECE_BYTES", rows * HIDDEN * dtype.itemsize)
     own, theirs = gradients(adds=True, parts=parts, dtype=dtype), gradients(adds=False, parts=parts, dtype=dtype)
     for mine, other in zip(own, theirs, strict=True):
@@ -41,7 +43,7 @@ def test_gradients_equal_autograd(rows: int, parts: int, dtype: torch.dtype, mon
         torch.testing.assert_close(mine, other, rtol=0, atol=0 if rows > 1 else 1e-5)
 
 
-def test_frozen_weight_gets_no_gradient() -> None:
+def test_frozen_linear_weight_gets_no_gradient() -> None:
     linear = nn.Linear(HIDDEN, ROWS, bias=False).requires_grad_(False)
     given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     made = AddingLinear(linear)
@@ -51,7 +53,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
     assert given.grad is not None
 
 
-def test_autograd_is_restored_after_the_block() -> None:
+def test_autograd_of_linear_layers_is_restored_after_the_block() -> None:
     """Autograd's hooks run after the block, and not within it."""
     linear = nn.Linear(HIDDEN, ROWS, bias=False)
     given = torch.randn(POSITIONS, HIDDEN, requires_grad=True)

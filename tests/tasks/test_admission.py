@@ -32,7 +32,7 @@ def dues(draw: st.DrawFn) -> BatchesToForm:
 
 
 @given(due=dues())
-def test_due_batches_are_lost_ones_then_new_ones(due: BatchesToForm) -> None:
+def test_lost_batches_are_formed_before_new_ones(due: BatchesToForm) -> None:
     order = [*due.missing, *range(due.number, due.last)]
     assert due.count == len(order)
     assert [due.at(place) for place in range(len(order))] == order
@@ -44,7 +44,7 @@ def test_due_batches_are_lost_ones_then_new_ones(due: BatchesToForm) -> None:
 
 
 @given(version=st.integers(-1, 6), due=dues(), outstanding=st.integers(0, 9), groups=st.integers(1, 5), ahead=PARTS)
-def test_allowance_equals_groups_of_due_batches_in_reach(
+def test_allowed_prompts_are_those_of_batches_within_alpha(
     version: int, due: BatchesToForm, outstanding: int, groups: int, ahead: float
 ) -> None:
     reach = groups * (version + 1 + ahead)  # groups of all batches, formed or not
@@ -64,7 +64,7 @@ def rooms(extra: int = 0, limits: dict[str, Any] | None = None, **supply: Any) -
     return decide_admission(replace(SUPPLY, **supply), replace(LIMITS, **(limits or {})), extra)
 
 
-def test_allowance_matches_a_hand_calculation() -> None:
+def test_number_of_allowed_prompts_matches_a_hand_calculation() -> None:
     """Batch 3 under version 2: 4 * (2 + 1 + 1) groups may be started in all, 12 are formed, 1 is outstanding."""
     assert rooms() == AdmissionDecision(batch=3, fresh=3, wanted=27, free=True)
 
@@ -75,7 +75,7 @@ def test_alpha_of_one_allows_one_more_batch() -> None:
     assert rooms(limits={"async_ratio": 2.0, "max_batches_ahead": 1.0}).fresh == 3
 
 
-def test_fractional_alpha_starts_only_replacement_groups() -> None:
+def test_fractional_alpha_allows_part_of_a_batch_more() -> None:
     half = {"async_ratio": 1.5, "on_stale": "drop"}
     assert rooms(limits=half).fresh == 5  # half a batch more
     assert rooms(limits=half | {"on_stale": "wait"}).fresh == 3
@@ -83,7 +83,7 @@ def test_fractional_alpha_starts_only_replacement_groups() -> None:
     assert rooms(limits=half, due=BatchesToForm(4, (), 10), outstanding=0).fresh == 0
 
 
-def test_group_too_late_for_its_batch_is_not_admitted() -> None:
+def test_prompt_too_late_for_its_batch_is_not_started() -> None:
     """Version 0, alpha = 0.5: 4 * 1.5 groups; batch 0 is formed, and batch 1 wants a version above 0."""
     fraction = {"async_ratio": 0.5, "on_stale": "drop"}
     assert rooms(limits=fraction, version=0, due=BatchesToForm(0, (), 10), outstanding=0).fresh == 6
@@ -95,11 +95,11 @@ def test_group_too_late_for_its_batch_is_not_admitted() -> None:
     assert rooms(limits={"async_ratio": 1.0}, version=0, due=BatchesToForm(1, (), 10), outstanding=0).fresh == 4
 
 
-def test_lost_batch_is_admitted_separately() -> None:
+def test_prompts_for_a_lost_batch_are_admitted_separately() -> None:
     assert rooms(due=BatchesToForm(3, (1,), 10)) == AdmissionDecision(batch=1, fresh=7, wanted=31, free=True)
 
 
-def test_extra_groups_belong_to_the_next_batchs_round() -> None:
+def test_redundant_prompts_are_started_with_the_next_batch() -> None:
     assert rooms(extra=2) == AdmissionDecision(batch=3, fresh=5, wanted=29, free=True)
     formed = rooms(extra=2, due=BatchesToForm(4, (), 10), outstanding=0)  # this version's batches are formed
     assert formed == AdmissionDecision(batch=3, fresh=0, wanted=24, free=True)
@@ -111,13 +111,13 @@ def test_extra_groups_belong_to_the_next_batchs_round() -> None:
     )  # by `max_batches_ahead`, though alpha would allow it
 
 
-def test_last_batches_start_no_surplus_groups() -> None:
+def test_last_batches_start_no_redundant_prompts() -> None:
     assert rooms(due=BatchesToForm(9, (), 10), version=9).wanted == 3
     assert rooms(due=BatchesToForm(9, (1,), 10), version=9).wanted == 7
     assert rooms(due=BatchesToForm(10, (), 10), version=9, outstanding=0).wanted == 0
 
 
-def test_no_group_is_admitted_before_the_first_version() -> None:
+def test_no_prompt_is_started_before_the_first_policy_version() -> None:
     assert rooms(extra=2, version=-1, due=BatchesToForm(0, (), 10), outstanding=0) == AdmissionDecision(0, 0, 0, True)
     assert rooms(extra=2, version=0, due=BatchesToForm(0, (), 10), outstanding=0) == AdmissionDecision(0, 10, 42, True)
 
@@ -134,7 +134,7 @@ def test_no_group_is_admitted_before_the_first_version() -> None:
         ({"running": 8, "generating": 16}, False),
     ],
 )
-def test_free_slots_admit_a_group(supply: dict[str, Any], free: bool) -> None:
+def test_prompt_is_started_if_an_engine_has_free_slots(supply: dict[str, Any], free: bool) -> None:
     assert rooms(**supply).free == free
 
 
@@ -151,7 +151,7 @@ def test_free_slots_admit_a_group(supply: dict[str, Any], free: bool) -> None:
         (2, 2, True, True, False),
     ],
 )
-def test_decision_tells_whether_alpha_alone_holds_engines(
+def test_admission_tells_if_only_alpha_keeps_engines_idle(
     fresh: int, wanted: int, free: bool, opens: bool, is_held: bool
 ) -> None:
     found = AdmissionDecision(0, fresh, wanted, free)
@@ -172,7 +172,9 @@ def test_decision_tells_whether_alpha_alone_holds_engines(
         ({"version": -1, "due": BatchesToForm(0, (), 10)}, {"async_ratio": 0.0}, -1),
     ],
 )
-def test_next_group_belongs_to_the_expected_batch(supply: dict[str, Any], limits: dict[str, Any], batch: int) -> None:
+def test_next_started_prompt_belongs_to_the_expected_batch(
+    supply: dict[str, Any], limits: dict[str, Any], batch: int
+) -> None:
     assert next_batch(replace(SUPPLY, **supply), replace(LIMITS, **limits)) == batch
     assert rooms(limits=limits, **supply).batch == batch
 
@@ -180,7 +182,7 @@ def test_next_group_belongs_to_the_expected_batch(supply: dict[str, Any], limits
 @pytest.mark.parametrize(
     ("unscored", "most", "scores"), [(0, None, True), (999, None, True), (4, 5, True), (5, 5, False), (6, 5, False)]
 )
-def test_full_queue_of_unscored_responses_admits_no_group(unscored: int, most: int | None, scores: bool) -> None:
+def test_full_queue_of_unscored_responses_starts_no_prompt(unscored: int, most: int | None, scores: bool) -> None:
     room = rooms(unscored=unscored, limits={"max_unscored": most})
     assert (room.scores, room.opens, room.is_backlogged) == (scores, scores, not scores)
     assert not room.is_held
@@ -195,7 +197,7 @@ def test_full_queue_of_unscored_responses_admits_no_group(unscored: int, most: i
     most=st.none() | st.integers(1, 9),
     extra=st.integers(0, 3),
 )
-def test_bound_on_unscored_responses_only_closes_admission(
+def test_limit_on_unscored_responses_only_stops_new_prompts(
     version: int,
     due: BatchesToForm,
     outstanding: int,

@@ -44,7 +44,7 @@ def test_group_advantages_match_a_hand_calculation() -> None:
 
 
 @pytest.mark.parametrize("part", [{}, {"scale": "none"}, {"baseline": "leave-one-out", "scale": "none"}])
-def test_branches_change_no_advantage_of_an_episode(part: dict[str, object]) -> None:
+def test_branches_of_a_response_do_not_change_its_advantage(part: dict[str, object]) -> None:
     """Group 0 has the rewards 1, 0, 0, and its first episode has three branches, which get its advantage."""
     config = Advantage.model_validate(part)
     plain = found_by(REWARDS[:3], GROUPS[:3], COUNTS[:3], **part)
@@ -79,7 +79,7 @@ def test_each_sign_of_an_advantage_has_its_weight() -> None:
     assert found == pytest.approx([2.0, -0.1, -0.1, 0, 0, 0], abs=1e-12)
 
 
-def test_rewards_are_advantages_without_a_baseline() -> None:
+def test_advantage_without_a_baseline_equals_the_reward() -> None:
     assert found_by(baseline="none", scale="none") == REWARDS.tolist()
 
 
@@ -105,7 +105,7 @@ def test_overlong_penalty_matches_a_hand_calculation() -> None:
     assert found == pytest.approx([1, 0, -0.25, 0.5, 0, 0], abs=1e-12)
 
 
-def test_group_advantages_are_right_if_its_rows_are_apart() -> None:
+def test_group_advantages_do_not_need_adjacent_rows() -> None:
     rewards = torch.tensor([1.0, 5.0, 0.0, 7.0], dtype=F64)
     found = found_by(rewards, torch.tensor([0, 1, 0, 1]), torch.ones(4), scale="none")
     assert found == [0.5, -1.0, -0.5, 1.0]
@@ -126,11 +126,11 @@ def test_loss_aggregation_matches_a_hand_calculation(aggregation: str, weights: 
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
-def test_minibatch_without_tokens_has_finite_weights(aggregation: str) -> None:
+def test_minibatch_without_tokens_has_finite_loss_weights(aggregation: str) -> None:
     assert all(math.isfinite(weight) for weight in row_weights(torch.tensor([0, 0]), aggregation, 10).tolist())
 
 
-def test_packing_pairs_every_masked_token_with_its_predictor() -> None:
+def test_packing_pairs_each_sampled_token_with_its_predictor() -> None:
     batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
     data = BatchRows.of(batch)
     assert data.groups.tolist() == [0, 0, 1]
@@ -148,7 +148,7 @@ def pairs_of(micro: MicroBatch) -> list[tuple[int, int, int]]:
     return list(zip(micro.row_M.tolist(), before, micro.targets.tolist(), strict=True))
 
 
-def test_responses_share_one_prompt() -> None:
+def test_packed_responses_share_one_prompt() -> None:
     """[5 6 | 8 9 10 | 7] and [1 | 2 3]: each response attends to its prompt and itself; positions follow the prompt."""
     batch = batch_of([trajectory([5, 6], [7]), trajectory([5, 6], [8, 9, 10], 1)], [trajectory([1], [2, 3])])
     data = BatchRows.of(batch)
@@ -177,7 +177,7 @@ def test_responses_share_one_prompt() -> None:
     st.integers(8, 60),
     st.sampled_from([None, 1, 64]),
 )
-def test_every_masked_token_is_packed_once_in_context(
+def test_every_sampled_token_is_packed_once_with_its_context(
     groups: list[tuple[int, list[int]]], most: int, width: int | None
 ) -> None:
     """Packing is correct for any lengths (also for a response without tokens), any budget and any width."""
@@ -209,7 +209,7 @@ def test_every_masked_token_is_packed_once_in_context(
 
 
 @pytest.mark.parametrize(("baseline", "scale"), [("none", "group"), ("none", "batch"), ("batch", "group")])
-def test_scale_that_does_not_fit_the_baseline_is_refused(baseline: str, scale: str) -> None:
+def test_advantage_scale_must_fit_the_baseline(baseline: str, scale: str) -> None:
     """With such a scale, a group of four correct answers would have an advantage of 10,000."""
     with pytest.raises(ValidationError, match=rf'scale = .{scale}.: with the baseline "{baseline}", equal rewards'):
         Advantage.model_validate({"baseline": baseline, "scale": scale})
@@ -236,20 +236,20 @@ def test_rows_without_tokens_do_not_count_in_the_baseline(baseline: str, scale: 
     assert found_R[tokens_R > 0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_longest_unpenalized_response_gets_the_whole_reward() -> None:
+def test_response_at_the_length_limit_keeps_its_whole_reward() -> None:
     tokens_R = torch.tensor([44, 45, 46])
     assert penalize_overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
     assert penalize_overlong(tokens_R, 100, 0.55)[1] == 0.0
 
 
-def test_equal_numbers_are_whitened_to_zero() -> None:
+def test_whitening_equal_advantages_gives_zero() -> None:
     equal = torch.full((3,), 0.1, dtype=F64)
     assert float(equal.sum() / 3) != 0.1
     assert whiten(equal, torch.ones(3, dtype=F64)).tolist() == [0.0, 0.0, 0.0]
     assert whiten(equal[:0], equal[:0]).tolist() == []
 
 
-def test_single_token_has_weight_one() -> None:
+def test_loss_weight_of_a_single_token_is_one() -> None:
     for aggregation in ("token-mean", "sequence-mean", "sequence-sum"):
         assert row_weights(torch.tensor([1, 0]), aggregation, longest=10)[0] == 1.0
 
@@ -267,7 +267,7 @@ def test_response_joins_a_packed_row_only_if_that_saves_work() -> None:
     ]  # 57 tokens is the longest line
 
 
-def test_micro_batches_keep_their_budget_and_all_rows() -> None:
+def test_micro_batches_contain_all_rows_within_the_token_limit() -> None:
     batch = batch_of(*[[trajectory([1] * n, [2] * (n % 4 + 1))] for n in range(1, 30)])
     data = BatchRows.of(batch)
     found = list(micro_batches(data, range(29), 64))

@@ -9,7 +9,7 @@ import pytest
 from rollflow.tasks.runtime.async_once import AsyncOnce
 
 
-async def test_value_is_computed_once_for_all_callers() -> None:
+async def test_async_value_is_computed_once_for_all_callers() -> None:
     made: list[int] = []
 
     async def make() -> int:
@@ -23,7 +23,7 @@ async def test_value_is_computed_once_for_all_callers() -> None:
     assert (await one.get(), one.found, made) == (7, 7, [7])
 
 
-async def test_value_is_computed_again_after_a_failure() -> None:
+async def test_async_value_is_computed_again_after_a_failure() -> None:
     errors = [ValueError("away"), None]
 
     async def make() -> str:

@@ -30,12 +30,12 @@ def test_exact_importance_weights_have_no_bias(staleness: float, seed: int) -> N
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_only_sign_weights_bias_fresh_samples(kind: str) -> None:
+def test_only_weights_by_sign_bias_on_policy_gradients(kind: str) -> None:
     assert (Bandit(0.0).found(preset(kind)).bias < 1e-9) == (kind != "weighted-topr")
 
 
 @pytest.mark.parametrize("kind", ["decoupled-ppo", "tis", "mis", "cispo"])
-def test_corrections_reduce_the_bias_of_stale_samples(kind: str) -> None:
+def test_off_policy_corrections_reduce_the_gradient_bias(kind: str) -> None:
     """`roll-current` treats stale samples as fresh, like REINFORCE with a baseline."""
     bandits = [Bandit(0.3, seed) for seed in range(7)]
     corrected, current, plain = (

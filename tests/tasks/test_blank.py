@@ -50,7 +50,7 @@ def begun(folder: Path, **given: Any) -> TorchLearner:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
-def test_every_architecture_can_start_blank(name: str, dtype: str, tmp_path: Path) -> None:
+def test_every_architecture_can_start_with_empty_weights(name: str, dtype: str, tmp_path: Path) -> None:
     """Buffers that no file holds, such as tables of positions, are also there, and float32 exceptions stay float32."""
     model_of(name).save_pretrained(tmp_path)
     made, other = begun(tmp_path, dtype=dtype), begun(tmp_path, dtype=dtype, trained=False, blank=True, seed=4)
@@ -63,7 +63,7 @@ def test_every_architecture_can_start_blank(name: str, dtype: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("part", [{"objective": {"kind": "ppo"}}, {"lora": {"rank": 4}}], ids=["critic", "LoRA"])
-def test_random_parts_do_not_depend_on_the_model(folder: Path, part: Mapping[str, Any]) -> None:
+def test_random_new_weights_do_not_depend_on_the_model(folder: Path, part: Mapping[str, Any]) -> None:
     """A critic's head, an adapter and all later draws are the same, whatever the model has drawn."""
     found = []
     for blank in (False, True):
@@ -75,7 +75,7 @@ def test_random_parts_do_not_depend_on_the_model(folder: Path, part: Mapping[str
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_blank_model_is_tested_once_after_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_model_is_checked_once_weights_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test asks if the model can share prompts and if its head can be run alone; it runs only once."""
     seen: list[bool] = []
 
@@ -92,7 +92,7 @@ def test_blank_model_is_tested_once_after_weights_are_loaded(folder: Path, monke
     assert (seen, other.width) == ([False], None)
 
 
-def test_unusable_head_is_refused_after_the_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_lm_head_is_refused_after_the_weights_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, other = begun(folder), begun(folder, blank=True)
     monkeypatch.setattr("rollflow.tasks.policies.head.NEAR", {torch.float32: -1.0})
     with pytest.raises(ConfigError, match=r"^policy.path: the output layer of a .* cannot be run on its own"):

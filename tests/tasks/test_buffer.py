@@ -23,7 +23,9 @@ STARTS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=12)
 
 
 @given(starts=STARTS, bound=st.sampled_from([0.0, 0.5, 1.0, 2.5, 5.0]), order=st.randoms(use_true_random=False))
-def test_buffer_counts_groups_ahead(starts: list[tuple[int, bool]], bound: float, order: object) -> None:
+def test_buffer_counts_the_groups_for_later_batches(
+    starts: list[tuple[int, bool]], bound: float, order: object
+) -> None:
     buffer, ranks = TrajectoryBuffer(), []
     places = list(enumerate(starts))
     order.shuffle(places)  # type: ignore[attr-defined]  # `order` is a `Random`

@@ -60,12 +60,12 @@ SECONDS = st.floats(0.01, 100)
         (29.0, 30.0),  # 1.5 x 29 is above T_max
     ],
 )
-def test_deadline_matches_values_worked_by_hand(anchor: float | None, deadline: float) -> None:
+def test_test_case_deadline_matches_a_hand_calculation(anchor: float | None, deadline: float) -> None:
     assert compute_deadline(AdaptiveDeadline(), 30.0, anchor) == deadline
 
 
 @given(anchor=st.none() | SECONDS, more=SECONDS, factor=st.floats(1, 5), least=SECONDS, longest=SECONDS)
-def test_deadline_lets_the_anchor_pass(
+def test_deadline_is_at_least_the_longest_correct_time(
     anchor: float | None, more: float, factor: float, least: float, longest: float
 ) -> None:
     adaptive = AdaptiveDeadline(factor=factor, min_seconds=least)
@@ -76,7 +76,7 @@ def test_deadline_lets_the_anchor_pass(
 
 
 @given(row=st.dictionaries(st.text(max_size=5), st.lists(st.integers() | st.text(max_size=5), max_size=4), max_size=4))
-def test_row_has_the_same_name_after_json(row: dict[str, Any]) -> None:
+def test_test_case_key_is_the_same_after_json(row: dict[str, Any]) -> None:
     assert name_row(json.loads(json.dumps(row))) == name_row(row)
     assert name_row({**row, "another": 1}) != name_row({**row, "another": 2})
 
@@ -85,7 +85,7 @@ def test_row_has_the_same_name_after_json(row: dict[str, Any]) -> None:
     seconds=st.dictionaries(st.integers(0, 20), SECONDS),
     counts=st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)),
 )
-def test_report_survives_json(seconds: dict[int, float], counts: tuple[int, int, int]) -> None:
+def test_deadline_report_is_unchanged_by_json(seconds: dict[int, float], counts: tuple[int, int, int]) -> None:
     report = DeadlineReport("row", seconds, *counts)
     assert DeadlineReport.of_columns(json.loads(json.dumps(report.to_columns()))) == report
     anchors = CaseAnchors()
@@ -95,7 +95,7 @@ def test_report_survives_json(seconds: dict[int, float], counts: tuple[int, int,
     assert anchors.list_row("row").keys() == seconds.keys()
 
 
-def test_share_of_recheck_is_drawn() -> None:
+def test_configured_share_of_killed_cases_is_drawn_for_a_recheck() -> None:
     drawn = sum(is_drawn(0.05, "row", str(number)) for number in range(20_000))
     assert 850 < drawn < 1150
     assert not any(is_drawn(0.0, str(number)) for number in range(100))
@@ -134,7 +134,7 @@ def outcomes(scores: Sequence[Score]) -> list[str]:
     return [str(score.outcome) for score in scores]
 
 
-def test_deadline_follows_correct_programs_alone() -> None:
+def test_only_correct_programs_change_the_deadline() -> None:
     desk = Desk()
     # a wrong program, a correct one, a wrong one again, a correct one that is slower
     scores = run_virtual(desk.score_all("9 8", "4 7", "5 8", "5 7", "1 7"))
@@ -142,14 +142,14 @@ def test_deadline_follows_correct_programs_alone() -> None:
     assert desk.sandboxes.timeouts == [30.0, 30.0, 6.0, 6.0, 7.5]
 
 
-def test_killed_score_names_its_deadline() -> None:
+def test_score_of_a_killed_program_names_its_deadline() -> None:
     _, slow = run_virtual(Desk().score_all("4 7", "8 7"))
     assert (slow.value, slow.outcome) == (0.0, Outcome.TIMEOUT)
     assert slow.reason == "0 of 1 cases; case 1: it ran longer than 6.0 s, its adaptive deadline"
     assert slow.parts == {"passed": 0.0, "deadline": 6.0}
 
 
-def test_kill_at_the_maximum_is_no_early_kill() -> None:
+def test_kill_at_the_largest_deadline_is_not_counted_as_early() -> None:
     desk = Desk()
     first, _, last = run_virtual(desk.score_all("40 7", "25 7", "40 7"))
     assert "adaptive" not in first.reason + last.reason
@@ -161,7 +161,7 @@ async def partly_correct(desk: Desk) -> None:
     await desk.score("1 7", {"cases": [{"stdin": "", "stdout": "7"}, {"stdin": "", "stdout": "8"}]})
 
 
-def test_partly_correct_program_is_no_anchor() -> None:
+def test_partly_correct_program_does_not_change_the_deadline() -> None:
     desk = Desk()
     run_virtual(partly_correct(desk))
     assert desk.anchors.rows == {}
@@ -188,7 +188,7 @@ class RunsByTurns:
         return ExecResult(ProgramEnd.EXITED, code, output, b"", seconds)
 
 
-def test_time_of_a_tested_program_is_not_its_tests_time() -> None:
+def test_measured_time_excludes_the_tests_own_time() -> None:
     sandboxes: Any = RunsByTurns()
     case = read_case({"assert": "assert f(1) == 7", "entry": "f"})
     found = asyncio.run(case.judge(sandboxes, "def f(n): ...", 30.0))
@@ -207,7 +207,7 @@ async def kill_twice(desk: Desk) -> list[Score]:
     return [*before, await desk.score("6 7")]
 
 
-def test_false_kill_raises_the_anchor() -> None:
+def test_wrongly_killed_program_raises_the_deadline() -> None:
     """Without this a slow but correct solution would be killed for ever, because a killed program is no anchor."""
     desk = Desk()
     first, killed, again = run_virtual(kill_twice(desk))
@@ -215,7 +215,7 @@ def test_false_kill_raises_the_anchor() -> None:
     assert desk.sandboxes.timeouts == [30.0, 2.0, 30.0, 7.5]
 
 
-def test_nothing_runs_again_without_a_share() -> None:
+def test_killed_cases_are_not_rechecked_at_a_share_of_zero() -> None:
     desk = Desk(AdaptiveDeadline(recheck=0.0))
     run_virtual(kill_and_recheck(desk, "1 7", "5 7"))
     assert (desk.anchors.kills, desk.anchors.rechecked) == (1, 0)
@@ -231,7 +231,7 @@ async def stay_busy(desk: Desk) -> tuple[int, int]:
     return busy, desk.anchors.rechecked
 
 
-def test_recheck_waits_until_the_worker_is_idle() -> None:
+def test_recheck_of_a_killed_case_waits_for_an_idle_worker() -> None:
     assert run_virtual(stay_busy(Desk())) == (0, 2)
 
 
@@ -241,7 +241,7 @@ async def break_sandboxes(desk: Desk) -> None:
     await desk.recheck()
 
 
-def test_broken_sandbox_judges_no_recheck() -> None:
+def test_recheck_in_a_broken_sandbox_does_not_count() -> None:
     desk = Desk()
     run_virtual(break_sandboxes(desk))
     assert (desk.anchors.kills, desk.anchors.rechecked, desk.anchors.false_kills) == (2, 0, 0)
@@ -253,7 +253,7 @@ async def overflow(desk: Desk) -> int:
     return len(desk.rechecks._waiting)
 
 
-def test_waiting_rechecks_are_bounded() -> None:
+def test_number_of_waiting_rechecks_is_bounded() -> None:
     assert run_virtual(overflow(Desk())) == MOST_WAITING
 
 
@@ -268,7 +268,7 @@ def test_evaluation_is_scored_with_fixed_deadlines() -> None:
     assert desk.anchors.list_row(name_row(ROW)) == {0: 1.0}
 
 
-def test_no_section_means_fixed_deadlines() -> None:
+def test_deadlines_are_fixed_without_an_adaptive_section() -> None:
     desk = Desk(adaptive=None)
     run_virtual(desk.score_all("1 7", "20 7"))
     assert desk.sandboxes.timeouts == [30.0, 30.0]
@@ -281,7 +281,7 @@ async def continue_with(anchors: CaseAnchors) -> list[float]:
     return desk.sandboxes.timeouts
 
 
-def test_restart_continues_with_the_stored_anchors() -> None:
+def test_restart_continues_with_the_stored_deadline_times() -> None:
     desk = Desk()
     run_virtual(desk.score("4 7", TWO))
     assert run_virtual(continue_with(desk.anchors)) == [6.0, 6.0]
@@ -296,7 +296,7 @@ async def score_composite(desk: Desk) -> Score:
     return await composite.score_later("4 7", ROW)
 
 
-def test_composite_gives_its_part_the_anchors() -> None:
+def test_composite_scorer_passes_deadline_times_to_its_part() -> None:
     score = run_virtual(score_composite(Desk()))
     assert (score.value, score.parts["code.deadline"]) == (1.0, 3.0)
 
@@ -310,7 +310,7 @@ def test_config_says_whether_deadlines_adapt() -> None:
     assert not has_adaptive_deadlines(CompositeReward(parts={"a": CompositePart(scorer=plain)}))
 
 
-def test_deadlines_that_cannot_adapt_are_refused() -> None:
+def test_invalid_adaptive_deadline_is_refused() -> None:
     from rollflow.flows.config import parse_config
 
     tree = {"reward": {"kind": "code", "adaptive": {"min_seconds": 4.0}}}

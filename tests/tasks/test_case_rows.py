@@ -56,7 +56,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("cases", "words"), WRONG)
-def test_wrong_case_is_refused_by_its_row(cases: Any, words: str, tmp_path: Path) -> None:
+def test_malformed_test_case_is_refused_with_its_row(cases: Any, words: str, tmp_path: Path) -> None:
     path = write(tmp_path, GOOD, cases)
     with pytest.raises(ConfigError) as refused:
         read(path)
@@ -64,7 +64,7 @@ def test_wrong_case_is_refused_by_its_row(cases: Any, words: str, tmp_path: Path
     assert "\n" not in str(refused.value)
 
 
-def test_cases_of_a_table_are_read_by_their_form(tmp_path: Path) -> None:
+def test_test_cases_in_a_table_are_read_as_lists_or_json(tmp_path: Path) -> None:
     """In a Parquet file every case has the keys of all forms, which are null where the case has another form."""
     forms = [{"stdin": "1", "stdout": "2"}, {"assert": "assert f(1) == 2"}, {"call": "f", "expected": 2}]
     pq.write_table(pa.Table.from_pylist([{"question": "Add one.", "cases": forms}]), tmp_path / "mine.parquet")
@@ -73,7 +73,7 @@ def test_cases_of_a_table_are_read_by_their_form(tmp_path: Path) -> None:
     assert [read_case(case) for case in (*printed, called)] == [read_case(case) for case in forms]
 
 
-def test_cases_of_a_csv_are_json(tmp_path: Path) -> None:
+def test_test_cases_in_a_csv_file_are_json(tmp_path: Path) -> None:
     quoted = json.dumps(GOOD).replace('"', '""')
     (tmp_path / "mine.csv").write_text(f'question,cases\nAdd one.,"{quoted}"\n')
     assert read(tmp_path / "mine.csv", json_columns=["cases"]) == [GOOD]
@@ -83,7 +83,7 @@ def test_cases_of_a_csv_are_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"reward": {"kind": "exact"}}, {"policy": {"cold_start": {}}}])
-def test_missing_answer_is_refused_where_it_is_used(change: dict[str, Any], tmp_path: Path) -> None:
+def test_missing_answer_is_refused_if_the_scorer_needs_it(change: dict[str, Any], tmp_path: Path) -> None:
     """The scorer `exact` compares answers, and a cold start trains on them."""
     (path := tmp_path / "mine.csv").write_text("question,solution\n1 + 1,2\n")
     tree = {"prompts": [{"kind": "file", "path": str(path)}], "reward": {"kind": "code"}, "policy": {"path": "a/b"}}

@@ -88,7 +88,7 @@ def test_random_key_change_is_accepted_or_refused(run: RunContext, key: str, val
 
 
 @pytest.mark.long
-def test_every_key_takes_effect_or_is_refused(run: RunContext, tmp_path: Path) -> None:
+def test_every_changed_key_takes_effect_or_is_refused(run: RunContext, tmp_path: Path) -> None:
     """Each allowed change is made on a copy of the run: it is recorded and read back, and the audit is clean."""
     changed, said = set[str](), dict[str, str]()
     copied = copy_of(run, tmp_path / "runs" / "small")
@@ -146,13 +146,13 @@ def copy_of(run: RunContext, folder: Path) -> RunContext:
         ("versions", "is not of the form key=value"),
     ],
 )
-def test_command_refuses_with_exit_code_2(
+def test_refused_config_change_ends_with_exit_code_2(
     run: RunContext, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
     assert words in refused(capsys, "resume", run.uri, "--set", override)
 
 
-def test_config_changes_are_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_changes_of_a_run_are_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copied = copy_of(run, tmp_path / "runs" / "small")
     record_change(copied, ["versions=9", "train.learning_rate=0.25"])
     sentence = "config changed from version 3 on: train.learning_rate 0.001 -> 0.25, versions 4 -> 9"
@@ -164,7 +164,7 @@ def test_config_changes_are_shown(run: RunContext, tmp_path: Path, capsys: pytes
     assert "from version 3 0.25" in " ".join(capsys.readouterr().out.split())
 
 
-def test_resume_of_a_run_under_way_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_a_running_run_is_refused(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.flows.commands.resume.is_under_way", lambda context: True)
     with pytest.raises(ConfigError, match="its config can change only at a start; stop the run first: rollflow stop"):
         record_change(RunContext(run.uri, run.cache), ["versions=7"])

@@ -35,7 +35,7 @@ def channel(capacity: int = 2, *batches: str, version: int = -1) -> Channel[str]
     return Channel(capacity, Stored({n: (0, payload) for n, payload in enumerate(batches)}), version)
 
 
-def test_put_waits_for_room_until_its_deadline() -> None:
+def test_channel_put_waits_for_room_until_its_deadline() -> None:
     async def main() -> None:
         made = channel(capacity=2)
         await made.put(0, "a", 1)
@@ -51,7 +51,7 @@ def test_put_waits_for_room_until_its_deadline() -> None:
     run_virtual(main())
 
 
-def test_leased_batch_stays_until_acknowledged() -> None:
+def test_channel_keeps_a_batch_until_it_is_acknowledged() -> None:
     async def main() -> None:
         made = channel(2, "stored")
         await made.put(0, "a", 1)
@@ -108,7 +108,7 @@ def test_batch_whose_channel_put_was_lost_is_read_from_the_store() -> None:
     run_virtual(main())
 
 
-def test_voided_batch_is_never_leased() -> None:
+def test_channel_never_returns_a_voided_batch() -> None:
     async def main() -> None:
         stored = Stored({0: (0, "a")})
         made = Channel(2, stored)
@@ -143,7 +143,7 @@ def test_corrupt_batch_in_the_store_is_reported() -> None:
     run_virtual(main())
 
 
-def test_damaged_copy_is_read_again() -> None:
+def test_damaged_copy_of_a_batch_is_read_again() -> None:
     async def main() -> None:
         made = channel(2, "good")
         await made.put(0, "damaged in memory", 1)
@@ -154,7 +154,7 @@ def test_damaged_copy_is_read_again() -> None:
     run_virtual(main())
 
 
-def test_announced_version_ends_the_wait_for_it() -> None:
+def test_announced_policy_version_ends_the_wait_for_it() -> None:
     async def main() -> None:
         made = channel()
         waiting = asyncio.create_task(made.wait_version(0, 60))

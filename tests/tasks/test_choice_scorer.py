@@ -76,14 +76,14 @@ UNPARSABLE = [
 
 
 @pytest.mark.parametrize("response", RIGHT)
-def test_chosen_letter_is_correct(response: str) -> None:
+def test_response_with_the_correct_letter_is_correct(response: str) -> None:
     found = choose(response, ROW)
     assert (found.value, found.outcome) == (1.0, Outcome.CORRECT), found
     assert found.reason == "B chosen, B is right"
 
 
 @pytest.mark.parametrize("response", WRONG)
-def test_different_letter_is_wrong(response: str) -> None:
+def test_response_with_a_different_letter_is_wrong(response: str) -> None:
     found = choose(response, ROW)
     assert (found.value, found.outcome) == (0.0, Outcome.WRONG), found
 
@@ -109,7 +109,7 @@ def test_choice_rows_without_options_need_only_a_letter(response: str) -> None:
         ({"answer": "two", "options": {"X": "one", "Y": "two"}}, "Y"),
     ],
 )
-def test_reference_is_a_letter_or_an_option(reference: dict[str, Any], letter: str) -> None:
+def test_reference_answer_is_a_letter_or_the_text_of_an_option(reference: dict[str, Any], letter: str) -> None:
     assert find_gold(reference) == letter
 
 
@@ -128,6 +128,6 @@ def test_reference_is_a_letter_or_an_option(reference: dict[str, Any], letter: s
         {"answer": "Rome" + " " * 100_000 + "Paris", "options": CITIES},
     ],
 )
-def test_wrong_reference_is_refused(reference: dict[str, Any]) -> None:
+def test_reference_answer_that_is_no_option_is_refused(reference: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"answer|options"):
         find_gold(reference)

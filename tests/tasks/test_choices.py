@@ -70,7 +70,7 @@ def reasons(pipeline: Pipeline) -> Counter[str]:
 # --- redundancy and tail batching ---------------------------------------------------------------------------
 
 
-def test_extra_groups_shorten_a_step_and_are_issued_again() -> None:
+def test_redundant_prompts_shorten_a_step_and_are_reissued() -> None:
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
@@ -82,7 +82,7 @@ def test_extra_groups_shorten_a_step_and_are_issued_again() -> None:
     assert waiting | trained == set(range(pipeline.state.issued[0]))  # every preempted prompt will be issued again
 
 
-def test_first_responses_to_end_are_kept() -> None:
+def test_first_group_size_responses_to_end_are_kept() -> None:
     common = {"versions": 20, "async_ratio": 0.0, "slots": 64, "group_size": 4, "train_seconds": 0.0}
     common |= {"seconds_per_token": 0.1, "sigma": 0.5}
     _, plain = ran(**common)
@@ -104,7 +104,7 @@ def test_slow_prompts_get_their_own_batch() -> None:
     assert len(pipeline.state.open) <= 1
 
 
-def test_long_round_issues_only_slow_prompts_and_no_extra_groups() -> None:
+def test_batch_of_slow_prompts_has_no_redundant_prompts() -> None:
     limits = RolloutLimits(
         0, 9, 2, 1, 0.0, 9, 1, 9, 1.0, redundant_groups=1, redundant_responses=1, tail_batching=True, **DROP
     )
@@ -122,7 +122,7 @@ def test_long_round_issues_only_slow_prompts_and_no_extra_groups() -> None:
     assert order.next_issue(1).key == GroupKey(6, 0)  # the tail is empty
 
 
-def test_last_batch_issues_all_preempted_prompts() -> None:
+def test_last_batch_contains_all_preempted_prompts() -> None:
     limits = RolloutLimits(
         0, 3, 2, 1, 0.0, 9, 1, 9, 1.0, redundant_groups=1, redundant_responses=1, tail_batching=True, **DROP
     )
@@ -155,7 +155,7 @@ def test_preempted_group_keeps_its_random_lengths() -> None:
 
 
 @pytest.mark.long
-def test_prompt_is_awaited_after_enough_preemptions() -> None:
+def test_batch_waits_for_a_prompt_after_max_preemptions() -> None:
     """Of 10 groups the first 4 make a batch, so the longest would wait forever. If all 10 are awaited, the last ones
     wait for only two more batches."""
     common: dict[str, Any] = {"versions": 60, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
@@ -177,7 +177,7 @@ def test_restarted_scheduler_knows_preempted_prompts() -> None:
     assert order.next_issue(1) == Issue(GroupKey(3, 6), 1, False)  # preempted once, so it does not count as slow yet
 
 
-def test_trained_or_filtered_prompts_are_forgotten() -> None:
+def test_preemption_counts_of_finished_prompts_are_deleted() -> None:
     order = IssueOrder(
         limits_for(max_preemptions=2), Cursor((9,), (0,)), [GroupKey(3, 5), GroupKey(4, 1)], [(3, 1), (4, 2)]
     )
@@ -188,7 +188,7 @@ def test_trained_or_filtered_prompts_are_forgotten() -> None:
 
 @pytest.mark.parametrize("reason", list(DiscardReason))
 @pytest.mark.parametrize("tokens", [0, 7])
-def test_only_preempted_running_groups_count_as_slow(reason: DiscardReason, tokens: int) -> None:
+def test_only_preempted_running_prompts_count_as_slow(reason: DiscardReason, tokens: int) -> None:
     """An engine's death, a corrupt batch, or a request that had no time to start does not count."""
     order = IssueOrder(limits_for(tail_batching=True), Cursor((9,), (0,)), [])
     order.note_discard(discard := Discard(GroupKey(3, 0), reason, 0, tokens))
@@ -217,12 +217,12 @@ def limits_for(**choices: Any) -> RolloutLimits:
         ({"on_stale": "drop"}, "drop"),
     ],
 )
-def test_no_group_is_dropped_by_default(choices: dict[str, Any], bound: str) -> None:
+def test_no_responses_are_dropped_by_default(choices: dict[str, Any], bound: str) -> None:
     config = RunConfig(policy=PolicyConfig(path="x"), rollout=RolloutConfig(**choices))
     assert build_limits(config).on_stale == bound
 
 
-def test_simulated_wait_at_the_bound_drops_no_group() -> None:
+def test_simulation_with_on_stale_wait_drops_no_responses() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32, "seconds_per_token": 0.01}
     dropping, fast = ran(**common, choices=DROP)
     waiting, slow = ran(**common, choices={"on_stale": "wait"})
@@ -231,13 +231,13 @@ def test_simulated_wait_at_the_bound_drops_no_group() -> None:
     assert fast < slow
 
 
-def test_started_order_forms_batches_of_the_oldest_prompts() -> None:
+def test_batch_order_started_takes_the_oldest_prompts() -> None:
     pipeline, _ = ran(versions=12, async_ratio=1.0, choices={"batch_order": "started"})
     taken = [sorted(key.prompt for key in commit.groups) for commit in commits(pipeline)]
     assert taken == [list(range(4 * n, 4 * n + 4)) for n in range(12)]
 
 
-def test_batch_mode_rewards_wait_for_the_last_response() -> None:
+def test_baseline_scores_only_after_the_last_response() -> None:
     common = {"versions": 5, "groups": 8, "async_ratio": 0.0, "slots": 4, "reward_seconds": 2.0}
     for scheduler, waits in ((RolloutScheduler, False), (BatchScheduler, True)):
         pipeline, _ = ran(**common, scheduler_type=scheduler)
@@ -246,7 +246,7 @@ def test_batch_mode_rewards_wait_for_the_last_response() -> None:
         assert (max(seconds) > 2.01) == waits
 
 
-def test_filtered_groups_are_replaced_and_not_reissued() -> None:
+def test_filtered_prompts_are_replaced_and_not_reissued() -> None:
     pipeline, _ = ran(
         versions=12, group_size=3, async_ratio=4.0, choices={"filter": FilterConfig(min_mean=0.0, max_mean=1.0)}
     )
@@ -256,7 +256,7 @@ def test_filtered_groups_are_replaced_and_not_reissued() -> None:
     assert set(pipeline.scheduler.counts.filtered) == {"mean reward at or below 0", "mean reward at or above 1"}
 
 
-def test_filter_that_keeps_no_group_fails_with_advice() -> None:
+def test_filter_that_keeps_no_prompt_fails_with_advice() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         ran(choices={"filter": FilterConfig(min_mean=1.0, max_consecutive=20)})
     why = find_first_cause(caught.value)
@@ -264,7 +264,7 @@ def test_filter_that_keeps_no_group_fails_with_advice() -> None:
     assert "removed 20 groups in a row (the last group: mean reward at or below 1); widen the filter" in str(why)
 
 
-def test_response_age_counts_from_its_oldest_token() -> None:
+def test_staleness_can_count_from_the_oldest_token() -> None:
     """A request that waits inside an engine during an update has its first token under a newer version."""
     choices = {"staleness_from": "oldest-token"}
     pipeline, _ = ran(versions=20, async_ratio=2.0, choices=choices)
@@ -273,14 +273,14 @@ def test_response_age_counts_from_its_oldest_token() -> None:
             assert all(t.started_version == min(v for v in t.versions if v >= 0) for t in group.trajectories)
 
 
-def test_time_held_back_by_alpha_is_measured() -> None:
+def test_time_that_alpha_keeps_engines_idle_is_measured() -> None:
     common = {"versions": 10, "slots": 8, "train_seconds": 2.0, "max_inflight_groups": 10**6}
     (bound, seconds), (free, _) = (ran(**common, async_ratio=alpha, choices={"slots": 8}) for alpha in (1.0, 100.0))
     assert 0.5 * seconds < bound.scheduler.counts.held.seconds < seconds
     assert free.scheduler.counts.held.seconds == 0.0
 
 
-def test_learners_wait_at_the_staleness_bound_is_measured() -> None:
+def test_time_the_learner_waits_for_slow_responses_is_measured() -> None:
     """A full batch waits for a group that would be too old for the next batch."""
     common = {"versions": 30, "slots": 64, "train_seconds": 0.01, "sigma": 1.5}
     (waiting, seconds), (free, _) = (ran(**common, async_ratio=alpha) for alpha in (1.0, 100.0))
@@ -288,7 +288,7 @@ def test_learners_wait_at_the_staleness_bound_is_measured() -> None:
     assert free.scheduler.counts.waited.seconds == 0.0
 
 
-def test_dropped_groups_are_counted_with_their_tokens() -> None:
+def test_dropped_responses_are_counted_with_their_tokens() -> None:
     common = {"versions": 30, "async_ratio": 1.0, "train_seconds": 0.01, "slots": 32}
     dropping, _ = ran(**common, choices=DROP)
     slow = [d for commit in commits(dropping) for d in commit.discards if d.slow]

@@ -46,7 +46,7 @@ def trained(rows: Sequence[Any], held_out: float = 0.0, **keys: Any) -> set[str]
         ({"min": 0.25}, range(3, 11)),
     ],
 )
-def test_rows_outside_the_difficulty_are_left_out(limits: dict[str, float], numbers: Sequence[int]) -> None:
+def test_rows_outside_the_difficulty_range_are_left_out(limits: dict[str, float], numbers: Sequence[int]) -> None:
     assert trained(ROWS, difficulty=limits) == {f"q{n}" for n in numbers}
 
 
@@ -59,20 +59,20 @@ def test_difficulty_does_not_change_the_held_out_rows() -> None:
     assert {chosen.training(n).text for n in range(9)} < {plain.training(n).text for n in range(9)}
 
 
-def test_difficulty_may_be_text_in_another_column() -> None:
+def test_difficulty_may_be_a_number_as_text_in_any_column() -> None:
     rows = [{**row, "level": str(n)} for n, row in enumerate(ROWS)]
     assert trained(rows, difficulty={"column": "level", "max": 1}) == {"q0", "q1"}
 
 
 @pytest.mark.parametrize("value", [None, True, "hard", "nan", [0.5], "inf"])
-def test_row_without_a_number_is_refused(value: object) -> None:
+def test_row_without_a_difficulty_number_is_refused(value: object) -> None:
     config = FilePrompts(path="q.jsonl", difficulty={"min": 0})  # type: ignore[arg-type]
     rows = [*ROWS[:3], {**ROWS[3], "pass_rate": value}, {"question": "q", "answer": "1"}]
     with pytest.raises(ConfigError, match=r"line 4: column 'pass_rate' of prompts.difficulty is no number"):
         read_rows(config, lines(rows))
 
 
-def test_file_without_a_row_in_the_range_is_refused() -> None:
+def test_file_without_a_row_in_difficulty_range_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no line of the file is left to train on; .*widen prompts.difficulty"):
         trained(ROWS, difficulty={"min": 2})
 
@@ -86,7 +86,7 @@ def test_file_without_a_row_in_the_range_is_refused() -> None:
         ({"solved_from": 0.5}, "it needs solved_every"),
     ],
 )
-def test_contradictory_keys_are_refused(keys: dict[str, Any], why: str) -> None:
+def test_contradictory_keys_of_prompt_rows_are_refused(keys: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config({"prompts": [{"kind": "jsonl", "path": "q.jsonl", **keys}]})
 
@@ -107,7 +107,7 @@ def test_near_duplicates_are_dropped_on_request() -> None:
 
 
 @given(st.lists(st.text("abc ", min_size=1), min_size=1, max_size=6), st.text("abc ", min_size=1))
-def test_index_finds_what_shares_most_sequences(held: list[str], asked: str) -> None:
+def test_near_duplicate_index_finds_questions_with_shared_words(held: list[str], asked: str) -> None:
     index = NearIndex([Question(text, "", {}) for text in held])
     found = index.find(Question(asked, "", {}))
     assert set(found) <= set(range(len(held)))
@@ -118,7 +118,7 @@ def test_index_finds_what_shares_most_sequences(held: list[str], asked: str) -> 
     assert NearIndex([Question(asked, "", {})]).find(Question(asked, "", {})) == [0]
 
 
-def test_check_counts_rows_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_command_counts_rows_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     (tmp_path / "q.jsonl").write_bytes(lines([{**row, "pass_rate": 0.5} for row in NEAR] + ROWS * 2))
     source = {

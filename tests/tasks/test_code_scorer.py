@@ -104,7 +104,7 @@ async def test_cheating_program_is_wrong(scorer: CodeScorer, cheat: str) -> None
         assert (score.value, score.outcome) == (0.0, Outcome.WRONG), (form, score.reason)
 
 
-async def test_share_of_passed_cases_is_the_value(scorer: CodeScorer) -> None:
+async def test_score_of_a_program_is_the_share_of_passed_cases(scorer: CodeScorer) -> None:
     calls = [{"call": "add", "args": [n, n], "expected": 2 * n} for n in range(4)]
     program = "def add(a, b):\n    return a + b if a != 2 else 0"
     score = await judge(scorer, program, *calls)
@@ -122,22 +122,22 @@ PEEKS = (
 )
 
 
-async def test_objects_keep_their_state_between_calls(scorer: CodeScorer) -> None:
+async def test_objects_keep_their_state_between_calls_of_one_case(scorer: CodeScorer) -> None:
     tests = "c = C()\nassert [c.add(1), c.add(2), c.add(c.n)] == [1, 3, 6]\nassert C().n == 0"
     assert (await judge(scorer, STATE, {"assert": tests})).outcome is Outcome.CORRECT
 
 
-async def test_answer_cannot_use_a_later_call(scorer: CodeScorer) -> None:
+async def test_program_cannot_see_a_later_call_of_its_test(scorer: CodeScorer) -> None:
     score = await judge(scorer, PEEKS, {"assert": "first = f(1)\nf(5)\nassert first == 5"})
     assert score.outcome is Outcome.WRONG
 
 
-async def test_sets_as_arguments_are_equal_in_each_turn(scorer: CodeScorer) -> None:
+async def test_set_arguments_are_equal_in_each_run_of_a_test(scorer: CodeScorer) -> None:
     tests = "words = {'a', 'b', 'c', 'd'}\nassert f(words) == 4\nassert f(words | {'e'}) == 5"
     assert (await judge(scorer, "def f(s): return len(s)", {"assert": tests})).outcome is Outcome.CORRECT
 
 
-async def test_tests_that_do_not_repeat_are_unjudged(scorer: CodeScorer) -> None:
+async def test_nondeterministic_tests_leave_a_program_unjudged(scorer: CodeScorer) -> None:
     tests = "import time\nassert f(time.monotonic_ns()) and f(1)"
     score = await judge(scorer, "def f(s): return True", {"assert": tests})
     by_turns = isinstance(scorer._sandboxes, WithoutChannel)
@@ -187,7 +187,7 @@ async def test_program_cannot_make_its_tests_unjudged(
         ([1.05], [1], 0.1, True),
     ],
 )
-def test_tolerance_is_a_share_of_the_expected_number(
+def test_tolerance_is_relative_to_the_expected_number(
     value: object, expected: object, tolerance: float, equal: bool
 ) -> None:
     assert guest.equal(value, expected, tolerance) is equal
@@ -208,11 +208,11 @@ def test_tolerance_is_a_share_of_the_expected_number(
         ("Use ```a = 1``` here", None),
     ],
 )
-def test_program_is_the_last_block_of_python(response: str, program: str | None) -> None:
+def test_scored_program_is_the_last_python_block(response: str, program: str | None) -> None:
     assert find_program(response, fenced=True) == program
 
 
-async def test_all_or_nothing_gives_no_share() -> None:
+async def test_all_or_nothing_gives_0_unless_all_cases_pass() -> None:
     scorer = CodeScorer(CodeReward(all_or_nothing=True))
     try:
         await scorer.start()
@@ -232,7 +232,7 @@ async def test_all_or_nothing_gives_no_share() -> None:
     ],
     ids=["timeout", "output", "syntax"],
 )
-async def test_failure_has_its_outcome(program: str, outcome: Outcome, reason: str) -> None:
+async def test_each_kind_of_program_failure_has_its_outcome(program: str, outcome: Outcome, reason: str) -> None:
     scorer = CodeScorer(CodeReward(case_seconds=0.5))
     try:
         await scorer.start()
@@ -244,7 +244,7 @@ async def test_failure_has_its_outcome(program: str, outcome: Outcome, reason: s
     await scorer.close()
 
 
-async def test_response_without_a_block_is_unparsable() -> None:
+async def test_response_without_a_code_block_is_unparsable() -> None:
     score = await CodeScorer(CodeReward()).score("print(3)", {"cases": [CASES["print"]]})
     assert (score.value, score.outcome) == (0.0, Outcome.UNPARSABLE)
 
@@ -253,7 +253,7 @@ async def test_response_without_a_block_is_unparsable() -> None:
     "reference",
     [{}, {"cases": []}, {"cases": "text"}, {"cases": [{"stdin": "1"}]}, {"cases": [{"assert": 1}]}, {"cases": [3]}],
 )
-async def test_row_without_valid_cases_is_named(reference: dict[str, Any]) -> None:
+async def test_error_names_a_row_without_valid_test_cases(reference: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="case"):
         await CodeScorer(CodeReward()).score("```\n1\n```", reference)
 

@@ -96,7 +96,7 @@ def test_cold_start_never_ends_below_the_target(tmp_path: Path) -> None:
     assert Started(tmp_path, few).accuracy >= 0.25
 
 
-def test_target_out_of_reach_is_refused(tmp_path: Path) -> None:
+def test_cold_start_with_an_unreachable_target_fails(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"policy\.cold_start\.target_accuracy = 0\.9: the policy reached .* only 0\.\d\d in 10 steps",
@@ -104,7 +104,7 @@ def test_target_out_of_reach_is_refused(tmp_path: Path) -> None:
         Started(tmp_path, tiny(0, 0.9, max_steps=10, evaluate_every=5))
 
 
-def test_demonstrations_follow_the_distance_from_the_target(tmp_path: Path) -> None:
+def test_sources_further_from_the_target_get_more_demonstrations(tmp_path: Path) -> None:
     """A domain at the target gets a tenth of the demonstrations of a domain that answers nothing right."""
     sources = [{"kind": "sorting", "digits": 3}, {"kind": "column-sums", "reward": "sums"}]
     rewards = {"rewards": {"sums": {"kind": "exact", "answer": "tag"}}}
@@ -126,7 +126,7 @@ def test_demonstrations_follow_the_distance_from_the_target(tmp_path: Path) -> N
     assert count_sums() == pytest.approx(367, abs=75)
 
 
-def test_mean_accuracy_weighs_domains_by_their_shares() -> None:
+def test_mean_accuracy_weighs_prompt_sources_by_their_shares() -> None:
     right = {"sums": [True, False], "words": [True, True, True, False]}
     assert HeldOutAccuracy.of(right, {"sums": 0.75, "words": 0.25, "absent": 0.5}) == HeldOutAccuracy(
         0.75 * 0.5 + 0.25 * 0.75, {"sums": 0.5, "words": 0.75}

@@ -40,11 +40,11 @@ def numbers(asked: Question) -> tuple[int, ...]:
         ([10001, 9], f"ones 1+9=10, tens 1+0=1, hundreds 0, thousands 0, {PLACES[4]} 1, <answer>10010</answer>"),
     ],
 )  # fmt: skip
-def test_steps_match_a_hand_example(terms: list[int], written: str) -> None:
+def test_demonstrated_addition_matches_a_hand_example(terms: list[int], written: str) -> None:
     assert write_steps(terms) == written
 
 
-def test_steps_and_answer_are_correct() -> None:
+def test_demonstrated_steps_and_answer_of_a_sum_are_correct() -> None:
     source = ColumnSumsSource(WIDE, 0, 0, HeldOut())
     for asked in map(source.demonstration, range(ASKED)):
         terms, carried = numbers(asked), 0
@@ -76,7 +76,7 @@ def test_random_sums_stay_within_and_reach_their_bounds() -> None:
     assert {len(str(term)) for terms in drawn for term in terms} == {2, 3}
 
 
-def test_source_without_training_questions_is_refused() -> None:
+def test_sum_source_without_training_questions_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation\.prompts: after 210 held-out sums nothing is left to train on"):
         ColumnSumsSource(SMALL, 0, 300, HeldOut()).training(0)
 
@@ -106,7 +106,7 @@ def test_digits_and_phrases_are_single_tokens(recipe: RunConfig, tokenizer: Poli
             assert pieces == re.findall(r"\d|\D+", text)
 
 
-def test_recipes_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
+def test_answers_of_the_sum_recipe_fit_and_differ_in_length(recipe: RunConfig, tokenizer: PolicyTokenizer) -> None:
     prompts = open_prompts(recipe, tokenizer, lambda source: b"")
     lengths = [len(tokenizer.encode(prompts.demonstration(index)[1])) + 1 for index in range(ASKED)]
     assert max(lengths) <= recipe.engine.max_new_tokens
@@ -114,7 +114,7 @@ def test_recipes_answers_fit_and_differ_in_length(recipe: RunConfig, tokenizer: 
     assert max(lengths) > 2 * min(lengths)
 
 
-def test_demonstration_scores_right_and_a_slip_wrong(recipe: RunConfig) -> None:
+def test_demonstration_is_scored_right_and_a_mistake_wrong(recipe: RunConfig) -> None:
     verify, where = build_verifier(recipe.reward), recipe.reward.answer
     for asked in map(ColumnSumsSource(WIDE, 0, 0, HeldOut()).demonstration, range(50)):
         assert score_response(verify, where, asked.answer, asked.reference).value == 1.0

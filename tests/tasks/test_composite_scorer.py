@@ -57,12 +57,12 @@ def score(response: str, reference: dict[str, Any] = ROW, **keys: Any) -> Score:
         ("I think, it is 41, or not", 0.0, "wrong"),
     ],
 )
-def test_value_is_the_weighted_sum(response: str, value: float, outcome: str) -> None:
+def test_composite_score_is_the_weighted_sum_of_its_parts(response: str, value: float, outcome: str) -> None:
     found = score(response, parts={"maths": ANSWER, "short": SHORT, "rules": RULES})
     assert (found.value, found.outcome) == (pytest.approx(value), outcome), found
 
 
-def test_parts_are_kept_by_name() -> None:
+def test_composite_score_keeps_its_parts_by_name() -> None:
     found = score("42", parts={"maths": ANSWER, "short": SHORT, "rules": RULES})
     inner = {"rules.punctuation:no_comma": 1.0, "rules.startend:quotation": 0.0}
     assert found.parts == {"maths": 1.0, "short": 1.0, "rules": 0.5, **inner}
@@ -84,14 +84,14 @@ def test_format_is_subtracted_from_the_sum() -> None:
     assert found.parts == {"answer": 1.25, "maths": 1.0, "short": 1.0, "format": -0.5}
 
 
-def test_each_part_reads_its_own_text() -> None:
+def test_each_part_of_a_composite_reads_its_own_text() -> None:
     tagged = {"scorer": {"kind": "exact", "answer": "tag"}}
     whole = {"weight": 0.5, "scorer": {"kind": "exact"}}
     assert score("so <answer>42</answer>", parts={"tag": tagged, "all": whole}).parts == {"tag": 1.0, "all": 0.0}
 
 
 @pytest.mark.parametrize("name", ["one", "later", "several", "several_later"])
-def test_every_form_of_user_code_is_a_part(name: str) -> None:
+def test_every_form_of_user_scorer_can_be_a_part(name: str) -> None:
     found = score("42", parts={"own": part(name, weight=2.0), "maths": ANSWER})
     assert found.value == pytest.approx(2.0 * 0.75 + 1.0)
     assert found.parts == {"own": 0.75, "maths": 1.0, "own.answer": 0.5, "own.length": 0.25}
@@ -99,26 +99,26 @@ def test_every_form_of_user_code_is_a_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "later", "several", "several_later"])
-def test_failure_of_a_part_scores_zero(name: str) -> None:
+def test_failure_of_a_reward_part_scores_zero(name: str) -> None:
     found = score("42", {**ROW, "raises": True}, parts={"maths": ANSWER, "own": part(name)})
     assert (found.value, found.outcome) == (0.0, Outcome.UNPARSABLE)
     assert found.reason == "own failed: LookupError: no such answer"
 
 
-def test_failure_of_a_part_is_no_way_out_of_a_negative_weight() -> None:
+def test_failed_part_of_negative_weight_gets_the_lowest_score() -> None:
     """A response gets no more because a part fails or is late."""
     parts = {"maths": ANSWER, "own": part("one", weight=-1.0), "rules": RULES}
     found = score("42", {**ROW, "raises": True}, parts=parts)
     assert (found.value, found.outcome) == (-1.5, Outcome.UNPARSABLE)
 
 
-def test_words_of_a_response_are_no_failure() -> None:
+def test_text_of_a_response_is_not_taken_for_a_scorer_failure() -> None:
     parts = {"maths": ANSWER, "rules": RULES}
     found = score(r"\boxed{verifier failed: 41}", parts=parts)
     assert (found.value, found.outcome) == (-0.25, Outcome.PARTIAL)
 
 
-def test_threshold_of_a_part_decides_whether_it_is_correct() -> None:
+def test_threshold_of_a_part_decides_if_the_part_is_correct() -> None:
     keys: dict[str, Any] = {"parts": {"own": part("one")}, "requires": ["own"]}
     assert score("42", **keys).value == 0.0
     keys["parts"]["own"]["scorer"]["correct_from"] = 0.75
@@ -126,7 +126,7 @@ def test_threshold_of_a_part_decides_whether_it_is_correct() -> None:
 
 
 @pytest.mark.parametrize("pool", [RewardPool, ConcurrentPool])
-async def test_late_or_deadly_response_gets_the_lowest_value(pool: type[WorkerPool], tmp_path: Path) -> None:
+async def test_response_that_stops_its_scorer_gets_the_lowest_score(pool: type[WorkerPool], tmp_path: Path) -> None:
     """Without its worker nobody knows whether the response has its format."""
     keys = {"parts": {"maths": ANSWER, "rules": RULES}, "format": {"penalty": 0.125}}
     config = CompositeReward.model_validate(keys)
@@ -163,18 +163,18 @@ WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "sentence"), WRONG_KEYS)
-def test_wrong_composite_is_refused(keys: dict[str, Any], sentence: str) -> None:
+def test_invalid_composite_reward_is_refused(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         CompositeReward.model_validate(keys)
 
 
-def test_stored_config_is_read_again() -> None:
+def test_composite_reward_config_is_read_as_stored() -> None:
     config = CompositeReward.model_validate({"parts": {"maths": ANSWER, "code": {"scorer": {"kind": "code"}}}})
     assert CompositeReward.model_validate_json(config.model_dump_json()) == config
     assert build_verifier(config).is_async
 
 
-def test_user_code_of_a_part_is_hashed() -> None:
+def test_user_code_of_a_reward_part_is_hashed() -> None:
     config = RunConfig.model_validate({"reward": {"kind": "composite", "parts": {"own": part("one")}}})
     assert own_code(config).keys() == {"reward.parts.own.scorer"}
 
@@ -214,12 +214,12 @@ PLACED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("tree", "sentence"), PLACED)
-def test_refusal_names_the_key_of_its_own_section(tree: dict[str, Any], sentence: str) -> None:
+def test_error_names_the_key_of_the_parts_own_section(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_config(tree)
 
 
-def test_missing_function_of_a_part_names_the_parts_key() -> None:
+def test_error_for_a_missing_function_names_the_parts_key() -> None:
     tree = {"kind": "composite", "parts": {"own": {"scorer": {"kind": "import", "path": "nowhere.to:find"}}}}
     for key, config in (("reward", {"reward": tree}), ("rewards.r", {"rewards": {"r": tree}})):
         with pytest.raises(ConfigError, match=rf"^{key}\.parts\.own\.scorer\.path = 'nowhere.to:find'"):
@@ -230,7 +230,9 @@ def test_missing_function_of_a_part_names_the_parts_key() -> None:
     ("answer", "scorer", "key"),
     [("", {"kind": "maths"}, "kind"), ("a</answer>b", {"kind": "exact", "answer": "tag"}, "answer")],
 )
-def test_bad_row_of_a_part_names_the_parts_key(tmp_path: Path, answer: str, scorer: dict[str, Any], key: str) -> None:
+def test_error_for_a_bad_row_names_the_key_of_the_part(
+    tmp_path: Path, answer: str, scorer: dict[str, Any], key: str
+) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "q", "answer": answer}) + "\n")
     source = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 0, "reward": "r"}
     reward = {"kind": "composite", "parts": {"part": {"scorer": scorer}}}
@@ -251,7 +253,7 @@ def test_length_penalty_rises_linearly(length: int, amount: float) -> None:
 
 
 @pytest.mark.parametrize(("unit", "amount"), [("tokens", 0.25), ("characters", 0.1)])
-def test_length_penalty_is_kept_beside_the_sum(unit: str, amount: float) -> None:
+def test_length_penalty_is_stored_beside_the_weighted_sum(unit: str, amount: float) -> None:
     keys = {"parts": {"maths": ANSWER, "short": SHORT}, "length_penalty": {"unit": unit, **RISING}}
     config = CompositeReward.model_validate(keys)
     response = "it is     42"

@@ -65,7 +65,7 @@ CHANGES: Sequence[Any] = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("overrides", CHANGES)
-def test_finished_run_goes_on_under_another_config(tmp_path: Path, overrides: Sequence[str]) -> None:
+def test_finished_run_continues_with_a_changed_config(tmp_path: Path, overrides: Sequence[str]) -> None:
     """The continued run is trained, replayed and restored bit for bit, whatever the learner's state contains."""
     context = prepare_small(tmp_path, versions=3, train=ALL_ROLES, keep_every=1)
     train_small(context)
@@ -116,7 +116,7 @@ def test_repeated_config_change_adds_no_entry(tmp_path: Path) -> None:
     assert (entry.body.version, entry.body.changes) == (3, (("versions", 2, 4),))
 
 
-def test_old_learner_publishes_no_version_under_a_new_config(tmp_path: Path) -> None:
+def test_old_learner_cannot_publish_after_a_config_change(tmp_path: Path) -> None:
     """The old learner has already trained the next version; its successor trains it under the new config."""
     context = prepare_small(tmp_path, versions=4)
     feed = StoreFeed(context, until=2)
@@ -154,7 +154,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> None:
+def test_invalid_config_change_gets_a_one_sentence_error(tmp_path: Path, override: str) -> None:
     context = prepare_small(tmp_path, versions=4)
     train_small(context, until=2)
     with pytest.raises(ConfigError) as refused:
@@ -164,7 +164,7 @@ def test_change_is_refused_in_one_sentence(tmp_path: Path, override: str) -> Non
     assert context.log.state == Log(context.store).state
 
 
-def test_longer_responses_are_refused(tmp_path: Path) -> None:
+def test_config_change_to_longer_responses_is_refused(tmp_path: Path) -> None:
     """`max_new_tokens` decides which prompts fit, so another limit could give an index another prompt."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
@@ -186,7 +186,7 @@ def test_versions_are_evaluated_by_their_own_config(tmp_path: Path) -> None:
     assert [version for version in range(8) if again(context).evaluates(version)] == [0, 3, 5]
 
 
-def test_run_that_is_older_than_a_key_is_changed(tmp_path: Path) -> None:
+def test_config_of_a_run_older_than_a_key_can_be_changed(tmp_path: Path) -> None:
     """The recorded config lacks some keys, and has one key in an older place; the change leaves both as they are."""
     tree = RunConfig().model_dump(mode="json")
     for key in ("fused_adamw", "share_prompts", "objective"):
@@ -234,7 +234,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the write", "after it"])
 @pytest.mark.parametrize("entry", [0, 1], ids=["claim", "change"])
-def test_killed_change_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool) -> None:
+def test_config_change_interrupted_by_a_kill_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool
+) -> None:
     """The command is killed before or after each of its entries; repeated, it makes one change."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
@@ -261,7 +263,7 @@ def test_killed_change_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rates(context) == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3])
 
 
-def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_change_with_a_lost_response_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = prepare_small(tmp_path, versions=2)
     train_small(context)
     place = again(context).log.state.n + 2
@@ -280,7 +282,7 @@ def test_lost_answer_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [entry.n for entry in of_kind(context.store, ConfigChanged)] == [place]
 
 
-def test_two_equal_changes_add_one_entry(tmp_path: Path) -> None:
+def test_two_equal_config_changes_add_one_log_entry(tmp_path: Path) -> None:
     """Another command records the same change after this command's read and before its append."""
     context = prepare_small(tmp_path, versions=2)
     train_small(context)

@@ -36,7 +36,7 @@ def scaled(kind: str, **more: object) -> dict[str, Any]:
         ({"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "linear", "factor": 2}}}, 128),
     ],
 )
-def test_context_is_the_length_that_all_support(config: dict[str, Any], length: int) -> None:
+def test_context_length_is_read_from_the_model_config(config: dict[str, Any], length: int) -> None:
     assert context_length(config) == length
 
 
@@ -66,7 +66,7 @@ def test_context_that_is_not_a_length_is_refused(value: object) -> None:
         ({"text_config": LONG | {"sliding_window": 512}}, 512 + PROBE),
     ],
 )
-def test_probe_covers_windows_and_scaled_positions(config: dict[str, Any], length: int) -> None:
+def test_probe_tokens_cover_attention_windows_and_rope_scaling(config: dict[str, Any], length: int) -> None:
     assert probe_length(config) == length
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-def test_last_token_gets_the_reward_and_each_pays_its_price() -> None:
+def test_last_token_gets_the_reward_and_each_its_kl_penalty() -> None:
     """Rows of two tokens, none, and one."""
     found = token_rewards(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0.1, 0.2, 0.3]), np.array([0, 2, 2, 3]))
     assert found.tolist() == pytest.approx([-0.1, 0.8, -0.3], abs=1e-7)

@@ -63,7 +63,7 @@ async def reasons(pool: ConcurrentPool, requests: Sequence[ScoreRequest]) -> lis
 
 
 @pytest.mark.long
-async def test_worker_gets_the_anchors_of_its_row() -> None:
+async def test_worker_gets_the_deadline_times_of_its_prompt() -> None:
     anchors, name = CaseAnchors(), name_row(ROW)
     other = ScoreRequest([], {"cases": []})
     found = await reasons(
@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.long
-async def test_response_of_a_dead_worker_gets_the_raised_anchors() -> None:
+async def test_retried_response_gets_the_updated_deadline_times() -> None:
     anchors, name = CaseAnchors(), name_row(ROW)
     pool = pool_of(ADAPTIVE, anchors)
     pool._command = [sys.executable, "-c", MORTAL]
@@ -98,7 +98,7 @@ async def test_response_of_a_dead_worker_gets_the_raised_anchors() -> None:
 
 
 @pytest.mark.long
-async def test_worker_gets_no_anchors_without_adaptive_deadlines() -> None:
+async def test_worker_gets_no_times_without_adaptive_deadlines() -> None:
     assert await reasons(pool_of(CodeReward(), None), [ScoreRequest([], ROW)]) == [[]]
 
 
@@ -130,7 +130,9 @@ async def ask(actor: RewardActor, *programs: Sequence[int], adapts: bool = True)
 
 
 @pytest.mark.long
-async def test_reward_actor_continues_with_stored_anchors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_actor_continues_with_stored_deadline_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
     context = context_of(tmp_path, ADAPTIVE)
     actor = FakeWorkers(context)
@@ -166,7 +168,7 @@ async def test_evaluation_asks_for_fixed_deadlines(tmp_path: Path) -> None:
     assert [one.adapts for one in asked] == [False]
 
 
-async def test_damaged_anchors_begin_again_at_the_maximum(tmp_path: Path) -> None:
+async def test_damaged_deadline_times_restart_at_the_maximum(tmp_path: Path) -> None:
     context = context_of(tmp_path, ADAPTIVE)
     context.store.put(anchors_path("reward"), b"{")
     actor = RewardActor(context)
@@ -174,7 +176,7 @@ async def test_damaged_anchors_begin_again_at_the_maximum(tmp_path: Path) -> Non
     assert actor._anchors == {"": CaseAnchors()}
 
 
-async def test_only_adaptive_scorers_have_anchors(tmp_path: Path) -> None:
+async def test_only_adaptive_scorers_store_deadline_times(tmp_path: Path) -> None:
     actor = RewardActor(context_of(tmp_path, CodeReward()))
     actor._build_scorer()
     assert actor._anchors == {}

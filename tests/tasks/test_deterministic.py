@@ -77,7 +77,9 @@ def test_cublas_workspace_is_set_unless_the_user_set_it(monkeypatch: pytest.Monk
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_gpu_generator_is_part_of_the_state(start: LearnerStart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_random_generator_is_part_of_the_learner_state(
+    start: LearnerStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn, given = torch.tensor([3, 1, 4], dtype=torch.uint8), list[list[int]]()
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: drawn)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append(state.tolist()))
@@ -96,13 +98,13 @@ def test_gpu_generator_is_part_of_the_state(start: LearnerStart, monkeypatch: py
     assert joined(learner.state()) == on_cpu
 
 
-def test_state_without_deterministic_has_no_gpu_generator(start: LearnerStart) -> None:
+def test_state_has_a_gpu_generator_only_if_deterministic(start: LearnerStart) -> None:
     learner = made(start)
     learner.device = GPU
     assert DEVICE_RNG not in from_files(joined(learner.state()))
 
 
-def test_state_without_cpu_generator_is_refused(start: LearnerStart) -> None:
+def test_state_without_cpu_random_generator_is_refused(start: LearnerStart) -> None:
     learner = made(start)
     weights, state = saved(learner)
     tensors = from_files(state)

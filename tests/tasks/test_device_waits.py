@@ -51,13 +51,13 @@ def watch_step(folder: Path, micro_tokens: int) -> Reads:
     return seen
 
 
-def test_reads_of_a_step_do_not_grow_with_micro_batches(folder: Path) -> None:
+def test_device_reads_do_not_grow_with_the_micro_batches(folder: Path) -> None:
     few, many = watch_step(folder, 10**6), watch_step(folder, 1)
     assert many.passes > 2 * few.passes > 0, "the batch has not been split"
     assert many.reads - many.passes == few.reads - few.passes
 
 
-def test_reads_of_a_step_do_not_grow_with_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_reads_do_not_grow_with_the_chunks_of_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = watch_step(folder, 10**6)
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * 320)  # a token at a time
     chunked = watch_step(folder, 10**6)
@@ -73,5 +73,5 @@ def test_diagnostics_stay_on_the_device_until_read() -> None:
     Diagnostics(0).add(tokens, TokenLoss(one_M, one_M.bool()), one_M.int())  # reads nothing
 
 
-def test_sent_tensor_is_on_the_device() -> None:
+def test_tensor_sent_to_the_device_arrives_there() -> None:
     assert send(torch.zeros(2), torch.device("meta")).device.type == "meta"

@@ -54,7 +54,7 @@ def test_training_diagnostics_match_a_hand_calculation() -> None:
     assert found["engine_gap"] == pytest.approx(log / 2)
 
 
-def test_oldest_ages_are_merged_and_gap_is_of_first_update() -> None:
+def test_diagnostics_merge_the_oldest_token_ages() -> None:
     seen = Diagnostics(9)
     added(seen, [1.0, 3.0, 2.0], [0, 3, 5], [False] * 3, [1.0] * 3)
     seen.updates += 1
@@ -70,5 +70,5 @@ def test_oldest_ages_are_merged_and_gap_is_of_first_update() -> None:
     assert "entropy" not in found
 
 
-def test_update_without_tokens_has_no_metrics() -> None:
+def test_optimizer_step_without_tokens_has_no_diagnostics() -> None:
     assert Diagnostics(0).metrics(entropy=True) == {}

@@ -25,7 +25,7 @@ def metrics(*groups: TrajectoryGroup, domains: tuple[str, ...] = ("sums", "words
     return compute_domain_metrics(TrajectoryBatch.from_bytes(TrajectoryBatch.from_groups(groups).to_bytes()), domains)
 
 
-def test_domain_metrics_are_means_over_the_domain() -> None:
+def test_metrics_of_a_prompt_source_are_means_over_its_rows() -> None:
     found = metrics(
         rows(
             0,
@@ -47,7 +47,7 @@ def test_domain_metrics_are_means_over_the_domain() -> None:
     }
 
 
-def test_part_metrics_are_means_over_rows_with_the_part() -> None:
+def test_reward_part_metrics_are_means_over_rows_with_the_part() -> None:
     """A row without the part, such as one of another scorer or a constraint that was not asked for, does not count."""
     found = metrics(
         rows(0, "sums", {"reward_parts": {"answer": 1.0, "short": 0.5}}, {"reward_parts": {"answer": 0.0}}, {}),
@@ -62,16 +62,16 @@ def test_part_metrics_are_means_over_rows_with_the_part() -> None:
     }
 
 
-def test_part_metrics_of_a_single_domain_are_computed() -> None:
+def test_reward_part_metrics_of_a_single_source_are_computed() -> None:
     found = metrics(rows(0, "sums", {"reward_parts": {"a": 2.0}}), domains=("sums",))
     assert found == {"groups_sums": 1.0, "part_sums_a": 2.0}
 
 
-def test_batch_without_parts_has_no_part_metrics() -> None:
+def test_batch_without_reward_parts_has_no_part_metrics() -> None:
     assert metrics(rows(0, "sums", {}), domains=("sums",)) == {"groups_sums": 1.0}
 
 
-def test_number_of_part_metrics_is_bounded() -> None:
+def test_number_of_reward_part_metrics_is_bounded() -> None:
     """A scorer that names each part differently must not grow the log; the most frequent parts are kept."""
     given = [{"reward_parts": {"answer": 1.0, f"odd{number:03d}": 0.0}} for number in range(2 * MOST_PARTS)]
     found = metrics(rows(0, "sums", *given), domains=("sums",))

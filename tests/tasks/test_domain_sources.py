@@ -31,14 +31,14 @@ def execute(program: str, stdin: str) -> str:
 
 
 @pytest.mark.parametrize("most", [2, 3])
-def test_programs_pass_their_cases(most: int) -> None:
+def test_demonstrated_programs_pass_their_test_cases(most: int) -> None:
     for question in list_questions(LinePrograms(seed=1, held_out=40, most=most)):
         cases = question.reference["cases"]
         assert [execute(question.answer, case["stdin"]) for case in cases] == [case["stdout"] for case in cases]
         assert find_cases_fault(question.reference) is None
 
 
-def test_program_without_a_step_fails() -> None:
+def test_demonstrated_program_without_a_step_fails() -> None:
     """Steps may cancel out, as in "plus 3, minus 3", but not often."""
     failed = 0
     for question in list_questions(LinePrograms(seed=1, held_out=40)):
@@ -47,7 +47,7 @@ def test_program_without_a_step_fails() -> None:
     assert failed == 2 * ASKED + 40
 
 
-def test_word_lists_follow_their_constraints() -> None:
+def test_demonstrated_word_lists_follow_their_constraints() -> None:
     for question in list_questions(WordLists(seed=1, held_out=40)):
         assert follow_instructions(question.answer, question.reference).outcome is Outcome.CORRECT
         longer = f"{question.answer}, {question.answer}"

@@ -104,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-def test_random_configs_cover_every_key() -> None:
+def test_random_learner_configs_cover_every_key() -> None:
     """A key that is added later must be drawn here, too, or this test fails."""
     for section, keys in DRAWN.items():
         assert keys >= section.model_fields.keys() - {"kind", "threads", *RANKS}, section

@@ -248,7 +248,7 @@ def try_folder(kind: str, folders: Mapping[str, Path], data: st.DataObject, faul
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("faults", [tensor_faults, config_faults, tokenizer_faults], ids=lambda one: one.__name__)
-def test_random_fault_is_refused_or_does_not_change_the_rows(
+def test_random_policy_folder_fault_is_refused_or_harmless(
     kind: str, faults: Any, folders: Mapping[str, Path], tmp_path: Path
 ) -> None:
     @settings(max_examples=examples(120), **DRAWN)
@@ -260,14 +260,14 @@ def test_random_fault_is_refused_or_does_not_change_the_rows(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_valid_folder_is_trained_as_it_is(kind: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_valid_policy_folder_is_trained_unchanged(kind: str, folders: Mapping[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders[kind], tmp_path / "policy")
     found = checked(tmp_path / "policy", chat=True, system="Be kind.")
     assert found is not None
     trains_what_it_is(found, tmp_path / "policy", tmp_path / "stored")
 
 
-def test_tied_embedding_may_be_stored_as_the_head(folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_tied_embedding_may_be_stored_under_the_lm_heads_name(folders: Mapping[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["llama"], tmp_path / "policy")
     rename(EMBEDDING, HEAD)(tmp_path / "policy")
     found = checked(tmp_path / "policy")

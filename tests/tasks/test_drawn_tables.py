@@ -96,7 +96,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
-def test_random_bad_value_is_refused_with_its_row_number(form: str, data: st.DataObject, place: Path) -> None:
+def test_random_bad_table_value_is_refused_with_its_row_number(form: str, data: st.DataObject, place: Path) -> None:
     """The rest of the column has the same type, so that a table of one type a column can be written."""
     count = data.draw(st.integers(1, 12))
     bad = data.draw(st.integers(0, count - 1))
@@ -121,7 +121,7 @@ def test_random_bad_value_is_refused_with_its_row_number(form: str, data: st.Dat
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(data=st.data())
-def test_randomly_damaged_file_is_refused_or_read(form: str, data: st.DataObject, place: Path) -> None:
+def test_randomly_damaged_prompt_file_is_refused_or_read(form: str, data: st.DataObject, place: Path) -> None:
     """A cut or overwritten file never ends in another error than a sentence."""
     content = FORMATS[form]([{"problem": f"{n} + 1?", "solution": str(n + 1)} for n in range(8)])
     at = data.draw(st.integers(0, len(content) - 1))
@@ -171,13 +171,13 @@ WRONG: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize(("form", "content", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_table_is_refused(form: str, content: bytes, words: str, tmp_path: Path) -> None:
+def test_malformed_prompt_table_is_refused(form: str, content: bytes, words: str, tmp_path: Path) -> None:
     sentence = check(put(tmp_path, form, content))
     assert sentence is not None
     assert words in sentence
 
 
-def test_table_without_rows_is_refused(tmp_path: Path) -> None:
+def test_prompt_table_without_rows_is_refused(tmp_path: Path) -> None:
     table = pa.table({"problem": pa.array([], pa.string()), "solution": pa.array([], pa.string())})
     pq.write_table(table, tmp_path / "mine.parquet")
     sentence = check(tmp_path / "mine.parquet")
@@ -185,7 +185,7 @@ def test_table_without_rows_is_refused(tmp_path: Path) -> None:
     assert sentence.endswith("the file has no rows; name a file with at least one row")
 
 
-def test_invalid_text_of_a_table_is_refused(tmp_path: Path) -> None:
+def test_invalid_text_in_a_prompt_table_is_refused(tmp_path: Path) -> None:
     """Arrow does not check the bytes of a text when it writes them."""
     text = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
     pq.write_table(pa.table({"problem": text, "solution": ["1"]}), tmp_path / "mine.parquet")

@@ -58,7 +58,7 @@ def test_packed_messages_arrive_unchanged() -> None:
 
 
 @pytest.mark.slow
-async def test_new_owner_takes_the_engine_over(ray_node: None) -> None:
+async def test_new_scheduler_takes_the_engine_over(ray_node: None) -> None:
     """As after the death of the first owner's process, this owner's requests end, and their ids are free again."""
     first = RayEngine.spawn(TIMED, None)
     await first.start()
@@ -148,7 +148,7 @@ async def test_requests_of_a_dead_or_stuck_actor_continue_elsewhere(ray_node: No
 
 
 @pytest.mark.slow
-async def test_engine_without_new_tokens_fails(ray_node: None) -> None:
+async def test_engine_that_generates_no_tokens_is_reported_as_failed(ray_node: None) -> None:
     hanging = TIMED.model_copy(update={"seconds_per_token": 100.0})
     engine = RayEngine(RayEngine.spawn(hanging, None).actor, name="engine-0", silent_seconds=2.0)
     await engine.start()
@@ -218,7 +218,7 @@ async def test_timed_response_depends_only_on_its_seed() -> None:
 
 
 @pytest.mark.slow
-async def test_new_owner_of_an_actor_may_replace_the_old_one(ray_node: None) -> None:
+async def test_new_scheduler_may_replace_the_owner_of_an_engine(ray_node: None) -> None:
     """Scheduler and engine may restart together, and the new scheduler may find the new engine by itself."""
     engines, proxy = await serving(HANG_SECONDS)
     running = asyncio.create_task(proxy.generate(GenerationRequest("a", ModelInput.of((3,)), 500, seed=1)))

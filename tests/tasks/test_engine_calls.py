@@ -68,7 +68,7 @@ async def whole(seed: int, tokens: int = 100) -> Generation:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.001, 1.0])
-def test_repeated_id_is_a_new_request(pause: float) -> None:
+def test_repeated_request_id_is_a_new_request(pause: float) -> None:
     """After a voided batch the scheduler restarts, and requests again what was in flight."""
 
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_cancelled_caller_affects_no_other_request(call: Callable[[RayEngine], A
     run_virtual(main())
 
 
-def test_unreadable_answer_ends_every_wait() -> None:
+def test_unreadable_engine_message_ends_every_wait() -> None:
     async def main() -> None:
         called = await Called().begun()
         vars(called.actor)["collect"] = unreadable
@@ -131,7 +131,7 @@ def test_unreadable_answer_ends_every_wait() -> None:
     run_virtual(main())
 
 
-def test_dead_engine_is_freed_after_the_handover() -> None:
+def test_dead_engine_is_freed_once_its_requests_have_moved() -> None:
     """The dead engine is freed immediately, and not at the next full garbage collection, which may be hours away."""
 
     async def main() -> None:

@@ -83,13 +83,13 @@ def refused_by_model(run: Source, body: EpochStarted | BatchCommitted) -> str:
     return read_log(run.store).why_not("scheduler", run.writer.claim, BODY.dump_python(body, mode="json"))
 
 
-def test_first_epoch_asks_every_question() -> None:
+def test_first_epoch_over_a_file_asks_every_question() -> None:
     run = Source(5)
     assert run.start() == EpochStarted(0, 0, 0, 5)
     assert [run.question(position) for position in range(5)] == run.questions.order(0)
 
 
-def test_solved_questions_are_skipped_by_turns() -> None:
+def test_solved_questions_are_asked_in_every_nth_epoch() -> None:
     run = Source(4, every=2)
     run.start()
     run.commit(dict.fromkeys(range(4), SIZE))
@@ -106,7 +106,9 @@ def test_solved_questions_are_skipped_by_turns() -> None:
 @pytest.mark.parametrize(
     ("solved_from", "correct", "skipped"), [(1.0, 1, ()), (0.5, 1, (0,)), (0.6, 1, ()), (1.0, 2, (0,))]
 )
-def test_threshold_decides_what_is_solved(solved_from: float, correct: int, skipped: tuple[int, ...]) -> None:
+def test_key_solved_from_decides_which_questions_are_solved(
+    solved_from: float, correct: int, skipped: tuple[int, ...]
+) -> None:
     run = Source(1, solved_from=solved_from)
     run.start()
     run.commit({0: correct})
@@ -125,7 +127,7 @@ def test_epoch_that_asks_nothing_is_followed_by_another() -> None:
     assert run.question(1) == 0
 
 
-def test_filtered_groups_count_and_unrated_ones_do_not() -> None:
+def test_filtered_questions_count_as_solved_but_unrated_do_not() -> None:
     run = Source(4, every=9)
     run.start()
     run.commit({0: SIZE, 1: SIZE, 3: 0}, filtered=[1])
@@ -136,7 +138,7 @@ def test_filtered_groups_count_and_unrated_ones_do_not() -> None:
     assert other.start().skipped == ()
 
 
-def test_unfinished_groups_are_not_solved() -> None:
+def test_question_without_finished_responses_is_not_solved() -> None:
     run = Source(4, every=9)
     run.start()
     run.commit({0: SIZE})
@@ -144,7 +146,7 @@ def test_unfinished_groups_are_not_solved() -> None:
     assert run.newest.skipped == (run.question(0),)
 
 
-def test_voided_batches_do_not_count() -> None:
+def test_voided_batches_do_not_count_for_solved_questions() -> None:
     run = Source(4, every=9)
     run.start()
     entry = run.commit(dict.fromkeys(range(4), SIZE))
@@ -163,7 +165,7 @@ def test_restarted_scheduler_asks_the_same_questions() -> None:
     assert [run.question(position) for position in range(newest.end)] == before
 
 
-def test_decision_that_comes_late_starts_no_second_epoch() -> None:
+def test_two_racing_schedulers_start_an_epoch_once() -> None:
     run = Source(3, every=2)
     run.start()
     late = Epochs(run.log, [run.config], [run.questions])
@@ -171,7 +173,7 @@ def test_decision_that_comes_late_starts_no_second_epoch() -> None:
     assert run.log.state.epochs[0].number == 0
 
 
-def test_deposed_scheduler_starts_no_epoch() -> None:
+def test_replaced_scheduler_starts_no_epoch() -> None:
     run = Source(3)
     old = run.writer
     run.restart()
@@ -236,7 +238,7 @@ def test_impossible_pass_rates_are_refused(rates: list[tuple[int, int, int]]) ->
     questions=st.integers(1, 9),
     passes=st.lists(st.sets(st.integers(0, 8)), min_size=1, max_size=12),
 )
-def test_every_question_comes_back(every: int, questions: int, passes: list[set[int]]) -> None:
+def test_every_solved_question_is_asked_again_later(every: int, questions: int, passes: list[set[int]]) -> None:
     rule, solved, skipped_in = SkipRule(every, 1.0), set[int](), [0] * questions
     for number, passed in enumerate(passes):
         skipped = set(rule.choose_skipped(number, solved))

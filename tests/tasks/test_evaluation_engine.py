@@ -32,7 +32,7 @@ def on_vllm(folder: Path, evaluation: str) -> RunConfig:
     ("kind", "changes", "runs"),
     [("llama", {}, True), ("gpt2", {}, False), ("gemma2", {"layer_types": ["sliding_attention"] * 2}, False)],
 )
-def test_evaluation_engine_can_run_the_policy(
+def test_separate_evaluation_engine_can_run_the_policy(
     tmp_path: Path, kind: str, changes: dict[str, object], *, runs: bool
 ) -> None:
     folder = make_folder(tmp_path / "policy", kind, **changes)
@@ -49,7 +49,7 @@ def test_evaluation_engine_can_run_the_policy(
             preflight(chosen)
 
 
-def test_evaluations_run_on_the_evaluation_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_run_on_the_separate_evaluation_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     actor = SimpleNamespace(remote=lambda build, *_: started.append(build.args[1]))
     monkeypatch.setattr(run_engines.ray, "remote", lambda _: SimpleNamespace(options=lambda **_: actor))

@@ -51,7 +51,7 @@ def source_of(folder: Path, **keys: Any) -> dict[str, Any]:
     return {"kind": "file", "path": write(folder, "train.jsonl", TRAINED), "evaluation_sets": sets, **keys}
 
 
-def test_sets_are_held_out_and_keep_their_order(tmp_path: Path) -> None:
+def test_evaluation_sets_are_held_out_and_keep_their_order(tmp_path: Path) -> None:
     prompts = prepare_small(tmp_path, versions=1, prompts=[source_of(tmp_path)]).prompts()
     sets = prompts.evaluation_sets()
     assert {name: [prompt.text for prompt in found] for name, found in sets.items()} == {
@@ -66,7 +66,7 @@ def test_sets_are_held_out_and_keep_their_order(tmp_path: Path) -> None:
     assert trained == set(TRAINED) - {"What is 3 + 1?", "What is 4 + 1?"} - {prompt.text for prompt in held_out}
 
 
-def test_run_keeps_its_sets(tmp_path: Path) -> None:
+def test_run_stores_the_questions_of_its_evaluation_sets(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     context = prepare_small(tmp_path, versions=1, prompts=[source], keep_prompts_bytes=0)
     before = context.prompts().evaluation_sets()
@@ -85,7 +85,7 @@ def test_run_keeps_its_sets(tmp_path: Path) -> None:
         attach_run(context.uri).prompts()
 
 
-def test_row_of_a_set_is_checked_before_the_run(tmp_path: Path) -> None:
+def test_rows_of_evaluation_sets_are_checked_before_the_run(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     write(tmp_path, "hard.jsonl", [*HARD, " "])
     config = parse_config({"prompts": [source], "reward": {"kind": "exact"}})
@@ -102,25 +102,25 @@ def test_row_of_a_set_is_checked_before_the_run(tmp_path: Path) -> None:
         ({"x": {"path": "x.jsonl", "prompts": 0}}, "prompts"),
     ],
 )
-def test_wrong_sets_are_refused(tmp_path: Path, sets: dict[str, Any], why: str) -> None:
+def test_invalid_evaluation_sets_are_refused(tmp_path: Path, sets: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         parse_config({"prompts": [source_of(tmp_path, evaluation_sets=sets)], "reward": {"kind": "exact"}})
 
 
-def test_two_sources_cannot_share_the_name_of_a_set(tmp_path: Path) -> None:
+def test_evaluation_set_name_must_be_unique(tmp_path: Path) -> None:
     first = source_of(tmp_path)
     second = {**first, "path": write(tmp_path, "other.jsonl", TRAINED)}
     with pytest.raises(ConfigError, match="another set or source has this name"):
         parse_config({"prompts": [first, second], "reward": {"kind": "exact"}})
 
 
-def test_paths_of_sets_are_relative_to_the_recipe() -> None:
+def test_paths_of_evaluation_sets_are_relative_to_the_recipe() -> None:
     source = {"kind": "file", "path": "a.jsonl", "evaluation_sets": {"x": {"path": "b.jsonl"}, "y": {"split": "test"}}}
     anchor_paths({"prompts": [source]}, Path("/recipes"))
     assert source["evaluation_sets"] == {"x": {"path": "/recipes/b.jsonl"}, "y": {"split": "test"}}
 
 
-def test_evaluation_reports_sets_beside_the_accuracy() -> None:
+def test_evaluation_reports_each_set_beside_the_accuracy() -> None:
     async def score(request: ScoreRequest) -> Score:
         return Score(float(request.reference["right"]), "")
 

@@ -134,7 +134,7 @@ def test_evaluations_do_not_change_training_at_alpha_zero() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
-def test_borrowed_engine_returns_and_its_requests_move(alpha: float) -> None:
+def test_engine_borrowed_for_evaluation_returns_afterwards(alpha: float) -> None:
     beside = Beside(lent=True)
     pipeline = ran(beside, async_ratio=alpha, engines=2)
     assert [(each.version, each.pinned) for each in read_evaluations(pipeline.store)] == [
@@ -247,7 +247,7 @@ def test_evaluation_is_repeated_after_its_engine_died() -> None:
     ]
 
 
-def test_restarted_process_evaluates_what_was_not_stored() -> None:
+def test_restarted_process_repeats_evaluations_not_stored() -> None:
     store = MemoryStore(uuid4().hex)
     first = ran(Beside(), store=store)
     kept = read_evaluations(store)
@@ -282,7 +282,7 @@ def test_pass_at_k_matches_a_hand_example() -> None:
     assert [pass_at(2, 4, right) for right in (0, 3, 4)] == [0.0, 1.0, 1.0]
 
 
-def test_pass_at_k_equals_the_share_of_choices_with_a_hit() -> None:
+def test_pass_at_k_equals_the_share_of_k_subsets_with_a_hit() -> None:
     for responses in range(1, 8):
         for right in range(responses + 1):
             verdicts = [place < right for place in range(responses)]

@@ -92,7 +92,7 @@ ONES = st.lists(st.tuples(st.sampled_from([False, False, True]), st.integers(0, 
     busy=st.booleans(),
     lost=st.booleans(),
 )
-def test_must_wait_matches_the_plain_definition(
+def test_batch_waits_exactly_as_the_plain_definition_says(
     ones: list[tuple[bool, int, bool]], number: int, limits: RolloutLimits, busy: bool, lost: bool
 ) -> None:
     every = [(runs, One(place, min(started, number), awaited)) for place, (runs, started, awaited) in enumerate(ones)]
@@ -111,13 +111,13 @@ def waits(waiting: list[One], running: list[One], busy: bool = False, lost: bool
     return found.must_wait(3, (one.number for one in running), learner_is_busy=busy, is_lost=lost)
 
 
-def test_started_order_reserves_a_place_for_the_first() -> None:
+def test_batch_order_started_waits_for_the_oldest_prompt() -> None:
     assert waits([One(0, 3), One(2, 3)], [One(1, 3)], batch_order="started")
     assert not waits([One(0, 3), One(1, 3)], [One(2, 0)], batch_order="started")
     assert waits([One(0, 3), One(2, 3), One(3, 3)], [One(1, 3), One(4, 0)], batch_order="started")
 
 
-def test_group_too_old_for_the_next_batch_is_awaited() -> None:
+def test_batch_waits_for_a_group_too_old_for_the_next_batch() -> None:
     full = [One(1, 3), One(2, 3)]
     assert waits(full, [One(0, 2)])
     assert not waits(full, [One(0, 3)])  # this group is young enough

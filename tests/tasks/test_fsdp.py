@@ -65,7 +65,7 @@ def whole(folder: Path, dtype: str = "float32", **given: Any) -> Any:
         ),
     ],
 )
-def test_options_that_cannot_be_sharded_are_refused(given: dict[str, Any], sentence: str) -> None:
+def test_options_that_fsdp_does_not_support_are_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         TorchTrain.model_validate({"sharded": True, **given})
 
@@ -80,9 +80,7 @@ def test_options_that_cannot_be_sharded_are_refused(given: dict[str, Any], sente
         pytest.param(4, "PPO with a critic", {}, marks=SOAK),
     ],
 )
-def test_sharded_learner_trains_as_one_rank_and_exchanges_state(
-    folder: Path, ranks: int, kind: str, more: dict[str, Any]
-) -> None:
+def test_fsdp_learner_trains_like_a_single_process(folder: Path, ranks: int, kind: str, more: dict[str, Any]) -> None:
     """The options change how the update is computed, but not the result of the update."""
     one, expected = alone(folder, kind)
     made = in_parts(folder, ranks, **{**KINDS[kind], **more})
@@ -111,7 +109,7 @@ def test_sharded_learner_trains_as_one_rank_and_exchanges_state(
 
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_train_as_on_one_rank(tied: bool, tmp_path: Path) -> None:
+def test_fsdp_embeddings_train_like_in_a_single_process(tied: bool, tmp_path: Path) -> None:
     """With 320 tokens the last of three ranks has fewer rows; a separate head is gathered beside the embeddings."""
     policy = make_weights(tmp_path, seed=1, tied=tied)
     made, one = in_parts(policy, ranks=3), whole(policy)
@@ -124,7 +122,7 @@ def test_embeddings_train_as_on_one_rank(tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_module_with_child_modules_is_not_gathered_alone(tmp_path: Path) -> None:
+def test_fsdp_module_with_children_is_not_gathered_alone(tmp_path: Path) -> None:
     """RoBERTa's head has a bias of its own, beside a norm and the embeddings."""
     torch.manual_seed(1)
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "is_decoder": True}
@@ -139,7 +137,7 @@ def test_module_with_child_modules_is_not_gathered_alone(tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("others", [(3,), pytest.param((2, 4), marks=SOAK)])
-def test_state_of_four_ranks_continues_on_any_number(folder: Path, others: tuple[int, ...]) -> None:
+def test_fsdp_state_of_four_ranks_continues_on_any_number(folder: Path, others: tuple[int, ...]) -> None:
     """Each rank has only its shards. Three of four ranks have nothing of the critic's head, which has a single row."""
     kind = KINDS["PPO with a critic"]
     made = in_parts(folder, 4, **kind)
@@ -161,7 +159,7 @@ def test_state_of_four_ranks_continues_on_any_number(folder: Path, others: tuple
 
 
 @pytest.mark.long
-def test_unstarted_critic_is_not_checked(folder: Path) -> None:
+def test_uninitialized_critic_is_not_checked_for_nan(folder: Path) -> None:
     """The critic's memory may hold anything before its start."""
     made = in_parts(folder, **KINDS["PPO with a critic"])
     stored = saved(made)
@@ -174,13 +172,13 @@ def test_unstarted_critic_is_not_checked(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_files_are_gathered_while_the_next_step_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_weights_are_gathered_during_the_next_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_gathered_beside_a_step(in_parts(folder, **KINDS["PPO with a critic"]), monkeypatch)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_continues_in_deepspeed_and_back(folder: Path, kind: str) -> None:
+def test_fsdp_state_continues_in_deepspeed_and_back(folder: Path, kind: str) -> None:
     made = in_parts(folder, **KINDS[kind])
     made.step(batch(0), 0)
     stored = saved(made)
@@ -198,7 +196,7 @@ def test_state_continues_in_deepspeed_and_back(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.long
-def test_rank_without_rows_takes_part(folder: Path) -> None:
+def test_fsdp_rank_without_rows_takes_part_in_the_step(folder: Path) -> None:
     """Gradients left by a cold start do not matter either. If no rank has rows, nothing changes."""
     one, _ = alone(folder, "GRPO", one_with_signal)
     made = in_parts(folder)
@@ -222,7 +220,7 @@ def test_rank_without_rows_takes_part(folder: Path) -> None:
     ],
     ids=["killed", "stopped"],
 )
-def test_error_names_a_dead_or_hung_rank(
+def test_error_names_a_dead_or_hanging_fsdp_rank(
     folder: Path, sent: signal.Signals, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank is between a forward and a backward pass at that moment."""
@@ -239,7 +237,7 @@ def test_error_names_a_dead_or_hung_rank(
 
 
 @pytest.mark.long
-def test_nonfinite_loss_changes_no_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_loss_changes_no_fsdp_weight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
     made, quiet = in_parts(folder), whole(folder)
     for one in (made, quiet):
@@ -258,7 +256,7 @@ def test_nonfinite_loss_changes_no_weight(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["PPO with a critic", pytest.param("GRPO", marks=SOAK)])
-def test_bfloat16_policy_has_sharded_masters(folder: Path, kind: str) -> None:
+def test_bfloat16_policy_has_sharded_float32_master_weights(folder: Path, kind: str) -> None:
     """Compared with unsharded ranks, since each of several ranks rounds its gradients to bfloat16."""
     to_reference = {"kl_to": "reference", "kl_weight": 0.1}
     given = {**KINDS[kind], "objective": {"kind": "ppo", "penalties": to_reference}} if "critic" in KINDS[kind] else {}

@@ -23,7 +23,7 @@ from tests.support.waiting import HANG_SECONDS
 IMPORTED = 20_000  # at least this many objects are frozen once all is imported
 
 
-def test_collector_is_paused_in_the_block_only() -> None:
+def test_garbage_collector_is_paused_only_inside_the_block() -> None:
     with pause_collector():
         paused = not gc.isenabled()
     assert paused
@@ -49,7 +49,7 @@ async def spares_the_collector(actor: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("kind", [RewardActor, RolloutActor])
-async def test_stages_run_with_a_tuned_collector(
+async def test_actors_run_with_a_tuned_garbage_collector(
     ray_node: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., object]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
@@ -70,7 +70,7 @@ async def test_stages_run_with_a_tuned_collector(
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.soak
-async def test_vllm_engine_runs_with_a_tuned_collector(ray_node: None, tmp_path: Path) -> None:
+async def test_vllm_engine_runs_with_a_tuned_garbage_collector(ray_node: None, tmp_path: Path) -> None:
     """In vLLM's front end, the objects of vLLM's imports are frozen."""
     engine = RayEngine.spawn(VllmEngineConfig(), make_policy(tmp_path / "policy"))
     try:

@@ -51,7 +51,7 @@ def test_held_out_questions_of_a_file_keep_their_order(tmp_path: Path) -> None:
     assert trained == set(TRAINED) - {"What is 3 + 1?", "What is 4 + 1?"}
 
 
-def test_check_counts_rows_left_out(tmp_path: Path) -> None:
+def test_check_command_counts_rows_left_out_as_held_out(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     write(tmp_path, "train.jsonl", [*TRAINED, *TRAINED[10:13]])
     config = parse_config({"prompts": [source], "engine": {"max_new_tokens": 16}, "reward": {"kind": "exact"}})
@@ -69,7 +69,7 @@ def test_held_out_split_of_a_saved_data_set_is_used(tmp_path: Path) -> None:
     assert [prompt.text for prompt in prompts.held_out()] == [f"What is {n} + 1?" for n in range(4)]
 
 
-def test_run_keeps_its_held_out_file(tmp_path: Path) -> None:
+def test_run_stores_a_copy_of_its_held_out_file(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     context = prepare_small(tmp_path, versions=1, prompts=[source], keep_prompts_bytes=0)
     before = [prompt.text for prompt in context.prompts().held_out()]
@@ -95,7 +95,7 @@ def test_error_names_the_faulty_held_out_file(tmp_path: Path) -> None:
     assert str(refused.value).startswith(start)
 
 
-def test_file_that_holds_itself_out_is_refused(tmp_path: Path) -> None:
+def test_held_out_file_equal_to_the_training_file_is_refused(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     source["held_out_path"] = source["path"]
     prompts = RunPrompts(parse_config({"prompts": [source]}).prompts, 0, 4, lambda *_: [1], 100, read_file)
@@ -104,12 +104,12 @@ def test_file_that_holds_itself_out_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["held_out_path", "held_out_split"])
-def test_share_beside_a_held_out_file_is_refused(key: str) -> None:
+def test_held_out_share_together_with_a_file_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"prompts\.held_out = 0.2: the held-out questions come from {key}; remove"):
         parse_config({"prompts": [{"kind": "file", "path": "x.csv", "held_out": 0.2, key: "test"}]})
 
 
-def test_held_out_split_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_held_out_split_of_a_file_without_splits_is_refused(tmp_path: Path) -> None:
     source = {"kind": "file", "path": write(tmp_path, "train.jsonl", TRAINED), "held_out_split": "test"}
     with pytest.raises(ConfigError, match=r"prompts\.held_out_split = 'test': .* is a file without splits; remove"):
         read_files(parse_config({"prompts": [source], "reward": {"kind": "exact"}}), read_file)

@@ -103,7 +103,7 @@ def test_annotated_function_is_imported_with_its_options() -> None:
         ("own.script:good", "importing own.script failed with SystemExit: 0; correct the module"),
     ],
 )
-def test_missing_part_is_reported_in_one_sentence(path: str, words: str) -> None:
+def test_missing_import_path_gets_a_one_sentence_error(path: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         build_verifier(reward(path))
     assert str(refused.value).startswith(f"reward.path = {path!r}: ")
@@ -111,7 +111,7 @@ def test_missing_part_is_reported_in_one_sentence(path: str, words: str) -> None
     assert "\n" not in str(refused.value)
 
 
-def test_unknown_options_are_named() -> None:
+def test_error_names_unknown_options_of_an_imported_function() -> None:
     with pytest.raises(ConfigError, match=r"reward\.options = \{'most': 1\}: own\.parts:good failed with TypeError"):
         build_verifier(reward("own.parts:good", most=1))
 
@@ -133,7 +133,7 @@ def test_forged_config_cannot_call_other_functions(path: str) -> None:
         imported_class("reward", reward(path), RewardBase)
 
 
-def test_contract_class_itself_is_refused() -> None:
+def test_import_path_of_an_abstract_base_class_is_refused() -> None:
     found = imported_class("reward", reward("rollflow.tasks.scorers.config:ExactReward"), RewardBase)
     assert found.__name__ == "ExactReward"
     with pytest.raises(ConfigError, match="derives from"):
@@ -153,7 +153,7 @@ def test_relative_pythonpath_is_refused(modules: Path, monkeypatch: pytest.Monke
         build_verifier(reward("own.parts:good"))
 
 
-def test_scorer_without_its_function_is_not_built(modules: Path) -> None:
+def test_scorer_whose_function_is_missing_is_not_built(modules: Path) -> None:
     with pytest.raises(ConfigError, match="there is no module nowhere"):
         build_scorer(reward("nowhere:good"), modules)
 
@@ -167,7 +167,9 @@ def test_scorer_without_its_function_is_not_built(modules: Path) -> None:
         ("some", ConcurrentPool, 1.0),
     ],
 )
-def test_form_of_the_verifier_function_decides_the_scorer(modules: Path, name: str, kind: type, found: object) -> None:
+def test_signature_of_the_verifier_decides_how_it_is_called(
+    modules: Path, name: str, kind: type, found: object
+) -> None:
     config = reward(f"own.parts:{name}")
     assert type(build_scorer(config, modules)) is kind
     assert build_verifier(config)("abc", {}) == found
@@ -217,7 +219,7 @@ class Ending(Good):
         raise SystemExit(0)
 
 
-def test_class_that_meets_its_contract_is_created() -> None:
+def test_imported_class_with_all_methods_is_created() -> None:
     assert isinstance(imported_object("reward", reward(f"{__name__}:Good"), Contract), Good)  # type: ignore[type-abstract]
 
 
@@ -231,6 +233,6 @@ def test_class_that_meets_its_contract_is_created() -> None:
         ("Ending", "Ending failed with SystemExit: 0; give options that the part accepts"),
     ],
 )
-def test_class_with_wrong_methods_is_refused_before_a_call(name: str, words: str) -> None:
+def test_imported_class_with_wrong_methods_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         imported_object("reward", reward(f"{__name__}:{name}"), Contract)  # type: ignore[type-abstract]

@@ -67,7 +67,7 @@ def gradients(way: Way, dtype: torch.dtype, parts: Sequence[str], temperature: f
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rows", [1, 5, 100])
-def test_values_and_gradients_equal_autograd(
+def test_inplace_logprobs_and_gradients_equal_autograd(
     dtype: torch.dtype, temperature: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and gradients are equal for any number of rows at a time, and for each part of the loss."""
@@ -79,7 +79,7 @@ def test_values_and_gradients_equal_autograd(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_equals_the_formula_in_float64(temperature: float) -> None:
+def test_logprob_gradient_equals_the_formula_in_float64(temperature: float) -> None:
     hidden_MH, weight_VH, targets_M, of_logp_M, of_entropy_M = drawn(torch.float64)
     logits_MV = (hidden_MH @ weight_VH.T).requires_grad_()
     expected = by_hand(logits_MV.detach(), targets_M, of_logp_M, of_entropy_M, temperature)
@@ -106,7 +106,7 @@ class Storages(TorchDispatchMode):
         return made
 
 
-def test_logits_use_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_and_gradient_use_one_tensor_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward pass, with a temperature and entropies, use one tensor of logits."""
     monkeypatch.setattr(module, "PIECE_BYTES", 5 * V * 4)
     for way, one in ((chosen_tokens, True), (plain, False)):
@@ -132,7 +132,7 @@ def test_overwritten_logits_are_not_used_again() -> None:
     assert torch.equal(*found)
 
 
-def test_empty_batch_has_gradient_zero() -> None:
+def test_logprobs_of_an_empty_batch_have_gradient_zero() -> None:
     weight_VH = torch.randn(V, H, requires_grad=True)
     logp_M, entropy_M = chosen_tokens(torch.zeros(0, H) @ weight_VH.T, torch.zeros(0, dtype=torch.long), entropy=True)
     assert entropy_M is not None
@@ -142,7 +142,9 @@ def test_empty_batch_has_gradient_zero() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_every_architecture_has_autograds_gradients(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inplace_gradients_are_right_for_every_architecture(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients are equal with a soft-cap, a scale, a bias or tied embeddings, and with recomputed logits."""
     model = model_of(name)
     found = pass_over(model, chunk, monkeypatch)

@@ -145,14 +145,14 @@ NAMES = ["punctuation:no_comma", "keywords:existence", "keywords:existence"]
 ROW = {"instruction_id_list": NAMES, "kwargs": [{}, {"keywords": ["cat"]}, {"keywords": ["dog"], "letter": None}]}
 
 
-def test_every_constraint_has_examples() -> None:
+def test_every_instruction_constraint_has_test_examples() -> None:
     assert {name for name, *_ in EXAMPLES} == set(CHECKS)
     assert len(CHECKS) == 25
     assert all(len(follows) + len(breaks) >= 3 for _, _, follows, breaks in EXAMPLES)
 
 
 @pytest.mark.parametrize(("name", "arguments", "follows", "breaks"), EXAMPLES, ids=[name for name, *_ in EXAMPLES])
-def test_constraint_is_followed_or_not(
+def test_response_follows_or_breaks_each_constraint(
     name: str, arguments: dict[str, Any], follows: list[str], breaks: list[str]
 ) -> None:
     assert [text for text in follows if not check_constraint(name, text, arguments)] == []
@@ -178,7 +178,7 @@ def test_words_are_counted() -> None:
     assert count_words("It's a well-known fact: 3 cats, 2 dogs.") == 8
 
 
-def test_value_is_the_share_of_constraints() -> None:
+def test_score_is_the_share_of_followed_constraints() -> None:
     score = follow_instructions("A cat, a bird", ROW)
     assert score.value == 1 / 3
     assert score.outcome is Outcome.PARTIAL
@@ -186,14 +186,14 @@ def test_value_is_the_share_of_constraints() -> None:
     assert score.reason == "1 of 3 constraints followed; not punctuation:no_comma"
 
 
-def test_strict_value_is_all_or_nothing() -> None:
+def test_strict_score_is_0_if_a_constraint_is_broken() -> None:
     assert follow_instructions("A cat and a bird", ROW, strict=True).value == 0.0
     score = follow_instructions("A cat and a dog", ROW, strict=True)
     assert (score.value, score.outcome) == (1.0, Outcome.CORRECT)
 
 
 @pytest.mark.parametrize(("response", "outcome"), [("", "unparsable"), ("A, b", "wrong")])
-def test_response_that_follows_nothing_scores_zero(response: str, outcome: str) -> None:
+def test_response_that_follows_no_constraint_scores_zero(response: str, outcome: str) -> None:
     score = follow_instructions(response, ROW)
     assert (score.value, score.outcome) == (0.0, outcome)
 
@@ -230,7 +230,7 @@ def test_response_that_follows_nothing_scores_zero(response: str, outcome: str) 
         ),
     ],
 )
-def test_row_that_cannot_be_checked_is_refused(reference: dict[str, Any], fault: str) -> None:
+def test_row_with_an_unknown_constraint_is_refused(reference: dict[str, Any], fault: str) -> None:
     assert fault in str(find_reference_fault(InstructionsReward(), reference))
     assert find_reference_fault(InstructionsReward(), ROW) is None
 

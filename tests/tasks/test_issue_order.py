@@ -30,7 +30,7 @@ def left(order: IssueOrder, prompt: int, reason: DiscardReason = DiscardReason.S
     order.note_discard(Discard(GroupKey(prompt, attempt), reason, 0, 7))
 
 
-def test_reissued_prompts_go_first_in_order() -> None:
+def test_reissued_prompts_are_started_before_new_ones() -> None:
     order = order_of([(7, 1), (3, 2)])
     assert prompts(order, 0, 4) == [(7, 1), (3, 2), (100, 0), (101, 0)]
     assert order.take_issued() == (100, 101)  # the others were issued before
@@ -49,7 +49,7 @@ def test_reissued_prompts_go_first_in_order() -> None:
         (DiscardReason.FILTERED, [(100, 0)]),
     ],
 )
-def test_preempted_prompt_waits_for_the_next_version(reason: DiscardReason, now: list[tuple[int, int]]) -> None:
+def test_preempted_prompt_waits_for_the_next_policy_version(reason: DiscardReason, now: list[tuple[int, int]]) -> None:
     order = order_of()
     order.advance(4)
     left(order, 5, reason)
@@ -63,7 +63,7 @@ def test_preempted_prompt_waits_for_the_next_version(reason: DiscardReason, now:
     assert (5, 1) not in prompts(order, 0, 3)  # this attempt is issued only once
 
 
-def test_version_zero_releases_preempted_prompts() -> None:
+def test_policy_version_0_releases_preempted_prompts() -> None:
     order = order_of()
     left(order, 5)
     order.advance(-1)
@@ -80,7 +80,7 @@ def test_filtered_prompt_is_replaced_from_its_source() -> None:
     assert prompts(order, 0, 3) == [(23, 0), (22, 0), (25, 0)]
 
 
-def test_issue_has_responses_and_awaited_flag() -> None:
+def test_issued_prompt_has_its_number_of_responses() -> None:
     plain = order_of([(7, 1)], **EXTRA)
     assert plain.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)
     assert plain.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=True)
@@ -91,7 +91,7 @@ def test_issue_has_responses_and_awaited_flag() -> None:
     assert [drops.count_extra_groups(batch) for batch in (0, 1, 9, 10)] == [3, 3, 3, 3]
 
 
-def test_prompt_is_awaited_after_enough_preemptions() -> None:
+def test_prompt_is_waited_for_after_max_preemptions() -> None:
     order = order_of(on_stale="drop", max_preemptions=2)
     for attempt, awaited in ((0, False), (1, True), (2, True)):
         order.note_discard(Discard(GroupKey(5, attempt), DiscardReason.STALE, 0, 7))
@@ -103,7 +103,7 @@ def test_prompt_is_awaited_after_enough_preemptions() -> None:
     assert order.next_issue(0) == Issue(GroupKey(5, 4), 4, awaited=False)  # a batch took it: its count starts again
 
 
-def test_dispatch_without_tokens_does_not_count_as_slow() -> None:
+def test_prompt_without_generated_tokens_does_not_count_as_slow() -> None:
     order = order_of(**TAIL)
     order.note_discard(Discard(GroupKey(5, 0), DiscardReason.STALE, 0, 0))
     order.advance(0)
@@ -116,7 +116,7 @@ FIVE = [(number, 1) for number in range(5)]
 SLOW = [(number, 1) for number in range(5)]
 
 
-def test_long_rounds_follow_while_enough_slow_prompts_wait() -> None:
+def test_slow_prompt_batches_follow_while_enough_prompts_wait() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
     assert order.count_extra_groups(0) == 0
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
@@ -131,11 +131,11 @@ def test_long_rounds_follow_while_enough_slow_prompts_wait() -> None:
     assert order.count_extra_groups(1) == 3
 
 
-def test_no_round_begins_before_the_first_version() -> None:
+def test_no_tail_batch_begins_before_the_first_policy_version() -> None:
     assert order_of(FIVE, SLOW, **TAIL, **EXTRA).count_extra_groups(-1) == 3
 
 
-def test_round_of_tail_batching_keeps_its_kind() -> None:
+def test_tail_batch_contains_only_slow_prompts_until_its_end() -> None:
     order = order_of(FIVE[:1], SLOW, **TAIL, **EXTRA)
     assert order.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=False)
     left(order, 3)
@@ -154,14 +154,14 @@ def test_preempted_prompts_are_issued_before_a_new_version() -> None:
     assert prompts(order, 0, 2) == [(3, 1), (4, 1)]
 
 
-def test_slow_prompts_stay_in_order_without_tail_batching() -> None:
+def test_slow_prompts_keep_their_order_without_tail_batching() -> None:
     order = order_of(FIVE, SLOW, **EXTRA, on_stale="drop", max_preemptions=1)
     assert order.count_extra_groups(0) == 3
     assert [order.next_issue(0) for _ in range(3)] == [Issue(GroupKey(n, 1), 6, awaited=True) for n in (0, 1, 2)]
     assert order.count_extra_groups(9) == 3
 
 
-def test_last_batch_starts_no_extra_groups() -> None:
+def test_last_batch_starts_no_redundant_prompts() -> None:
     order = order_of([(0, 1)], [(0, 1)], **TAIL, **EXTRA)
     assert [order.count_extra_groups(batch) for batch in (7, 8, 9, 10)] == [3, 3, 0, 0]
     assert order.next_issue(8).key.prompt == 100
@@ -171,7 +171,7 @@ def test_last_batch_starts_no_extra_groups() -> None:
     ]
 
 
-def test_wait_at_bound_awaits_every_group() -> None:
+def test_with_on_stale_wait_every_prompt_is_waited_for() -> None:
     order = order_of(tail_batching=True, on_stale="wait")
     assert order.next_issue(0).awaited
     left(order, 3)
