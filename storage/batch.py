@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from rollflow.storage import optional_columns
 from rollflow.storage.arrow_rows import count_rows, join_rows, parts_of
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import PlacedPart
 from rollflow.storage.records import FinishedGroup, GroupKey, PackedGroup, StopReason, Trajectory, TrajectoryGroup
+from rollflow.storage.token_arrays import Float32s, sum_values
 
 SCHEMA_VERSION = 1
 
@@ -136,6 +139,16 @@ class TrajectoryBatch:
     def episodes(self) -> int:
         """The number of episodes in the batch; an episode counts once, no matter how many branches the episode has."""
         return len(self) - sum(self.branches)
+
+    @property
+    def total_rewards(self) -> NDArray[np.float64]:
+        """The reward of each row, plus all rewards of the row's tokens."""
+        rewards: NDArray[np.float64] = self.table["reward"].to_numpy().astype(np.float64)
+        column = self.optional("token_rewards")
+        of_tokens = [] if column is None else column.to_pylist()
+        for row, values in enumerate(of_tokens):
+            rewards[row] += 0.0 if values is None else sum_values(Float32s.of(values))
+        return rewards
 
     @property
     def foreign_parts(self) -> list[tuple[PlacedPart, ...]]:

@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 from rollflow.storage.model_input import ModelInput, PlacedPart
-from rollflow.storage.token_arrays import Bools, Int32s, TokenSets
+from rollflow.storage.token_arrays import Bools, Float32s, Int32s, TokenSets, sum_values
 
 
 class StopReason(StrEnum):
@@ -170,7 +170,9 @@ class Trajectory:
     not tokens, such as images; at the positions of these parts `tokens[t]` is `NO_TOKEN`. The field `kept_tokens` has
     one set of tokens for each token t: the candidates among which the sampler chose token t after top-k and top-p. In
     `kept_tokens`, the set of token t is empty if the sampler chose among all tokens, or if the policy did not sample
-    token t. The field `scorer_version` is the version of the scorer that gave the reward.
+    token t. The field `scorer_version` is the version of the scorer that gave the reward. The field `token_rewards` has
+    one number for each of the T tokens: the reward of that token, which counts in addition to `reward`, or NaN for a
+    token without a reward of its own. Only sampled tokens have token rewards.
     """
 
     sample: int
@@ -192,6 +194,13 @@ class Trajectory:
     kept_tokens: TokenSets | None = None
     foreign_parts: tuple[PlacedPart, ...] | None = None
     scorer_version: str | None = None
+    token_rewards: Sequence[float] | None = None
+
+    @property
+    def total_reward(self) -> float:
+        """The reward of the response as a whole, rounded as in storage, plus all token rewards."""
+        [reward] = Float32s.of([self.reward])
+        return reward + (0.0 if self.token_rewards is None else sum_values(Float32s.of(self.token_rewards)))
 
     @property
     def input(self) -> ModelInput:

@@ -137,7 +137,7 @@ class Int64s(TokenArray[int]):
 
 
 class Float32s(TokenArray[float]):
-    """Log-probs (nats)."""
+    """Log-probs (nats), or rewards of tokens."""
 
     __slots__ = ()
     code, size = "f", 4
@@ -171,6 +171,11 @@ class TokenSets:
     def __iter__(self) -> Iterator[Int32s]:
         ends = list(accumulate(self.counts, initial=0))
         return (self.tokens[start:end] for start, end in pairwise(ends))
+
+
+def sum_values(values: Float32s) -> float:
+    """Return the sum of the numbers that are not NaN, in float64."""
+    return float(np.nansum(values.array, dtype=np.float64))
 
 
 @lru_cache(LENGTHS)  # the cache is bounded, because rows of a run have many different lengths

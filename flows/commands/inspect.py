@@ -25,6 +25,7 @@ from rollflow.flows.views.console import staleness_bar
 from rollflow.flows.views.inspect_values import (
     batch_of,
     check_key,
+    describe_token_rewards,
     groups_of,
     next_prompts,
     run_value,
@@ -302,6 +303,8 @@ def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
     """Yield table rows for values of a trajectory that only some runs record, such as the parts of its reward."""
     if one.reward_parts:
         yield "reward parts", _describe_parts(one)
+    if one.token_rewards is not None:
+        yield "token rewards", describe_token_rewards(one)
     if one.outcome is not None:
         yield "outcome", one.outcome.value
     if one.scorer_version is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -17,6 +18,8 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
+
+MOST_REWARDS = 8  # largest number of token rewards of a response that are shown
 
 
 def run_value(context: RunContext) -> dict[str, Any]:
@@ -98,8 +101,19 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
         "kept_tokens": lambda sets: list(map(list, sets)),
         "foreign_parts": lambda placed: [{"position": position, **asdict(part)} for position, part in placed],
         "scorer_version": str,
+        "token_rewards": lambda rewards: [None if math.isnan(reward) else reward for reward in rewards],
     }
     return {name: convert[name](getattr(one, name)) for name in NAMES if getattr(one, name) is not None}
+
+
+def describe_token_rewards(one: Trajectory) -> str:
+    """Return the first rewards of tokens, each with the position of its token among the policy's tokens, and their
+    sum."""
+    rewards = [value for value, mask in zip(one.token_rewards or (), one.loss_mask, strict=True) if mask]
+    given = [(at, value) for at, value in enumerate(rewards) if not math.isnan(value)]
+    shown = ", ".join(f"{value:g} at token {at}" for at, value in given[:MOST_REWARDS])
+    hidden = f", and {len(given) - MOST_REWARDS} more" if len(given) > MOST_REWARDS else ""
+    return f"{shown}{hidden} (sum {sum(value for _, value in given):g})"
 
 
 def trajectories_of(

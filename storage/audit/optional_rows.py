@@ -198,6 +198,21 @@ def _check_scorers(rows: _Rows, column: pa.Array) -> Iterator[Found]:
             yield "lineage", what
 
 
+def _check_token_rewards(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that each token has an entry, that only sampled tokens have a reward, and that no reward is infinite."""
+    wrong = np.flatnonzero(_valid(column) & (_lengths(column) != rows.length_R))
+    if wrong.size:
+        row = int(wrong[0])
+        what = f"{rows.length_R[row]} tokens and {_lengths(column)[row]} token rewards"
+        yield "altered", f"trajectory {rows.name(row)} has {what}"
+        return
+    reward_S, mask_S = column.flatten().to_numpy(), rows.mask_T[np.repeat(_valid(column), rows.length_R)]
+    if np.isinf(reward_S).any():
+        yield "lineage", "the reward of a token is infinite"
+    if (~np.isnan(reward_S) & ~mask_S).any():
+        yield "lineage", "a token that the policy did not sample has a token reward"
+
+
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "reward_parts": _check_parts,
     "outcome": _check_outcomes,
@@ -207,6 +222,7 @@ CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "kept_tokens": _check_kept,
     "foreign_parts": _check_foreign,
     "scorer_version": _check_scorers,
+    "token_rewards": _check_token_rewards,
 }
 
 

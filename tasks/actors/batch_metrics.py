@@ -28,6 +28,7 @@ def compute_batch_metrics(
     tokens = np.array([group.tokens for group in commit.groups])
     return {
         "reward": float(rewards.mean()),
+        **_compute_token_reward(batch),
         "accuracy": float(_find_correct(batch).mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
@@ -42,6 +43,13 @@ def compute_batch_metrics(
             for age, count in zip(*np.unique(staleness, return_counts=True), strict=True)
         },
     }
+
+
+def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
+    """Compute the mean, over the responses of a batch, of the sum of a response's token rewards, if there are any."""
+    if batch.optional("token_rewards") is None:
+        return {}
+    return {"token_reward": float((batch.total_rewards - batch.table["reward"].to_numpy()).mean())}
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:

@@ -9,6 +9,7 @@ from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.runtime.imports import imported_object
 from rollflow.tasks.scorers.base import Score, Unjudged, failure_score, is_cancelled, validate_score
+from rollflow.tasks.scorers.token_values import check_length
 
 KEY = "environment"
 
@@ -43,4 +44,13 @@ class ImportedEnvironment(Environment):
             return failure_score(self._name, error)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
             return failure_score(self._name, error)
-        return None if score is None else validate_score(self._name, score)
+        return None if score is None else self._check(score, episode)
+
+    def _check(self, score: object, episode: Episode) -> Score:
+        """Return the score of an episode, or the score of a failure if the environment's score is invalid."""
+        valid = validate_score(self._name, score)
+        try:
+            check_length(valid, len(episode.response))
+        except ValueError as error:
+            return failure_score(self._name, error)
+        return valid

@@ -33,8 +33,8 @@ def compute_advantages(
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
     episodes_R = torch.ones_like(groups_R, dtype=torch.bool) if branches_R is None else ~branches_R
-    centred_R = _subtract_baseline(part, shaped_R, groups_R, tokens_R, episodes_R)
-    return weigh_signs(part, _scale(part, shaped_R, centred_R, groups_R, tokens_R, episodes_R))
+    centred_R = subtract_baseline(part, shaped_R, groups_R, tokens_R, episodes_R)
+    return weigh_signs(part, scale_advantages(part, shaped_R, centred_R, groups_R, tokens_R, episodes_R))
 
 
 def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest: int) -> Tensor:
@@ -69,7 +69,7 @@ def penalize_overlong(tokens_R: Tensor, longest: int, share: float) -> Tensor:
     return torch.where(found_R < ROUNDING, 0.0, found_R)
 
 
-def _subtract_baseline(
+def subtract_baseline(
     part: Advantage, rewards_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
 ) -> Tensor:
     """Subtract from each reward the baseline that the option `part.baseline` names."""
@@ -94,10 +94,10 @@ def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor, episodes_R: Tensor
     """Subtract from each reward the mean reward of its group, in which branches do not count."""
     count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_R[episodes_R], rewards_R[episodes_R]) / count_G
-    return torch.where(_groups_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
+    return torch.where(groups_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
 
 
-def _scale(
+def scale_advantages(
     part: Advantage, rewards_R: Tensor, centred_R: Tensor, groups_R: Tensor, tokens_R: Tensor, episodes_R: Tensor
 ) -> Tensor:
     """Divide advantages by the sample standard deviation that the option `part.scale` names.
@@ -131,7 +131,7 @@ def _all_equal(found: Tensor, weight: Tensor) -> bool:
     return not len(compared) or bool((compared == compared[0]).all())
 
 
-def _groups_differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
+def groups_differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
     """Return for each trajectory whether the rewards of its group are not all equal.
 
     Rewards are compared with each other and not with their mean, because the mean may be rounded.

@@ -16,8 +16,8 @@ from rollflow.tasks.objectives.config import Advantage
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return the reward of each token: minus the token's KL penalty, plus, at a trajectory's last token, the
-    trajectory's reward.
+    """Return the reward of each token: minus the token's price, plus, at a trajectory's last token, the trajectory's
+    reward. The price of a token is its KL penalty minus its own reward, if it has one.
 
     `starts` gives the index of each trajectory's first token among the B tokens of the batch, and B as its last
     element.

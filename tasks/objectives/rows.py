@@ -32,6 +32,8 @@ class BatchRows:
     groups: np.ndarray  # int64, R: number of each row's group of responses to one prompt, from 0
     rewards: np.ndarray  # float32, R: reward of each row
     branches: np.ndarray | None = None  # bool, R: True if the row is a branch of another row; None: no row is a branch
+    # float32, B: reward of each token besides the row's reward, NaN if the token has none; None: no token has one
+    token_rewards: np.ndarray | None = None
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
@@ -61,6 +63,7 @@ class BatchRows:
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
             rewards=_view(_column(table, "reward")),
             branches=None if batch.optional("branch") is None else np.array(batch.branches),
+            token_rewards=_read_token_rewards(batch, offsets, chosen),
         )
 
     @property
@@ -77,6 +80,17 @@ class BatchRows:
     def rows(self) -> np.ndarray:
         """Number of the row of the batch to which each token with loss mask 1 belongs."""
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
+
+
+def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.ndarray) -> np.ndarray | None:
+    """Return the rewards of the chosen tokens, NaN for tokens without a reward; None if no row has token rewards."""
+    column = batch.optional("token_rewards")
+    if column is None:
+        return None
+    is_valid = _view(column.is_valid().cast(pa.uint8())).astype(bool)
+    found = np.full(offsets[-1], np.nan, np.float32)
+    found[np.repeat(is_valid, np.diff(offsets))] = _view(column.flatten())
+    return found[chosen]
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:

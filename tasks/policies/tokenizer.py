@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.chat import ChatTemplate
@@ -85,6 +86,18 @@ class PolicyTokenizer:
             return str(self._fast.decode(list(tokens)))
         ended = bool(len(tokens)) and tokens[-1] in self.stop_tokens
         return self.decode(tokens[:-1] if ended else tokens)
+
+    def token_ends(self, tokens: Sequence[int], special: bool = True) -> list[int]:
+        """Return for each token of a response the number of characters of the decoded response (`decode_response`) up
+        to the end of the token.
+
+        A token that ends within a character does not count the character.
+        """
+        stream, ends, length = DecodeStream(skip_special_tokens=not special), list[int](), 0
+        for token in tokens:
+            length += len(stream.step(self._fast, token) or "")
+            ends.append(length)
+        return ends
 
     def name(self, token: int) -> str:
         """Return a token's text and id, for an error message."""

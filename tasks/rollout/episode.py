@@ -8,10 +8,13 @@ The creator of an episode passes the functions `ask`, `closed` and `scorer` to t
 from __future__ import annotations
 
 import asyncio
+import math
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
@@ -22,6 +25,7 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.token_values import move_to_sampled
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NOTHING = TokenSpan()
@@ -133,7 +137,17 @@ class PlayedEpisode:
         score = await self.scorer(ScoreRequest(checked, reference, prompt.scorer, prompt.messages, peers))
         if score.outcome is Outcome.UNJUDGED:
             self._unjudged = score
-        return score
+        return self._align_values(score, checked) if score.has_token_values else score
+
+    def _align_values(self, score: Score, tokens: Int32s) -> Score:
+        """Return a score whose token values are those of the whole response so far, of which `tokens` is the end."""
+        before = len(self.made) - len(tokens)
+        if before < 0 or self.made.tokens[before:] != tokens:
+            raise ValueError(
+                "the scorer gave values to tokens that are not the end of the response; let it score the end of "
+                "episode.response"
+            )
+        return replace(score, token_values=Float32s.same(math.nan, before) + score.token_values)  # type: ignore[operator]
 
     def find_unjudged(self, score: Score) -> Score | None:
         """Return why the episode has no reward: a score that the reward may depend on could not be computed."""
@@ -184,7 +198,16 @@ class PlayedEpisode:
             outcome=score.outcome,
             foreign_parts=prompt.placed or None,
             scorer_version=score.version or None,
+            token_rewards=self._place_rewards(score),
         )
+
+    def _place_rewards(self, score: Score) -> Float32s | None:
+        """Return a score's token values for all tokens of the trajectory; None if no sampled token has a value."""
+        if not score.has_token_values:
+            return None
+        values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
+        moved = move_to_sampled(values, np.frombuffer(self.mask, bool))
+        return None if moved is None else Float32s.same(math.nan, self.prompt.input.length) + moved
 
     def started_version(self, staleness_from: str) -> int:
         """Return the policy version from which the staleness of this episode is counted.

@@ -311,7 +311,7 @@ class RolloutScheduler:
         """Put a complete group of responses into the buffer, unless the group is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
         # an episode counts once, no matter how many branches the episode has
-        why = filter_reason(self.limits.filter, [t.reward for t in group.trajectories if t.branch is None])
+        why = filter_reason(self.limits.filter, [t.total_reward for t in group.trajectories if t.branch is None])
         if why is not None:
             self._discard_filtered(group, why)
         elif group.started_version < self._formation.oldest_allowed(self.due.first):

@@ -3,13 +3,14 @@
     stored batch --rows--> requests, as the run made them --scorers of today--> verdicts --compare--> changes
 
 A request has the sampled tokens of a row, and the reference, the scorer and the messages of the run's pinned prompt, as
-`SingleTurn` passes them; adaptive deadlines of test cases are at their maximum. A verdict has changed if the reward or
-the outcome differs. Nothing is written to the run.
+`SingleTurn` passes them; adaptive deadlines of test cases are at their maximum. A verdict has changed if the reward,
+the outcome or the reward of a token differs. Nothing is written to the run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import numpy as np
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.records import GroupKey, Outcome, Trajectory, TrajectoryGroup
-from rollflow.storage.token_arrays import Int32s
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.judging import judge_repeatedly
@@ -75,12 +76,20 @@ class Rejudged:
 
     @property
     def has_changed(self) -> bool:
-        """True if the new verdict differs from the stored verdict in its reward or its outcome. Rewards are compared as
-        float32, because a stored batch has rewards in float32.
+        """True if the new verdict differs from the stored verdict in its reward, its outcome or the rewards of tokens.
+        Rewards are compared as float32, because a stored batch has rewards in float32.
         """
         before = self.stored.trajectory
-        same = before.outcome in (None, self.score.outcome)
+        same = before.outcome in (None, self.score.outcome) and self._has_same_tokens
         return self.is_judged and not (same and float(np.float32(self.score.value)) == before.reward)
+
+    @property
+    def _has_same_tokens(self) -> bool:
+        """True if each token of the response has the same reward as in the run."""
+        stored, count = self.stored.trajectory.token_rewards, len(self.stored.request.tokens)
+        nothing = Float32s.same(math.nan, count)
+        before = nothing if stored is None else Float32s.of(stored)[len(stored) - count :]
+        return before == (self.score.token_values or nothing)
 
     @property
     def is_flip(self) -> bool:

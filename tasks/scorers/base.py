@@ -1,7 +1,7 @@
 """The interface of scorers, which get many responses at once and return a score for each response.
 
 A score has a value, which becomes the reward of the response. A score also has a readable reason, optional named parts,
-and an `Outcome`.
+optional values of tokens or steps (see `token_values`), and an `Outcome`.
 
 Every response gets a score. If scoring failed, the score's outcome says whether the deadline passed, the worker process
 died, or the scorer raised an error.
@@ -22,6 +22,7 @@ import asyncio
 import json
 import logging
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Outcome
-from rollflow.storage.token_arrays import Int32s
+from rollflow.storage.token_arrays import Float32s, Int32s
 
 # largest number of characters of a score's reason, and of the reason of a failed score
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200
@@ -37,7 +38,8 @@ LARGEST = 3.4028234663852886e38  # largest absolute value of a score, which is t
 FAILED = " failed: "  # the text between the code's name and the error, in the reason that `failure_score` gives
 MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts of a score, and of characters in a part's name
 
-ScoreColumns = tuple[float, str, str, dict[str, float], float, str]  # the fields of a `Score`, in order
+# the fields of a `Score` in order, with the token values as hexadecimal float32
+ScoreColumns = tuple[float, str, str, dict[str, float], float, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,11 @@ class Score:
     `seconds` is the time that scoring the response took. `version` is the version of the scorer (see the module
     `version`), which a verifier does not set. `failed` is True if user code, such as a verifier, failed on the
     response. `to_columns` omits `failed`.
+
+    `token_values` has one number for each token of the response, or None for a token without a value. `step_values`
+    lists the steps of the response as pairs: the number of characters of the scored text up to the end of the step, and
+    the value of the step. Values of tokens and steps are rewards in addition to `value`. Scores that a scorer returns
+    have no `step_values`, because the module `token_values` converts them.
     """
 
     value: float
@@ -58,6 +65,8 @@ class Score:
     seconds: float = 0.0
     version: str = field(default="", compare=False)
     failed: bool = field(default=False, compare=False, repr=False)
+    token_values: Sequence[float | None] = ()
+    step_values: Sequence[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         """Derive a missing outcome from the score's value."""
@@ -66,13 +75,19 @@ class Score:
 
     def to_columns(self) -> ScoreColumns:
         """Return the score as plain values, which are quick to pickle and can be written as JSON."""
-        return self.value, self.reason, str(self.outcome), dict(self.parts), self.seconds, self.version
+        values = Float32s.of(self.token_values).data.hex()  # type: ignore[arg-type]  # checked values are numbers
+        return self.value, self.reason, str(self.outcome), dict(self.parts), self.seconds, self.version, values
 
     @classmethod
     def of_columns(cls, columns: Sequence[Any]) -> Score:
         """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for any other input."""
-        value, reason, outcome, parts, seconds, *version = columns
-        return cls(value, reason, Outcome(outcome), parts, seconds, *version)
+        value, reason, outcome, parts, seconds, version, values = (*columns, "", "")[:7]
+        return cls(value, reason, Outcome(outcome), parts, seconds, version, token_values=_read_values(values))
+
+    @property
+    def has_token_values(self) -> bool:
+        """True if the score has values of tokens or steps."""
+        return len(self.token_values) > 0 or len(self.step_values) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +151,11 @@ class Scorer(Protocol):
         """End all processes and tasks that the scorer started."""
 
 
+def _read_values(text: str) -> Sequence[float]:
+    """Convert hexadecimal float32 to token values; `()` stands for no values."""
+    return Float32s(bytes.fromhex(text)) if text else ()
+
+
 def outcome_of(value: Any) -> Outcome:
     """Return the outcome of a score with this value: "unjudged" if the value is NaN."""
     if not isinstance(value, Real):
@@ -156,7 +176,12 @@ def validate_score(who: str, score: Any) -> Score:
             score = Score(score)  # type: ignore[arg-type]
         reason = make_storable(str(score.reason), LONGEST_REASON)
         return Score(
-            _check_number("the score's value", score.value), reason, Outcome(score.outcome), _check_parts(score.parts)
+            _check_number("the score's value", score.value),
+            reason,
+            Outcome(score.outcome),
+            _check_parts(score.parts),
+            token_values=_check_tokens(score.token_values),
+            step_values=tuple(_check_step(step) for step in score.step_values),
         )
     except Exception as error:  # noqa: BLE001 - user code may return anything
         return failure_score(who, error)
@@ -178,6 +203,18 @@ def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
         make_storable(str(name), LONGEST_NAME): _check_number(f"the score's part {name!r}", part)
         for name, part in parts.items()
     }
+
+
+def _check_tokens(values: Sequence[float | None]) -> Sequence[float]:
+    """Convert token values to float32, with NaN for None; token values that are already float32 were checked before."""
+    if isinstance(values, Float32s) or not len(values):
+        return values if isinstance(values, Float32s) else ()
+    return Float32s.of([math.nan if value is None else _check_number("a token value", value) for value in values])
+
+
+def _check_step(step: tuple[int, float]) -> tuple[int, float]:
+    end, value = step
+    return operator.index(end), _check_number("a step value", value)
 
 
 class Unjudged(RollflowError):

@@ -5,17 +5,22 @@
 The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
 "name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the value is the
 sum of the negative weights, because otherwise the policy could learn to make a part fail whose weight is negative.
+
+Values of tokens and steps are combined in the same way: the weighted values of all parts are added, and a response
+whose value is not the sum of its parts has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import MOST_PARTS, Score, failure_score, validate_score
 from rollflow.tasks.scorers.config import CompositeReward
-from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold
+from rollflow.tasks.scorers.token_values import shift_steps
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold, find_answer
 
 
 class CompositeScorer:
@@ -47,7 +52,7 @@ class CompositeScorer:
                 continue
             try:
                 [found] = await verifier.call([self._answer(name, response)], [reference])
-                scores[name] = self._check(name, found)
+                scores[name] = self._check(name, found, response)
             except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
                 scores[name] = failure_score(name, error)
         return self.add_up(scores)
@@ -67,19 +72,44 @@ class CompositeScorer:
             if scores[name].outcome is not Outcome.CORRECT:
                 return Score(0.0, f"{name} is not correct; {reason}", scores[name].outcome, parts)
         value = sum(self._config.parts[name].weight * score.value for name, score in scores.items())
-        return Score(value, reason, _join_outcomes([score.outcome for score in scores.values()]), parts)
+        outcome = _join_outcomes([score.outcome for score in scores.values()])
+        return Score(value, reason, outcome, parts, **self._add_values(scores))
+
+    def _add_values(self, scores: Mapping[str, Score]) -> dict[str, Any]:
+        """Add the weighted values of tokens and steps of all reward parts.
+
+        Raises:
+            ValueError: the parts have values for different numbers of tokens.
+        """
+        weighted = [(self._config.parts[name].weight, score) for name, score in scores.items()]
+        rows = [[(weight, value) for value in score.token_values] for weight, score in weighted if score.token_values]
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(f"the parts have token values for {', '.join(str(len(row)) for row in rows)} tokens")
+        return {
+            "token_values": [_add_weighted(values) for values in zip(*rows, strict=True)],
+            "step_values": [(end, weight * value) for weight, score in weighted for end, value in score.step_values],
+        }
 
     def _score_part(self, name: str, response: str, reference: Mapping[str, Any]) -> Score:
         try:
-            return self._check(name, self._verifiers[name].function(self._answer(name, response), reference))
+            found = self._verifiers[name].function(self._answer(name, response), reference)
+            return self._check(name, found, response)
         except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
             return failure_score(name, error)
 
-    def _check(self, name: str, score: Any) -> Score:
-        return apply_threshold(validate_score(name, score), self._config.parts[name].scorer.correct_from)
+    def _check(self, name: str, score: Any, response: str) -> Score:
+        start, answer = find_answer(response, self._config.parts[name].scorer.answer)
+        valid = shift_steps(validate_score(name, score), start, len(answer))
+        return apply_threshold(valid, self._config.parts[name].scorer.correct_from)
 
     def _answer(self, name: str, response: str) -> str:
         return answer_of(response, self._config.parts[name].scorer.answer)
+
+
+def _add_weighted(values: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the weighted sum of the parts' values of one token, or None if no part has a value for the token."""
+    given = [weight * value for weight, value in values if value is not None and not math.isnan(value)]
+    return sum(given) if given else None
 
 
 def _join_outcomes(outcomes: list[Outcome]) -> Outcome:

@@ -81,10 +81,16 @@ def answer_of(response: str, where: str) -> str:
     """Return the part of a response to score: the whole response, or the content of its last <answer> tag ("" without a
     tag).
     """
-    if where == "all":
-        return response.strip()
-    found = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
-    return found[-1].strip() if found else ""
+    return find_answer(response, where)[1]
+
+
+def find_answer(response: str, where: str) -> tuple[int, str]:
+    """Return the part of a response to score, as `answer_of` does, and the number of characters before that part."""
+    start, text = 0, response
+    if where == "tag":
+        *_, last = (None, *re.finditer(r"<answer>(.*?)</answer>", response, flags=re.DOTALL))
+        start, text = (last.start(1), last[1]) if last else (0, "")
+    return start + len(text) - len(text.lstrip()), text.strip()
 
 
 def matches_form(form: Format, response: str) -> bool:

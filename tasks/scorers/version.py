@@ -35,7 +35,7 @@ OPERATIONS = {
 }
 # a key that earlier releases did not have; the parts of a composite scorer cannot set it
 _OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share"}}}}
-EVERY = ("base.py", "verifier.py")  # names of the source files that every scorer uses
+EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source files that every scorer uses
 # kind of scorer -> source files that only this kind uses
 SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("text/choice.py", "text/marked.py"),

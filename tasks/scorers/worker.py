@@ -50,6 +50,7 @@ from rollflow.tasks.scorers.config import (
     RegexReward,
     RewardConfig,
 )
+from rollflow.tasks.scorers.token_values import place_values
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, finish_score, score_response
 from rollflow.tasks.scorers.version import compute_version
 
@@ -133,7 +134,8 @@ class _Worker:
                 self.rechecks.add(one.clock)
 
     def _finish(self, score: Score, one: _TextRequest, seconds: float) -> Score:
-        return replace(finish_score(score, self.config, one.response, len(one.tokens)), seconds=seconds)
+        placed = place_values(score, self.config, self.tokenizer, one.tokens, one.response)
+        return replace(finish_score(placed, self.config, one.response, len(one.tokens)), seconds=seconds)
 
     def _read_request(self, number: int, asked: Mapping[str, Any], row: Sequence[Any] | None = None) -> _TextRequest:
         """Decode a numbered request, which may have the name of its data row and the row's deadline anchors."""

@@ -16,6 +16,7 @@ from rollflow.tasks.scorers.code.deadlines import DeadlineReport
 
 T = TypeVar("T")
 READY = "ready"
+LONGEST_LINE = 1 << 24  # largest size of a score in bytes; each token of the response may have a value of 8 bytes
 
 
 class WorkerDied(RollflowError):
@@ -40,7 +41,12 @@ class WorkerProcess:
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, env=environment, pass_fds=(open_socket().fileno(),)
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            env=environment,
+            pass_fds=(open_socket().fileno(),),
+            limit=LONGEST_LINE,
         )
         return cls(process)
 

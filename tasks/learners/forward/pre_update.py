@@ -21,6 +21,7 @@ from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.objectives.step_advantages import check_token_rewards, compute_step_advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
     values_B = roles.compute_tokens(data, every, roles.critic.values) if roles.critic else None
     behaviour_B = torch.from_numpy(data.behaviour)
     price_B = _kl_price(roles, behaviour_B, reference_B)
+    if data.token_rewards is not None:
+        check_token_rewards(roles.config.objective)
     part = roles.config.objective.advantage
     dtype = getattr(torch, roles.config.advantage_dtype)
     judged = compute_targets(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
@@ -109,18 +112,25 @@ def compute_targets(
     """Compute the advantages of a batch in the data type `dtype`.
 
     The penalties `price_B` are subtracted from the rewards; `values_B` are the critic's values, or None without a
-    critic.
+    critic. Rewards of tokens are given at their tokens.
     """
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
     rows_B, returns_B = torch.from_numpy(data.rows), None
+    steps_B = None if data.token_rewards is None else torch.from_numpy(data.token_rewards)
     if values_B is None:
         paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
         branches_R = None if data.branches is None else torch.from_numpy(data.branches)
         groups_R = torch.from_numpy(data.groups)
-        found_B = compute_advantages(part, paid_R, groups_R, tokens_R, longest, branches_R)[rows_B]
+        if steps_B is None:
+            found_B = compute_advantages(part, paid_R, groups_R, tokens_R, longest, branches_R)[rows_B]
+        else:
+            shaped_R = shape_rewards(part, paid_R, tokens_R, longest)
+            found_B = compute_step_advantages(part, shaped_R, steps_B, data.starts, groups_R, branches_R)
     else:
+        if steps_B is not None:
+            price_B = price_B.double() - steps_B.double().nan_to_num()
         rewards_B = token_rewards(shape_rewards(part, rewards_R, tokens_R, longest), price_B, data.starts)
         found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
     signal_R = np.zeros(len(data.rewards), dtype=bool)

@@ -1,0 +1,117 @@
+"""Values that a score gives to tokens or to steps of a response.
+
+A scorer sees the response as text, so it gives a step by the position in the text at which the step ends. The value of
+a step belongs to the token with the last character of the step. A token without a value has NaN. If several steps end
+in one token, the token's value is their sum.
+
+    text     "2+2=4.\\n\\nSo 5."                             steps end at 6 and 13
+    tokens   "2", "+2", "=4", ".", "\\n\\n", "So", " 5."     values of the 4th and the 7th token
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollflow.storage.token_arrays import Float32s
+from rollflow.tasks.scorers.base import LARGEST, Score, failure_score
+from rollflow.tasks.scorers.base_config import RewardBase
+from rollflow.tasks.scorers.verifier import find_answer
+
+if TYPE_CHECKING:
+    from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+
+
+def split_steps(text: str, separator: str = "\n\n") -> list[tuple[int, str]]:
+    """Split a text into steps that are separated by `separator`; return the end of each step in the text, and the step.
+
+    Steps of white space only are left out.
+    """
+    steps, end = list[tuple[int, str]](), 0
+    for step in text.split(separator):
+        end += len(step)
+        if step.strip():
+            steps.append((end, step))
+        end += len(separator)
+    return steps
+
+
+def shift_steps(score: Score, start: int, length: int) -> Score:
+    """Return the score of a part of a text that begins after `start` characters, with steps by their ends in the text.
+
+    Raises:
+        ValueError: a step ends outside of the part, which has `length` characters.
+    """
+    for end, _ in score.step_values:
+        if not 0 < end <= length:
+            raise ValueError(f"a step ends after {end} characters of a text of {length} characters")
+    return replace(score, step_values=tuple((end + start, value) for end, value in score.step_values))
+
+
+def place_values(
+    score: Score, config: RewardBase, tokenizer: PolicyTokenizer, tokens: Sequence[int], response: str
+) -> Score:
+    """Convert values of steps to values of tokens. `response` is the text of the tokens.
+
+    If the values do not fit the response, return the score of a failure.
+    """
+    if not score.has_token_values:
+        return score
+    start, answer = find_answer(response, config.answer)
+    try:
+        steps = shift_steps(score, start, len(answer)).step_values
+        values_T = _read_values(score.token_values, len(tokens))
+        ends_T = tokenizer.token_ends(tokens, config.special_tokens) if steps else []
+        for end, value in steps:
+            place = min(int(np.searchsorted(ends_T, end)), len(tokens) - 1)
+            values_T[place] = np.nan_to_num(values_T[place]) + value
+        return replace(score, token_values=_to_float32(values_T), step_values=())
+    except ValueError as error:
+        return replace(failure_score("verifier", error), value=config.failure_value)
+
+
+def check_length(score: Score, tokens: int) -> None:
+    """Raise `ValueError` unless a score of an environment has a value for each of the response's tokens, or no values.
+
+    An environment sees the tokens of its response, so its score has no steps by their position in a text.
+    """
+    if score.step_values:
+        raise ValueError("an environment returned a score with step_values; return token_values")
+    if score.has_token_values:
+        _read_values(score.token_values, tokens)
+
+
+def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s | None:
+    """Return token values of which only sampled tokens have some, or None if no token has a value.
+
+    The value of a token that an environment wrote is added to the last sampled token before it. A value before the
+    first sampled token belongs to no action of the policy, and is left out.
+    """
+    values_T, sampled = Float32s.of(values).array, np.flatnonzero(is_sampled)
+    given = np.flatnonzero(~np.isnan(values_T))
+    owner = np.searchsorted(sampled, given, "right") - 1
+    given, owner = given[owner >= 0], owner[owner >= 0]
+    if not given.size:
+        return None
+    sums_T, found_T = np.zeros(len(values_T)), np.full(len(values_T), math.nan)
+    np.add.at(sums_T, sampled[owner], values_T[given])
+    found_T[sampled[owner]] = sums_T[sampled[owner]]
+    return _to_float32(found_T)
+
+
+def _read_values(values: Sequence[float | None], tokens: int) -> np.ndarray:
+    """Return token values as float64, with NaN for tokens without a value; raise `ValueError` on a wrong length."""
+    if not len(values):
+        return np.full(tokens, math.nan)
+    if len(values) != tokens:
+        raise ValueError(f"the score has {len(values)} token values for a response of {tokens} tokens")
+    return np.array(values, np.float64)
+
+
+def _to_float32(values_T: np.ndarray) -> Float32s:
+    """Convert token values to float32; sums that are too large become the largest float32."""
+    return Float32s(np.clip(values_T, -LARGEST, LARGEST).astype(np.float32).tobytes())
