@@ -198,9 +198,11 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """The reward of the response as a whole, rounded as in storage, plus all token rewards."""
+        """The reward of the response as a whole, plus all token rewards, which are added as storage has them."""
+        if self.token_rewards is None:
+            return self.reward
         [reward] = Float32s.of([self.reward])
-        return reward + (0.0 if self.token_rewards is None else sum_values(Float32s.of(self.token_rewards)))
+        return reward + sum_values(Float32s.of(self.token_rewards))
 
     @property
     def input(self) -> ModelInput:

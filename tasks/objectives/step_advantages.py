@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollflow.storage.errors import ConfigError
 from rollflow.tasks.objectives.advantages import (
     EPSILON,
     groups_differ,
@@ -36,24 +35,7 @@ from rollflow.tasks.objectives.advantages import (
     subtract_baseline,
     weigh_signs,
 )
-from rollflow.tasks.objectives.config import Advantage, ObjectiveConfig, PartsObjective
-from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip
-
-
-def check_token_rewards(objective: ObjectiveConfig) -> None:
-    """Raise `ConfigError` if an objective cannot train single tokens by their own rewards.
-
-    The gradient of a ratio of a whole response is the same for all its tokens, so a clipped loss with such a ratio
-    would train each token by the mean advantage of the response.
-    """
-    if not isinstance(objective, PartsObjective) or objective.ratio.level == "token":
-        return
-    if isinstance(objective.surrogate, Clip | BinaryTv):
-        raise ConfigError(
-            f"train.objective.ratio.level = {objective.ratio.level!r}: the scorer gives values to tokens or steps, and "
-            'this objective trains all tokens of a response alike; set level = "token" (kind = "grpo" has it), or let '
-            "the scorer return one value for a response"
-        )
+from rollflow.tasks.objectives.config import Advantage
 
 
 def compute_step_advantages(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome, Prompt
 from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.objectives.config import check_token_rewards
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
@@ -28,7 +29,8 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
     An environment may give a scorer other reference answers, so the scorers of an environment are not tried.
 
     Raises:
-        ConfigError: a scorer fails on every answer; the message says how.
+        ConfigError: a scorer fails on every answer, and the message says how; or a scorer gives values to tokens, and
+            the run's objective cannot use them.
     """
     own = {name: reward for name, reward in config.scorers.items() if _has_own_code(reward)}
     if not own or not isinstance(config.environment, SingleTurnEnvironment):
@@ -41,6 +43,8 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
             with ThreadPoolExecutor(1) as pool, _silence():
                 scores = pool.submit(asyncio.run, _score(name, reward, asked[:TRIED], tokenizer)).result()
             notes += _describe_failures(name, reward, asked[0][0], scores)
+            if any(score.has_token_values for score in scores):
+                check_token_rewards(config.train.objective)
     return notes
 
 

@@ -65,10 +65,12 @@ def place_values(
     try:
         steps = shift_steps(score, start, len(answer)).step_values
         values_T = _read_values(score.token_values, len(tokens))
-        ends_T = tokenizer.token_ends(tokens, config.special_tokens) if steps else []
-        for end, value in steps:
-            place = min(int(np.searchsorted(ends_T, end)), len(tokens) - 1)
-            values_T[place] = np.nan_to_num(values_T[place]) + value
+        if steps:
+            ends_T = np.array(tokenizer.token_ends(tokens, config.special_tokens))
+            ends_S, values_S = map(np.array, zip(*steps, strict=True))
+            place_S = np.minimum(np.searchsorted(ends_T, ends_S), len(tokens) - 1)
+            values_T[place_S] = np.nan_to_num(values_T[place_S])
+            np.add.at(values_T, place_S, values_S)
         return replace(score, token_values=_to_float32(values_T), step_values=())
     except ValueError as error:
         return replace(failure_score("verifier", error), value=config.failure_value)

@@ -30,6 +30,7 @@ class Fault:
 
 SCORER = """
 import time
+from dataclasses import replace
 from rollflow.tasks.scorers.base import Score
 calls = []
 
@@ -72,6 +73,18 @@ SCORERS = {
         "async def part(response, reference) -> Score: time.sleep(0.01); return right(response, reference)",
         "test_asynchronous_scorer_never_blocks_the_event_loop",
         "an asynchronous scorer must await and never block",
+    ),
+    "gives values for another length": Fault(
+        "def part(response, reference) -> Score:\n"
+        "    return replace(right(response, reference), token_values=[0.5] * 100_000)",
+        "test_values_of_tokens_and_steps_fit_the_response",
+        "`token_values` must have the length of the response in tokens, .*: the score has 100000 token values",
+    ),
+    "ends a step behind the response": Fault(
+        "def part(response, reference) -> Score:\n"
+        "    return replace(right(response, reference), step_values=[(len(response) + 1, 0.5)])",
+        "test_values_of_tokens_and_steps_fit_the_response",
+        "each of `step_values` must end within the response's text, but for '17': .*: a step ends after 3 characters",
     ),
     "rewards every answer": Fault(
         "def part(response, reference) -> Score: return Score(1.0)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Branch, Outcome, Trajectory, TrajectoryGroup
-from rollflow.storage.token_arrays import Int16s, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, TokenSets
 from tests.support.batches import group, ready, staged
 
 TEXT = st.text(max_size=5)
@@ -34,6 +35,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         tuple
     ),
     "scorer_version": TEXT,
+    "token_rewards": st.lists(st.floats(width=32, allow_nan=False) | st.just(math.nan), max_size=6).map(Float32s.of),
 }
 ROW = st.fixed_dictionaries({}, optional=VALUES)
 BARE = (group(0), group(1), group(2))
@@ -117,6 +119,7 @@ def test_column_stored_twice_in_a_batch_file_is_corrupt() -> None:
         ("kept_tokens", [[[1, None]], None]),
         ("kept_tokens", [[[1], None], None]),
         ("foreign_parts", [None, [{"position": 0, "length": 1, "kind": None, "sha256": ""}]]),
+        ("token_rewards", [None, [0.5, None]]),
     ],
 )
 def test_null_inside_of_an_optional_value_is_corrupt(name: str, values: list[Any]) -> None:

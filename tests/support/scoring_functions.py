@@ -10,6 +10,7 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers.token_values import split_steps
 
 Reference = Mapping[str, Any]
 PARTS = {"answer": 0.5, "length": 0.25}
@@ -72,3 +73,33 @@ def _score(reference: Reference) -> Score:
     if reference.get("dies"):
         os._exit(3)
     return Score(0.75, "close", Outcome.PARTIAL, PARTS)
+
+
+def steps(response: str, reference: Reference) -> Score:
+    """Give each line of a response the value 0.5."""
+    return Score(1.0, step_values=[(end, 0.5) for end, _ in split_steps(response, "\n")])
+
+
+async def steps_later(response: str, reference: Reference) -> Score:
+    """Give each line of a response the value 0.5."""
+    return steps(response, reference)
+
+
+def steps_of_several(responses: Sequence[str], references: Sequence[Reference]) -> list[Score]:
+    """Give each line of each response the value 0.5."""
+    return list(map(steps, responses, references))
+
+
+def each_token(response: str, reference: Reference) -> Score:
+    """Give each token of a response the value 0.25."""
+    return Score(1.0, token_values=[0.25] * reference["tokens"])
+
+
+def one_token_value(response: str, reference: Reference) -> Score:
+    """Give a value for one token, whatever the length of the response."""
+    return Score(1.0, token_values=[0.25])
+
+
+def wrong(response: str, reference: Reference) -> Score:
+    """Find every response wrong."""
+    return Score(0.0)

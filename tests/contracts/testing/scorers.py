@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, ScoreRequest, is_failure, validate_score
 from rollflow.tasks.scorers.config import ImportReward, RewardConfig
+from rollflow.tasks.scorers.token_values import place_values
 from rollflow.tasks.scorers.verifier import Verifier, score_response
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, reach_from_workers
 
@@ -130,10 +132,35 @@ class ScorerContract:
 
     def test_worker_process_gives_the_same_scores(self, case: ScorerCase, verify: Verifier, tmp_path: Path) -> None:
         """A worker process imports the scorer by its path."""
-        for name, data in build_cold_folder(ColdStart(), [f"{case.right} {case.wrong}"] * 10).items():
-            (tmp_path / name).write_bytes(data)
-        responses = (case.right, case.wrong, "")
-        scores = asyncio.run(self.score_in_workers(case, tmp_path, responses))
-        assert [replace(score, seconds=0.0) for score in scores] == self.score(verify, case, *responses), (
+        folder, responses = self.make_folder(case, tmp_path), (case.right, case.wrong, "")
+        scores = asyncio.run(self.score_in_workers(case, folder, responses))
+        expected = self.place(case, folder, responses, self.score(verify, case, *responses))
+        assert [replace(score, seconds=0.0) for score in scores] == expected, (
             "a worker process must give the same scores as this process"
         )
+
+    def test_values_of_tokens_and_steps_fit_the_response(
+        self, case: ScorerCase, verify: Verifier, tmp_path: Path
+    ) -> None:
+        """A scorer gives each token a value or none, and each step ends within the response."""
+        folder, responses = self.make_folder(case, tmp_path), (case.right, case.wrong, *ODD)
+        scores = self.score(verify, case, *responses)
+        for response, score in zip(responses, self.place(case, folder, responses, scores), strict=True):
+            assert not is_failure(score), (
+                f"`token_values` must have the length of the response in tokens, and each of `step_values` must end "
+                f"within the response's text, but for {response!r}: {score.reason}"
+            )
+
+    def make_folder(self, case: ScorerCase, folder: Path) -> Path:
+        """Make a policy folder with a tokenizer."""
+        for name, data in build_cold_folder(ColdStart(), [f"{case.right} {case.wrong}"] * 10).items():
+            (folder / name).write_bytes(data)
+        return folder
+
+    def place(self, case: ScorerCase, folder: Path, responses: Sequence[str], scores: Sequence[Score]) -> list[Score]:
+        """Convert values of steps to values of tokens, as a worker does."""
+        tokenizer = PolicyTokenizer(folder)
+        return [
+            place_values(score, case.config, tokenizer, tokenizer.encode_response(response), response)
+            for response, score in zip(responses, scores, strict=True)
+        ]

@@ -17,10 +17,11 @@ from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.optional_columns import COLUMNS, NAMES
 from rollflow.storage.records import Branch, GroupKey, Outcome, Trajectory, TrajectoryGroup
-from rollflow.storage.token_arrays import Int16s, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, TokenSets
 from tests.support.audited import found, of_first
 from tests.support.log_runs import changed, committed, group, rebatched, told
 
+NONE = float("nan")  # the token has no reward of its own
 # A trajectory of these runs has the tokens (1, 2, 3) or (1, 2, 3, 4); the first token is the prompt.
 CORRECT: dict[str, Any] = {
     "reward_parts": {"answer": 1.0, "format": 0.5},
@@ -30,11 +31,19 @@ CORRECT: dict[str, Any] = {
     "kept_tokens": TokenSets.of([[], [9, 2], []]),
     "foreign_parts": (),
     "scorer_version": "0123456789ab",
+    "token_rewards": Float32s.of([NONE, 0.5, NONE]),
 }
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_parts": {"answer": float("nan")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
     ({"reward_parts": {"answer": float("inf")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
     ({"scorer_version": "newest"}, "lineage", "trajectory 8.0.0 has the scorer version 'newest'; expected 12"),
+    ({"token_rewards": Float32s.of([NONE, 0.5])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 token rewards"),
+    ({"token_rewards": Float32s.of([NONE, 0.5, float("inf")])}, "lineage", "the reward of a token is infinite"),
+    (
+        {"token_rewards": Float32s.of([0.5, NONE, NONE])},
+        "lineage",
+        "a token that the policy did not sample has a token",
+    ),
     ({"outcome": "fine"}, "lineage", "trajectory 8.0.0 has the outcome 'fine'; expected one of ['correct', "),
     ({"turn_starts": (2, 1)}, "lineage", "the turns of trajectory 8.0.0 do not ascend: [2, 1]"),
     ({"turn_starts": (1, 1)}, "lineage", "the turns of trajectory 8.0.0 do not ascend: [1, 1]"),

@@ -1,0 +1,93 @@
+"""A learner on its own samples: rewards of tokens teach what the reward of a response does not show."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import StopReason, Trajectory
+from rollflow.storage.token_arrays import Float32s
+from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.testing.learners import batch_of, saved
+from tests.support.tiny_policy import make_policy, make_weights
+from tests.tasks.test_learner import learner
+
+PROMPT, LENGTH, GROUP, VERSIONS = [3, 4, 5], 3, 32, 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
+
+
+def rewards_of(response: list[int]) -> list[float]:
+    """Give 1 to each even token but the last one, and take the sum back at the last token."""
+    given = [float(token % 2 == 0) for token in response[:-1]]
+    return [*given, -sum(given)]
+
+
+def sample(made: TorchLearner, version: int, draw: torch.Generator, *, with_tokens: bool) -> TrajectoryBatch:
+    """Sample a group of responses, all of which have the reward 0 and the sum of token rewards 0."""
+    tokens, logprobs = torch.tensor([PROMPT] * GROUP), list[Tensor]()
+    with torch.no_grad():
+        for _ in range(LENGTH):
+            logp = torch.log_softmax(made.model(input_ids=tokens).logits[:, -1].float(), -1)
+            drawn = torch.multinomial(logp.exp(), 1, generator=draw)
+            tokens, logprobs = torch.cat([tokens, drawn], 1), [*logprobs, logp.gather(1, drawn)]
+    asked, rows = len(PROMPT), []
+    for number, (row, own) in enumerate(zip(tokens.tolist(), torch.cat(logprobs, 1).tolist(), strict=True)):
+        values = Float32s.of([math.nan] * asked + rewards_of(row[asked:])) if with_tokens else None
+        mask, versions = [False] * asked + [True] * LENGTH, [-1] * asked + [version] * LENGTH
+        given = [0.0] * asked + own
+        rows.append(
+            Trajectory(number, version, row, mask, given, versions, 0.0, "", StopReason.STOP, token_rewards=values)
+        )
+    return batch_of(rows)
+
+
+def count_even(batch: TrajectoryBatch) -> float:
+    """Return the fraction of even tokens among those that are rewarded for it."""
+    rewarded = [token for row in batch.table["tokens"].to_pylist() for token in row[len(PROMPT) : -1]]
+    return sum(token % 2 == 0 for token in rewarded) / len(rewarded)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce", "ppo"])
+def test_token_rewards_teach_what_equal_rewards_cannot(folder: Path, kind: str) -> None:
+    """All responses have the same whole reward, so without token rewards nothing is learned."""
+    made, draw = learner(folder, learning_rate=3e-3, objective={"kind": kind}), torch.Generator().manual_seed(0)
+    before = count_even(sample(made, 0, draw, with_tokens=True))
+    for version in range(VERSIONS):
+        made.step(sample(made, version, draw, with_tokens=True), version)
+    after = count_even(sample(made, VERSIONS, draw, with_tokens=True))
+    assert before < 0.65
+    assert after > 0.9
+
+
+def test_equal_rewards_alone_change_no_weight(folder: Path) -> None:
+    made, draw = learner(folder, learning_rate=3e-3), torch.Generator().manual_seed(0)
+    before = made.model.state_dict()["lm_head.weight"].clone()
+    made.step(sample(made, 0, draw, with_tokens=False), 0)
+    assert torch.equal(made.model.state_dict()["lm_head.weight"], before)
+
+
+def test_token_rewards_are_trained_again_bit_for_bit(folder: Path) -> None:
+    """A stored batch gives the same weights in every run of the step, as a replay needs."""
+    found = []
+    for _ in range(2):
+        made, draw = learner(folder, micro_tokens=24), torch.Generator().manual_seed(0)
+        batch = sample(made, 0, draw, with_tokens=True)
+        made.step(TrajectoryBatch.from_bytes(batch.to_bytes()), 0)
+        found.append(saved(made)[0])
+    assert found[0] == found[1]
+
+
+def test_learner_refuses_token_rewards_it_cannot_use(folder: Path) -> None:
+    made, draw = learner(folder, objective={"kind": "gspo"}), torch.Generator().manual_seed(0)
+    with pytest.raises(ConfigError, match=r"ratio.level = 'geometric': the scorer gives values to tokens or steps"):
+        made.step(sample(made, 0, draw, with_tokens=True), 0)
