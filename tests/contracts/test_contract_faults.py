@@ -76,9 +76,9 @@ SCORERS = {
     ),
     "gives values for another length": Fault(
         "def part(response, reference) -> Score:\n"
-        "    return replace(right(response, reference), token_values=[0.5] * 100_000)",
+        "    return replace(right(response, reference), token_values=[0.5] * 500)",
         "test_values_of_tokens_and_steps_fit_the_response",
-        "`token_values` must have the length of the response in tokens, .*: the score has 100000 token values",
+        "`token_values` must have the length of the response in tokens, .*: the score has 500 token values",
     ),
     "ends a step behind the response": Fault(
         "def part(response, reference) -> Score:\n"

@@ -191,6 +191,17 @@ def test_too_large_sums_are_finite(tokenizer: PolicyTokenizer) -> None:
     assert np.isfinite(Float32s.of(score.token_values).array).all()  # type: ignore[arg-type]
 
 
+def test_step_scorer_in_the_docs_works(tokenizer: PolicyTokenizer) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/own_parts.md").read_text()
+    [code] = [block for block in page.split("```python\n") if "def right_steps" in block]
+    made: dict[str, Any] = {}
+    exec(code.split("```")[0], made)
+    text = "2+2=4\n4+1=6\n6+1=7"
+    score = score_response(made["right_steps"], "all", text, {"answer": "7"})
+    assert (score.value, score.step_values) == (1.0, ((5, 1.0), (11, 0.0), (17, 1.0)))
+    assert list(places_of(placed(tokenizer, text, score)).values()) == [1.0, 0.0, 1.0]
+
+
 # --- composite --------------------------------------------------------------------------------------------------------
 
 
