@@ -88,9 +88,10 @@ def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.
     if column is None:
         return None
     is_valid = _view(column.is_valid().cast(pa.uint8())).astype(bool)
-    found = np.full(offsets[-1], np.nan, np.float32)
-    found[np.repeat(is_valid, np.diff(offsets))] = _view(column.flatten())
-    return found[chosen]
+    every = np.full(offsets[-1], np.nan, np.float32)
+    every[np.repeat(is_valid, np.diff(offsets))] = _view(column.flatten())
+    found: np.ndarray = every[chosen]
+    return found
 
 
 def _column(table: pa.Table, name: str) -> pa.Array:
