@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from rollflow.storage.errors import ConfigError
 from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
 from rollflow.tasks.objectives.surrogate_config import HEAVIEST, BinaryTv, Clip, Level, PolicyGradient, Ratio, Surrogate
 from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kinds
@@ -360,22 +359,6 @@ def _check_k1(penalties: Penalties) -> None:
             'set kl_in = "reward" with a reference'
         )
         refuse("train.objective.penalties.kl", "k1", cure)
-
-
-def check_token_rewards(objective: ObjectiveConfig) -> None:
-    """Raise `ConfigError` if an objective cannot train single tokens by their own rewards.
-
-    The gradient of a ratio of a whole response is the same for all its tokens, so a clipped loss with such a ratio
-    would train each token by the mean advantage of the response.
-    """
-    if not isinstance(objective, PartsObjective) or objective.ratio.level == "token":
-        return
-    if isinstance(objective.surrogate, Clip | BinaryTv):
-        raise ConfigError(
-            f"train.objective.ratio.level = {objective.ratio.level!r}: the scorer gives values to tokens or steps, and "
-            'this objective trains all tokens of a response alike; set level = "token" (kind = "grpo" has it), or let '
-            "the scorer return one value for a response"
-        )
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:

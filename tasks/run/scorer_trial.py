@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome, Prompt
 from rollflow.tasks.environments.config import SingleTurnEnvironment
-from rollflow.tasks.objectives.config import check_token_rewards
+from rollflow.tasks.objectives.token_rewards import check_token_rewards
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig

@@ -20,9 +20,10 @@ from rollflow.storage.records import Branch, StopReason, Trajectory
 from rollflow.storage.token_arrays import Float32s
 from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives.advantages import EPSILON, TINY
-from rollflow.tasks.objectives.config import Advantage, PartsObjective, check_token_rewards
+from rollflow.tasks.objectives.config import Advantage, PartsObjective
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.objectives.token_rewards import check_token_rewards
 from rollflow.testing.learners import batch_of
 
 Row = tuple[float, list[float | None]]  # reward of the response, and the rewards of its tokens

@@ -17,11 +17,12 @@ from torch import Tensor
 from rollflow.tasks.learners.forward.critic import explained_variance
 from rollflow.tasks.learners.forward.models import TrainedModels
 from rollflow.tasks.objectives.advantages import compute_advantages, shape_rewards
-from rollflow.tasks.objectives.config import Advantage, check_token_rewards
+from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.objectives.step_advantages import compute_step_advantages
+from rollflow.tasks.objectives.token_rewards import check_token_rewards
 
 
 @dataclass(frozen=True, slots=True)
