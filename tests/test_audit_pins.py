@@ -59,14 +59,14 @@ def test_result_of_pip_audit_is_reported(
     assert script.judge(answer, "") == (code, lines)
 
 
-def test_unreachable_service_gets_a_one_sentence_error(script: ModuleType) -> None:
+def test_unreachable_registry_gets_a_one_sentence_error(script: ModuleType) -> None:
     errors = "Traceback (most recent call last):\nConnectionError: Failed to resolve 'pypi.org'\n"
     code, [line] = script.judge("", errors)
     assert code == 2
     assert line.startswith("no advisories could be read (ConnectionError: Failed to resolve 'pypi.org'); run ")
 
 
-def test_every_file_of_pins_is_audited(script: ModuleType) -> None:
+def test_every_file_of_pinned_versions_is_audited(script: ModuleType) -> None:
     assert set(script.PINS) == set(INFRA.glob("constraints-*.txt"))
 
 

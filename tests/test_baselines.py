@@ -21,7 +21,9 @@ from tests.support.pipeline import Pipeline
     ("proxy", "scheduler"),
     [(InferenceProxy, BatchScheduler), (WholeGroupProxy, WholeGroupScheduler)],
 )
-def test_run_of_a_baseline_audits_clean(proxy: type[InferenceProxy], scheduler: type[RolloutScheduler]) -> None:
+def test_run_of_a_baseline_scheduler_passes_the_audit(
+    proxy: type[InferenceProxy], scheduler: type[RolloutScheduler]
+) -> None:
     store = MemoryStore(uuid.uuid4().hex)
     deaths = [(0.4, 0), (1.1, 0)]
     pipeline = Pipeline(store, proxy_type=proxy, scheduler_type=scheduler, engines=2, engine_deaths=deaths)
@@ -31,7 +33,7 @@ def test_run_of_a_baseline_audits_clean(proxy: type[InferenceProxy], scheduler: 
     assert report.trajectories == 6 * 4 * 2
 
 
-def test_simulated_baselines_are_slower() -> None:
+def test_simulated_baseline_schedulers_are_slower() -> None:
     hardware = rollout_only(2, 8)
 
     def seconds(world_type: type[SimulatedRun], **rollout: int) -> float:

@@ -73,12 +73,12 @@ def wrong_command(verb: str, rest: str) -> str | None:
 
 
 @each_page
-def test_links_have_targets(page: Path) -> None:
+def test_links_in_the_docs_have_targets(page: Path) -> None:
     assert [wrong for link in LINK.findall(page.read_text()) if (wrong := broken_link(page, link))] == []
 
 
 @each_page
-def test_named_paths_exist(page: Path) -> None:
+def test_paths_named_in_the_docs_exist(page: Path) -> None:
     named = {path for text in code(page) if "<" not in text for path in NAMED.findall(text)}
     assert sorted(path for path in named if not any((ROOT / f"{path}{end}").exists() for end in ("", ".py"))) == []
 
@@ -96,7 +96,7 @@ def test_documented_commands_exist(page: Path) -> None:
 
 
 @each_page
-def test_table_rows_are_whole(page: Path) -> None:
+def test_table_rows_in_the_docs_are_complete(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert [row for row in rows if not row.rstrip().endswith("|")] == []
@@ -125,7 +125,7 @@ def test_documented_commands_that_were_not_run_are_marked(page: Path) -> None:
     assert " ".join(text.split()).count("A command with † was not run") == ("†" in text)
 
 
-def test_every_verb_is_described() -> None:
+def test_every_command_is_described_in_the_docs() -> None:
     text = (ROOT / "docs" / "commands.md").read_text()
     assert [verb for verb in verbs() if f"`rollflow {verb}" not in text] == []
 
@@ -136,5 +136,5 @@ def test_configuration_page_is_current() -> None:
 
 
 @pytest.mark.parametrize("section", [RunConfig, Hardware])
-def test_every_key_has_a_description(section: type[Section]) -> None:
+def test_every_config_key_has_a_description(section: type[Section]) -> None:
     assert [line for line in describe_keys(section) if ": " not in line.partition("  # ")[2]] == []

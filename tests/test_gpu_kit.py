@@ -53,7 +53,7 @@ def run_kit(monkeypatch: pytest.MonkeyPatch, parts: list[str], file: Path | None
     return kit.rows
 
 
-def test_dead_gpu_check_part_is_a_row_and_the_next_part_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_crashed_gpu_check_part_is_a_row_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = run_kit(monkeypatch, ["dies", "sound"], tmp_path / "rows.json")
     assert [(row.part, row.verdict) for row in rows] == [("dies", ""), ("dies", ERROR), ("sound", "")]
     assert "device-side assert" in str(rows[1].value)
@@ -61,19 +61,19 @@ def test_dead_gpu_check_part_is_a_row_and_the_next_part_runs(monkeypatch: pytest
 
 
 @pytest.mark.long
-def test_hanging_part_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_gpu_check_part_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run_kit(monkeypatch, ["hangs", "sound"])
     assert [(row.part, row.verdict) for row in rows] == [("hangs", ""), ("hangs", ERROR), ("sound", "")]
 
 
-def test_child_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_part_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.Child, "command", [sys.executable, "-c", "print('no torch'); raise SystemExit(1)"])
     kit = gpu.Kit("", 60.0, None)
     kit.run(["card"])
     assert [row.verdict for row in kit.rows] == [ERROR]
 
 
-def test_failed_case_is_a_row_and_the_next_case_runs() -> None:
+def test_failed_gpu_check_case_is_a_row_and_the_next_one_runs() -> None:
     def cases() -> Iterator[Row]:
         yield from guard("first", broken)
         yield from guard("second", lambda: [check_at_most("x", 1.0, 2.0)])
@@ -86,7 +86,7 @@ def test_failed_case_is_a_row_and_the_next_case_runs() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.1])
-def test_row_with_a_value_above_its_limit_fails(value: float) -> None:
+def test_gpu_check_row_above_its_limit_fails(value: float) -> None:
     row = check_at_most("x", value, 2.0)
     assert row.verdict == FAILED
     assert FAILED in format_rows([row])

@@ -25,7 +25,7 @@ def test_of_a_group(number, worker_id):
 
 
 @pytest.mark.long
-def test_group_stays_in_one_process(tmp_path: Path) -> None:
+def test_tests_of_an_xdist_group_run_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     beside = ["-p", "xdist", "-n", "2", "--dist", "loadgroup", "-p", "tests.conftest", "-c", os.devnull]
     command = [sys.executable, "-m", "pytest", *beside, "--rootdir", str(tmp_path), "test_some.py"]

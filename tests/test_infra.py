@@ -53,20 +53,20 @@ def test_started_services_send_no_usage_statistics() -> None:
 
 
 @pytest.mark.parametrize("name", ["POSTGRES_PASSWORD", "PREFECT_AUTH", "RAY_TOKEN", "S3_KEY", "S3_SECRET"])
-def test_each_secret_is_required(name: str) -> None:
+def test_compose_file_requires_each_secret(name: str) -> None:
     """A service never starts with an empty password."""
     values = {**secrets(), name: ""}
     with pytest.raises(AssertionError, match=f"{name} is required: run infra/secrets.sh"):
         read(values)
 
 
-def test_secrets_are_new_each_time() -> None:
+def test_generated_secrets_are_new_each_time() -> None:
     first, second = secrets(), secrets()
     assert {name for name in first if first[name] == second[name]} == {"S3_KEY"}
     assert all(len(value) >= 48 for name, value in first.items() if name != "S3_KEY")
 
 
-def test_secrets_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+def test_secret_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     """An existing file of secrets is never replaced, because the databases use its secrets."""
     file = tmp_path / "env"
     first = subprocess.run([INFRA / "secrets.sh", file], umask=0o022)
@@ -85,7 +85,7 @@ def compose_command() -> list[str] | None:
     return ["docker-compose"] if shutil.which("docker-compose") else None
 
 
-def test_compose_accepts_the_file(tmp_path: Path) -> None:
+def test_docker_compose_accepts_the_compose_file(tmp_path: Path) -> None:
     """Debian's `docker-compose` (version 1) does not know the key `name`, so the test removes this key for it."""
     if (command := compose_command()) is None:
         pytest.skip("neither the plugin `docker compose` nor docker-compose is installed")
@@ -165,7 +165,7 @@ def slow_writes(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_server_with_two_winners_is_refused(
+def test_s3_server_without_atomic_creation_is_refused(
     bucket: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with slow_writes(monkeypatch):
@@ -212,12 +212,12 @@ def test_make_targets_install_the_pinned_versions(target: str) -> None:
     assert f"--requirement infra/constraints-{other}.txt" not in commands
 
 
-def test_stages_have_parents() -> None:
+def test_dockerfile_stages_have_parent_images() -> None:
     found = stages(INFRA / "Dockerfile")
     assert {stage.parent for stage in found.values()} - found.keys() == {"scratch", "debian:12-slim"}
 
 
-def test_image_context_has_the_wheels_files() -> None:
+def test_docker_build_context_has_the_files_of_the_wheel() -> None:
     """No secrets, environments or runs of a clone get into the image."""
     lines = (REPOSITORY / ".dockerignore").read_text().split()
     assert lines[0] == "*"

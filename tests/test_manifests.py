@@ -57,7 +57,7 @@ def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield from (group["template"]["spec"] for group in groups if "template" in group)
 
 
-def test_objects_match_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
+def test_manifest_objects_match_kubernetes_schemas(objects: list[dict[str, Any]]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (make install)")
     own = [one for one in objects if one["kind"] != "RayCluster"]
     assert len(own) > 8
@@ -84,7 +84,7 @@ def test_ray_cluster_matches_its_schema(objects: list[dict[str, Any]]) -> None:
     jsonschema.validate(named(objects, "RayCluster"), _closed(schema))
 
 
-def test_secrets_and_settings_exist(objects: list[dict[str, Any]]) -> None:
+def test_secrets_and_settings_of_the_manifests_exist(objects: list[dict[str, Any]]) -> None:
     """Every key that a container reads is in a secret or map of the overlay, and no container contains a secret."""
     kept = {one["metadata"]["name"]: {*one["data"]} for one in objects if one["kind"] in ("Secret", "ConfigMap")}
     asked = set()
@@ -100,14 +100,14 @@ def test_secrets_and_settings_exist(objects: list[dict[str, Any]]) -> None:
     assert {key for name, key in asked if name == "secrets"} == kept["secrets"] - {"RAY_TOKEN"}
 
 
-def test_ray_gets_the_token(objects: list[dict[str, Any]]) -> None:
+def test_ray_cluster_manifest_has_the_ray_token(objects: list[dict[str, Any]]) -> None:
     options = named(objects, "RayCluster")["spec"]["authOptions"]
     kept = named(objects, "Secret", options["secretName"])["data"]["auth_token"]
     assert options["mode"] == "token"
     assert base64.b64decode(kept) == b"the token"
 
 
-def test_services_select_pods(objects: list[dict[str, Any]]) -> None:
+def test_services_of_the_manifests_select_pods(objects: list[dict[str, Any]]) -> None:
     labels = [
         one["spec"]["template"]["metadata"]["labels"] for one in objects if one["kind"] in ("Deployment", "StatefulSet")
     ]
@@ -116,7 +116,7 @@ def test_services_select_pods(objects: list[dict[str, Any]]) -> None:
     assert all(any(selector.items() <= one.items() for one in labels) for selector in services)
 
 
-def test_containers_have_no_privileges(objects: list[dict[str, Any]]) -> None:
+def test_containers_of_the_manifests_have_no_privileges(objects: list[dict[str, Any]]) -> None:
     for pod in pods(objects):
         assert pod["securityContext"]["runAsNonRoot"] is True
         for container in pod["containers"]:
@@ -127,9 +127,7 @@ def test_containers_have_no_privileges(objects: list[dict[str, Any]]) -> None:
             assert "memory" in container["resources"]["limits"], container["name"]
 
 
-def test_images_and_gpus_are_those_of_the_overlay(
-    objects: list[dict[str, Any]], request: pytest.FixtureRequest
-) -> None:
+def test_kustomize_overlay_sets_images_and_gpus(objects: list[dict[str, Any]], request: pytest.FixtureRequest) -> None:
     kind = request.node.callspec.params["objects"]
     images = {container["image"] for pod in pods(objects) for container in pod["containers"]}
     assert images == {"postgres:17", f"registry.example.com/rollflow:{kind}"}
@@ -141,7 +139,7 @@ def test_images_and_gpus_are_those_of_the_overlay(
         assert ("nvidia.com/gpu" in limits) == (kind == "gpu")
 
 
-def test_ray_version_is_the_pinned_one(objects: list[dict[str, Any]]) -> None:
+def test_ray_version_of_the_manifests_is_the_pinned_one(objects: list[dict[str, Any]]) -> None:
     pins = (REPOSITORY / "infra/constraints-cpu.txt").read_text().split()
     assert f"ray=={named(objects, 'RayCluster')['spec']['rayVersion']}" in pins
 

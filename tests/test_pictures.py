@@ -87,7 +87,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_committed_pictures_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_pictures_of_the_docs_are_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pictures", "--folder", str(tmp_path), "--data", str(DATA)])
     pictures.main()
     for name in NAMES:
@@ -140,7 +140,7 @@ def test_text_contrasts_with_its_background(page: int) -> None:
     assert [pair for pair in pairs if contrast(*(PALETTE[colour][page] for colour in pair)) < 4.5] == []
 
 
-def test_readme_states_the_figures_of_the_data() -> None:
+def test_readme_states_the_numbers_of_its_data() -> None:
     first = pictures.load_runs(DATA)[0]
     ages = [sum(column) for column in zip(*first.staleness, strict=True)]
     said = " ".join(f"{age} {100 * count / sum(ages):.0f}%" for age, count in enumerate(ages))

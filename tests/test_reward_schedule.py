@@ -11,7 +11,7 @@ from benchmarks.reward_schedule import SECONDS, draw_reference_seconds, run_prog
 from rollflow.tasks.scorers.config import AdaptiveDeadline
 
 
-def test_reference_times_are_drawn_from_the_published_ones() -> None:
+def test_simulated_program_times_are_the_published_ones() -> None:
     drawn = sorted(draw_reference_seconds(row) for row in range(20_000))
     assert SECONDS[0][1] <= drawn[0]
     assert drawn[-1] <= SECONDS[-1][1]
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_fixed_deadline_kills_nothing_early() -> None:
+def test_simulated_fixed_deadline_kills_no_program_early() -> None:
     _, rewards = run_programs(None, hanging=0.5)
     assert rewards.sandboxes.counts["correct"] > 0
     assert rewards.sandboxes.counts["false kills"] == 0
@@ -36,7 +36,7 @@ def test_fixed_deadline_kills_nothing_early() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_false_kill_of_the_simulation_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_counts_wrongly_killed_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A correct program takes 1.4 s times a random factor, so some programs take more than 1.5 times the anchor."""
     monkeypatch.setattr(reward_schedule, "draw_reference_seconds", lambda row: 1.4)
     _, rewards = run_programs(AdaptiveDeadline(recheck=1.0), hanging=0.0, spread=1.0)

@@ -220,7 +220,7 @@ def test_every_folder_declares_its_imports() -> None:
     assert rooms == set(MAY)
 
 
-def test_no_import_points_upwards() -> None:
+def test_no_import_breaks_the_layer_order() -> None:
     assert wrong(tree()) == []
 
 
@@ -228,7 +228,7 @@ def test_imports_have_no_cycle() -> None:
     assert circle(tree()) == []
 
 
-def test_folders_and_modules_are_small() -> None:
+def test_folders_and_modules_stay_below_their_size_limits() -> None:
     counts = Counter(room(module) for module in tree() if not module.endswith("/__init__"))
     assert not {one: count for one, count in counts.items() if count > FILES}
     lengths = {module: len(source.splitlines()) for module, source in tree().items()}

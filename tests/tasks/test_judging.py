@@ -96,7 +96,7 @@ async def test_judging_ends_with_the_first_verdict() -> None:
 
 
 @pytest.mark.parametrize(("tries", "calls"), [(0, 1), (1, 1), (3, 3)])
-def test_judging_ends_after_its_tries(tries: int, calls: int) -> None:
+def test_judging_ends_after_the_configured_tries(tries: int, calls: int) -> None:
     asked = []
 
     async def judge(request: ScoreRequest) -> Score:
@@ -130,7 +130,7 @@ def test_unjudged_responses_are_never_trained_on(
         assert DiscardReason.UNJUDGED in discards(pipeline)
 
 
-async def test_score_queue_says_when_it_has_room() -> None:
+async def test_score_queue_reports_when_it_has_room() -> None:
     waiting, rooms = list[asyncio.Future[Score]](), list[int]()
 
     async def judge(request: ScoreRequest) -> Score:
@@ -193,7 +193,7 @@ def test_prompt_of_an_unjudged_group_is_issued_again() -> None:
     assert trained & lost
 
 
-def test_run_ends_if_nobody_judges_any_group() -> None:
+def test_run_fails_if_no_response_can_be_judged() -> None:
     pipeline = FlakyJudge(MemoryStore("never"), versions=2, choices={"judging": {"": JudgingLimits(2, 7)}})
     pipeline.share = 1.1
     with pytest.raises(ExceptionGroup) as failed:
@@ -206,7 +206,7 @@ def test_run_ends_if_nobody_judges_any_group() -> None:
     assert "the judge is away" in str(error)
 
 
-def test_run_ends_if_one_prompt_is_never_judged() -> None:
+def test_run_fails_if_one_prompt_can_never_be_judged() -> None:
     choices = {"judging": {"": JudgingLimits(1, 5)}}
     pipeline = FlakyJudge(MemoryStore(uuid.uuid4().hex), versions=4, async_ratio=1.0, choices=choices)
     pipeline.lost_prompt = 2
@@ -243,7 +243,7 @@ def test_audit_reports_an_unjudged_trajectory() -> None:
         (FileNotFoundError("answer"), Outcome.UNPARSABLE),
     ],
 )
-def test_only_a_failure_with_another_cause_is_unjudged(error: Exception, outcome: Outcome) -> None:
+def test_only_external_failures_leave_a_response_unjudged(error: Exception, outcome: Outcome) -> None:
     score = failure_score("verifier", error)
     assert (score.value, score.outcome) == (0.0, outcome)
 
@@ -266,7 +266,7 @@ class Away(Pipeline):
         return await super()._score(request)
 
 
-def test_short_outage_of_a_judge_ends_no_run() -> None:
+def test_short_outage_of_a_judge_does_not_end_the_run() -> None:
     """Many groups run at a time, so one short outage meets more groups than `max_unjudged`."""
     pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judging": {"": JudgingLimits(1, 20)}})
     pipeline.until = 0.2
@@ -275,7 +275,7 @@ def test_short_outage_of_a_judge_ends_no_run() -> None:
     assert pipeline.state.version == 2
 
 
-def test_given_up_group_is_not_judged_again() -> None:
+def test_cancelled_group_is_not_judged_again() -> None:
     """A group that was given up delays neither its successor nor the end of the run by 100 tries."""
     asked: list[ScoreRequest] = []
 
@@ -331,7 +331,7 @@ class Raising(Environment):
 @pytest.mark.parametrize(
     ("error", "reason"), [(Unjudged, DiscardReason.UNJUDGED), (asyncio.CancelledError, None), (SystemExit, None)]
 )
-def test_error_of_an_environment_ends_no_run(error: type[BaseException], reason: DiscardReason | None) -> None:
+def test_error_of_an_environment_does_not_end_the_run(error: type[BaseException], reason: DiscardReason | None) -> None:
     environment = ImportedEnvironment(ImportEnvironment(path=f"{__name__}:Raising", options={"error": None}))
     environment._own = Raising(error)
     pipeline = Pipeline(
@@ -356,7 +356,7 @@ def test_error_of_an_environment_ends_no_run(error: type[BaseException], reason:
         {"batch_order": "started"},
     ],
 )
-def test_run_with_unjudged_groups_ends_and_audits_clean(alpha: float, choices: dict[str, Any]) -> None:
+def test_run_with_unjudged_prompts_passes_the_audit(alpha: float, choices: dict[str, Any]) -> None:
     """Two engines die in a run whose judge fails; the run ends, and the audit finds no violation."""
     pipeline = FlakyJudge(
         MemoryStore(uuid.uuid4().hex),
@@ -372,7 +372,7 @@ def test_run_with_unjudged_groups_ends_and_audits_clean(alpha: float, choices: d
     assert audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations == []
 
 
-def test_unjudged_groups_change_no_batch_without_staleness() -> None:
+def test_unjudged_prompts_change_no_batch_at_alpha_zero() -> None:
     """At `async_ratio = 0` a run with an unreliable judge trains on the same trajectories as a run without one."""
     found = []
     for share in (0.0, 0.4):
@@ -390,7 +390,7 @@ def test_unjudged_groups_change_no_batch_without_staleness() -> None:
     assert found[0] == found[1]
 
 
-def test_discard_as_unjudged_needs_judge_tries() -> None:
+def test_unjudged_responses_are_discarded_only_with_judge_tries() -> None:
     pipeline = FlakyJudge(MemoryStore("none"), versions=2, choices={"judging": {"": JudgingLimits(1, 10**6)}})
     pipeline.share = 0.4
     run_virtual(pipeline.run())
@@ -398,7 +398,7 @@ def test_discard_as_unjudged_needs_judge_tries() -> None:
     assert audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations
 
 
-def test_lost_connection_is_found_behind_a_library_error() -> None:
+def test_lost_connection_is_found_as_cause_of_a_library_error() -> None:
     """`urllib` wraps the refused connection in a `URLError`, which is no `ConnectionError`."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -409,7 +409,7 @@ def test_lost_connection_is_found_behind_a_library_error() -> None:
     assert failure_score("verifier", ValueError("no number")).outcome is Outcome.UNPARSABLE
 
 
-def test_branches_count_once_in_the_filter_of_groups() -> None:
+def test_branches_of_a_response_count_once_in_the_prompt_filter() -> None:
     """The scheduler compares the rewards of episodes, as the audit does."""
     pipeline = Pipeline(MemoryStore("branches"), versions=0, choices={"filter": FilterConfig(max_mean=0.7)})
     run_virtual(pipeline.run())

@@ -120,7 +120,7 @@ def test_no_file_trains_on_questions_held_out_by_another(number: int) -> None:
 @pytest.mark.parametrize(
     "text", ["What is 3 + 5?", "what  is 3 + 5", " WHAT IS\t3 + 5 ?!", "\u201cWhat is \uff13 + 5\u201d"]
 )
-def test_spellings_of_a_question_have_one_key(text: str) -> None:
+def test_spellings_of_a_question_have_the_same_key(text: str) -> None:
     assert normalise_text(text) == "what is 3 + 5"
 
 
@@ -129,13 +129,13 @@ def test_different_questions_have_different_keys(one: str, other: str) -> None:
     assert normalise_text(one) != normalise_text(other)
 
 
-def test_orders_of_a_line_have_one_key() -> None:
+def test_question_with_reordered_numbers_has_the_same_key() -> None:
     assert unordered_key("3 + 5 + 1 =", "9") == unordered_key("1 + 3 + 5 =", "9")
     assert unordered_key("5 - 3", "2") != unordered_key("3 - 5", "-2")
     assert unordered_key("0 1\n1 1", "yes") != unordered_key("1 1\n0 1", "yes")
 
 
-def test_sum_has_one_key_in_every_sentence() -> None:
+def test_sum_has_the_same_key_in_every_wording() -> None:
     options = {**SUMS, "operators": ["+"], "allow_parentheses": False, "allow_negation": False}
     plain, natural = (
         RunPrompts(
@@ -173,14 +173,14 @@ RECORDED: list[tuple[str, list[PromptConfig], str]] = [
 
 
 @pytest.mark.parametrize(("configs", "recorded"), [case[1:] for case in RECORDED], ids=[case[0] for case in RECORDED])
-def test_split_by_text_matches_recorded_runs(configs: list[PromptConfig], recorded: str) -> None:
+def test_held_out_split_by_text_matches_recorded_runs(configs: list[PromptConfig], recorded: str) -> None:
     made = RunPrompts(configs, 3, 60, encode, 200, lambda config: LINES, "text")
     asked = [made.prompt(i).text for i in range(600)] + [made.demonstration(i)[0].text for i in range(300)]
     asked += [prompt.text for prompt in made.held_out()]
     assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == recorded
 
 
-def test_split_by_text_leaves_twins_in_training() -> None:
+def test_held_out_split_by_text_trains_on_reordered_questions() -> None:
     """Keys prevent such twins: without keys, most held-out sums had a twin in training."""
     made = RunPrompts([SOURCES[0]], 0, 256, encode, 200, read, "text")
     source = made.sources[0]
@@ -205,7 +205,7 @@ def story(number: int, bought: object) -> str:
     return f"How much is it? {' '.join(names)} bought {bought} and went home."
 
 
-def test_near_duplicates_are_counted() -> None:
+def test_near_duplicates_of_held_out_questions_are_counted() -> None:
     """Each story occurs twice, with another number in one place: 14 of 17 three-word sequences are shared."""
     twice = count(words((story(i // 2, i), i) for i in range(80)))
     once = count(words((story(i, i), i) for i in range(80)))
@@ -219,7 +219,7 @@ def test_template_words_make_no_near_duplicates() -> None:
     assert count(words((f"What is the best price of the item called {i}, please?", i) for i in range(80))).found == 0
 
 
-def test_large_file_is_compared_in_bounded_time() -> None:
+def test_near_duplicates_of_a_large_file_are_found_quickly() -> None:
     content = words((story(i, i), i) for i in range(3000))
     assert count(content, seconds=0.0).looked_at == 0
     assert count(content, trained=7).looked_at == 7

@@ -56,7 +56,7 @@ def some_batch(seed: int = 0, groups: int = 4):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.long
-def test_gradient_equals_the_plain_formula(folder: Path) -> None:
+def test_learner_gradient_equals_the_plain_formula(folder: Path) -> None:
     """Micro-batches, padding and skipped rows change nothing; the formula runs one row at a time."""
     batch, made = some_batch(), learner(folder, micro_tokens=24, max_grad_norm=1e9)
     expected_model = learner(folder).model
@@ -130,7 +130,7 @@ def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[in
     ("name", "minibatches"),
     [(name, parts) for name in PRESETS for parts in (1, 2) if parts == 1 or name not in OVER_THE_BATCH],
 )
-def test_updates_follow_the_formula_of_each_preset(folder: Path, name: str, minibatches: int) -> None:
+def test_optimizer_steps_follow_the_formula_of_each_preset(folder: Path, name: str, minibatches: int) -> None:
     """Micro-batches, padding, rows that are skipped, and the log-probs from before the first update."""
     made = learner(folder, micro_tokens=24, max_grad_norm=1e9, minibatches=minibatches, objective={"kind": name})
     batch = near(some_batch(groups=2), made)

@@ -57,14 +57,14 @@ class Looks:
         return None
 
 
-def test_lease_expires_while_the_status_is_unchanged() -> None:
+def test_actor_lease_expires_while_the_run_status_is_unchanged() -> None:
     looks = Looks()
     found = looks.run_out_after(2000)
     assert found is not None
     assert 600 <= found <= 600 * 1.1
 
 
-def test_changed_status_renews_the_lease() -> None:
+def test_changed_run_status_renews_the_lease_of_an_actor() -> None:
     looks = Looks()
     for count in range(10):
         looks.status = str(count).encode()
@@ -75,13 +75,13 @@ def test_lease_of_zero_seconds_never_expires() -> None:
     assert Looks(Lease("memory://run", 0.0, 60.0)).run_out_after(1e6, step=1000.0) is None
 
 
-def test_run_without_a_status_has_a_lease() -> None:
+def test_actor_of_a_run_without_a_status_has_a_lease() -> None:
     looks = Looks()
     looks.status = b""
     assert looks.run_out_after(2000) is not None
 
 
-def test_actor_ends_later_than_its_flow() -> None:
+def test_actor_lease_ends_later_than_that_of_its_flow() -> None:
     """An actor that ended before its flow would be restarted: their reads are up to a twentieth of the lease apart."""
     for delay in range(30):
         flow, actor = Looks(), Looks(share=ACTOR_SHARE)
@@ -92,7 +92,7 @@ def test_actor_ends_later_than_its_flow() -> None:
         assert first + delay < last
 
 
-def test_pause_of_the_actor_does_not_count() -> None:
+def test_pause_of_an_actor_process_does_not_use_its_lease() -> None:
     """The actor was suspended with its machine and the supervisor, which writes again a moment later."""
     looks = Looks()
     assert looks.run_out_after(100) is None
@@ -133,7 +133,7 @@ def test_run_recorded_before_leases_has_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_computing_process_ends_with_its_children(tmp_path: Path) -> None:
+def test_process_with_an_expired_lease_ends_with_its_children(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_bytes(b"1")
     command = [sys.executable, "-c", PROCESS.format(uri=str(tmp_path))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

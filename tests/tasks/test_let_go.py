@@ -84,7 +84,7 @@ def test_complete_group_does_not_wait_for_a_slow_environment(place: Place, kind:
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
-def test_preempted_group_ends_immediately(place: Place) -> None:
+def test_preempted_responses_end_immediately(place: Place) -> None:
     """A group becomes too old while one of its episodes computes; its prompt is reissued, and no batch waits for it."""
     environment = Thinking(place, one_of=20)
     run = pipeline(environment, versions=8, choices={"on_stale": "drop"})
@@ -126,7 +126,7 @@ def test_episode_without_a_turn_does_not_delay_a_batch(scheduler: type[RolloutSc
 
 
 @pytest.mark.parametrize("let_go", [False, True])
-def test_end_of_the_run_ends_thinking_environments(let_go: bool) -> None:
+def test_end_of_the_run_cancels_waiting_environments(let_go: bool) -> None:
     """Environments end with the run, even if both end at the same time."""
 
     async def main() -> None:

@@ -16,7 +16,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits
 
 
-def test_limits_table_has_every_choice_of_the_config() -> None:
+def test_scheduler_limits_contain_every_rollout_key() -> None:
     """All values differ, so that none can be mistaken for another."""
     rollout = RolloutConfig(
         max_inflight_groups=11,
@@ -101,7 +101,7 @@ LIMITS = RolloutLimits(0, 10, 4, 2, 2.5, 8, 1, 9, 1.0)
         ({"async_ratio": 0.75, "on_stale": "drop"}, 0.75),
     ],
 )
-def test_batches_ahead_are_limited_by_alpha_and_their_own_key(choices: dict[str, Any], lead: float) -> None:
+def test_batches_ahead_are_limited_by_alpha_and_their_key(choices: dict[str, Any], lead: float) -> None:
     assert replace(LIMITS, **choices).lead == lead
 
 
@@ -114,7 +114,7 @@ def test_batches_ahead_are_limited_by_alpha_and_their_own_key(choices: dict[str,
         ({"tail_batching": True, "max_preemptions": 5}, 5),
     ],
 )
-def test_key_awaited_after_has_its_documented_default(choices: dict[str, Any], times: int) -> None:
+def test_key_max_preemptions_has_its_documented_default(choices: dict[str, Any], times: int) -> None:
     assert replace(LIMITS, **choices).awaited_after == times
 
 
@@ -138,5 +138,7 @@ def test_key_awaited_after_has_its_documented_default(choices: dict[str, Any], t
         (None, [1.0, 1.0], None),
     ],
 )
-def test_groups_without_signal_are_filtered(limits: FilterConfig | None, rewards: list[float], why: str | None) -> None:
+def test_prompts_with_equal_rewards_are_filtered(
+    limits: FilterConfig | None, rewards: list[float], why: str | None
+) -> None:
     assert filter_reason(limits, rewards) == why

@@ -18,7 +18,7 @@ def loads(lengths: list[int], dealt: list[list[int]]) -> list[int]:
 
 
 @given(lengths=st.lists(st.integers(0, 4000), max_size=60), ranks=RANKS)
-def test_pieces_are_assigned_once_and_evenly(lengths: list[int], ranks: int) -> None:
+def test_micro_batches_are_dealt_to_ranks_once_and_evenly(lengths: list[int], ranks: int) -> None:
     dealt = deal_pieces(lengths, ranks)
     assert len(dealt) == ranks
     assert sorted(piece for own in dealt for piece in own) == list(range(len(lengths)))
@@ -36,14 +36,14 @@ def test_rank_with_most_work_is_within_a_third_of_the_optimum(lengths: list[int]
     assert max(loads(lengths, deal_pieces(lengths, ranks))) <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9
 
 
-def test_assignment_of_pieces_matches_a_hand_calculation() -> None:
+def test_dealing_of_micro_batches_matches_a_hand_calculation() -> None:
     """7 goes first, then 5, then 4 to the rank that has 5; among equal ranks, the first gets the next piece."""
     assert deal_pieces([4, 5, 7], 2) == [[2], [0, 1]]
     assert deal_pieces([3, 3, 3], 2) == [[0, 2], [1]]
     assert deal_pieces([9], 3) == [[0], [], []]
 
 
-def test_imbalance_matches_a_hand_calculation() -> None:
+def test_load_imbalance_matches_a_hand_calculation() -> None:
     """7 and 9 have mean 8."""
     assert measure_imbalance([7, 9]) == pytest.approx(1 / 8)
     assert measure_imbalance([5, 5]) == measure_imbalance([0, 0]) == 0

@@ -53,7 +53,7 @@ def layers(made: TorchLearner) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_the_adapter_is_trained(folder: Path, dtype: str) -> None:
+def test_lora_trains_only_the_adapter(folder: Path, dtype: str) -> None:
     made = learner(folder, dtype)
     base = copied(made.policy._model_tensors())
     adapter = copied(made.policy.tensors())
@@ -68,7 +68,7 @@ def test_only_the_adapter_is_trained(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float32", 0), ("bfloat16", 1)])
-def test_bfloat16_rounding_is_warned_of_once(
+def test_bfloat16_rounding_of_lora_is_warned_of_once(
     folder: Path, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The warning has the share of the adapter's part that the published weights lose."""
@@ -101,7 +101,7 @@ def test_lora_targets_choose_the_adapted_layers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_experts_get_no_adapter(name: str) -> None:
+def test_mixture_of_experts_layers_get_no_lora_adapter(name: str) -> None:
     """peft alone would choose layers by the model's type."""
     model = model_of(name)
     linear = {name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
@@ -113,14 +113,14 @@ def test_experts_get_no_adapter(name: str) -> None:
     assert saved(made)
 
 
-def test_unknown_target_is_refused_with_the_known_ones(folder: Path) -> None:
+def test_unknown_lora_target_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"targets = \['c_proj'\]: .* no linear layer of such a name; .* down_proj, gate_proj"
     ):
         learner(folder, lora=Lora(targets=("q_proj", "c_proj")))
 
 
-def test_policy_itself_is_trained_before_the_first_step(folder: Path) -> None:
+def test_cold_start_trains_base_weights_not_the_lora_adapter(folder: Path) -> None:
     """A cold start trains the policy. The first version, and the base of the second, equal that policy to the bit."""
     made = learner(folder)
     made.model(input_ids=torch.tensor([PROBE])).logits.sum().backward()
@@ -158,7 +158,7 @@ def test_learner_without_lora_does_not_import_peft(folder: Path) -> None:
 # --- published weights ------------------------------------------------------------------------------------
 
 
-def test_rank_one_adapter_matches_a_hand_calculation(folder: Path) -> None:
+def test_lora_adapter_of_rank_one_matches_a_hand_calculation(folder: Path) -> None:
     """alpha / rank = 6. Two entries of W + 6 x b a: 6 x 2 x 0.5 = 6, and 6 x (-1) x 0.25 = -1.5."""
     made = learner(folder, lora=Lora(rank=1, alpha=6.0, targets=("layers.0.self_attn.q_proj",)))
     made.policy.begin(1e-2)
@@ -174,7 +174,7 @@ def test_rank_one_adapter_matches_a_hand_calculation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 0.1)])
-def test_published_policy_has_the_log_probs_of_peft(folder: Path, dtype: str, near: float) -> None:
+def test_published_lora_policy_has_the_log_probs_of_peft(folder: Path, dtype: str, near: float) -> None:
     made = trained(learner(folder, dtype), 3)
     assert isinstance(made, TorchLearner)
     config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -189,7 +189,7 @@ def test_published_policy_has_the_log_probs_of_peft(folder: Path, dtype: str, ne
     assert made.logprobs(PROBE) != pytest.approx(learner(folder, dtype).logprobs(PROBE), abs=2 * near)
 
 
-def test_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
+def test_lora_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
     objective = {"penalties": {"kl_to": "reference", "kl_weight": 0.1}}
     made = learner(folder, objective=objective)
     first = made.logprobs(PROBE)
@@ -206,7 +206,7 @@ def test_reference_is_the_policy_without_its_adapter(folder: Path) -> None:
 # --- stored state ------------------------------------------------------------------------------------------
 
 
-def test_state_is_the_adapter_and_its_moments(folder: Path) -> None:
+def test_stored_lora_state_is_the_adapter_and_its_moments(folder: Path) -> None:
     """Full training has 0.1M parameters; rank 2 trains 5,632 of them: 2 x (in + out) of each layer."""
     small, whole = (trained(learner(folder, lora=lora), 1) for lora in (Lora(rank=2), None))
     sizes = [sum(len(data) for data in joined(made.state()).values()) for made in (small, whole)]
@@ -216,7 +216,7 @@ def test_state_is_the_adapter_and_its_moments(folder: Path) -> None:
     assert sizes[1] > 2 * 4 * 130_000
 
 
-def test_weights_of_another_kind_of_machine_are_loaded(folder: Path) -> None:
+def test_lora_weights_may_differ_from_base_plus_adapter(folder: Path) -> None:
     """Loaded weights may differ from base plus adapter: the difference stays in the base, and training continues."""
     made, other = (trained(learner(folder), 2) for _ in range(2))
     assert isinstance(made, TorchLearner)
@@ -239,7 +239,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunC
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_killed_learner_ends_with_the_same_bits(small: Callable[..., RunContext], every: int) -> None:
+def test_killed_lora_learner_ends_with_the_same_bits(small: Callable[..., RunContext], every: int) -> None:
     """The restarted learner finds the base again, and its replay is the same to the bit."""
     whole, broken = small("whole"), small("broken", state_every=every)
     train_small(whole)

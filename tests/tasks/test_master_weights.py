@@ -49,14 +49,14 @@ def share_moved(made: TorchLearner) -> float:
     return float((all_of(made.policy.trained.parameters) != before).float().mean())
 
 
-def test_masters_change_as_many_weights_as_a_float32_policy(folder: Path) -> None:
+def test_master_weights_lose_no_small_updates(folder: Path) -> None:
     found = {kind: share_moved(begun(folder, kind)) for kind in ("float32", "masters", "policy")}
     assert found["float32"] > 0.99
     assert found["masters"] > 0.99 * found["float32"]
     assert found["policy"] < 0.05  # without masters most changes are lost
 
 
-def test_fifty_steps_with_masters_match_rounded_float32(folder: Path) -> None:
+def test_fifty_steps_with_master_weights_match_float32(folder: Path) -> None:
     """This holds for most weights: gradients in bfloat16 differ a little. Without masters the policy lags behind."""
     start = policy(begun(folder, "masters"))
     whole, made, lost = (trained(begun(folder, kind, 2e-5), 50) for kind in ("float32", "masters", "policy"))
@@ -69,7 +69,7 @@ def test_fifty_steps_with_masters_match_rounded_float32(folder: Path) -> None:
     assert float(same.float().mean()) > 0.95
 
 
-def test_policy_equals_its_rounded_masters(folder: Path) -> None:
+def test_policy_equals_its_rounded_master_weights(folder: Path) -> None:
     made = begun(folder, "masters", 1e-3)
     for version in range(3):
         made.step(batch(version), version)
@@ -79,7 +79,7 @@ def test_policy_equals_its_rounded_masters(folder: Path) -> None:
             assert parameter.grad is None
 
 
-def test_gradients_are_added_up_in_float32(folder: Path) -> None:
+def test_bfloat16_micro_batch_gradients_are_summed_in_float32(folder: Path) -> None:
     """256 micro-batches have gradients that are each smaller than half a rounding step of a bfloat16 sum."""
     made = begun(folder, "masters")
     name, parameter = next(iter(made.model.named_parameters()))
@@ -91,7 +91,7 @@ def test_gradients_are_added_up_in_float32(folder: Path) -> None:
     assert float(grad.max()) == 257.0  # in bfloat16 the sum stays at 256
 
 
-def test_masters_follow_changes_of_the_policy_in_place(folder: Path) -> None:
+def test_master_weights_follow_in_place_policy_changes(folder: Path) -> None:
     """A cold start changes the policy in place."""
     made = begun(folder, "masters")
     made.step(batch(0), 0)
@@ -104,7 +104,7 @@ def test_masters_follow_changes_of_the_policy_in_place(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["float32", "masters", "policy"])
-def test_gradients_left_by_a_cold_start_are_deleted(folder: Path, kind: str) -> None:
+def test_gradients_of_a_cold_start_are_deleted(folder: Path, kind: str) -> None:
     """Left gradients would make a replay from the same weights train another first version."""
     fresh, left = begun(folder, kind, 1e-2), begun(folder, kind, 1e-2)
     for parameter in left.model.parameters():
@@ -114,7 +114,7 @@ def test_gradients_left_by_a_cold_start_are_deleted(folder: Path, kind: str) -> 
     assert torch.equal(policy(fresh), policy(left))
 
 
-def test_float32_policy_has_no_masters(folder: Path) -> None:
+def test_float32_policy_has_no_separate_master_weights(folder: Path) -> None:
     made = begun(folder, "float32")
     made.step(batch(0), 0)
     assert all(made.policy.trained.parameters[name] is parameter for name, parameter in made.model.named_parameters())
@@ -130,7 +130,7 @@ def test_recorded_run_keeps_attention_and_advantages() -> None:
 
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
-def test_run_recorded_before_masters_has_none(recorded: dict[str, object]) -> None:
+def test_run_recorded_before_master_weights_has_none(recorded: dict[str, object]) -> None:
     """A run from before masters also shares no prompts and uses no fused optimizer, which would give other bits."""
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]

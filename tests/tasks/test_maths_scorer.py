@@ -280,21 +280,21 @@ def test_maths_data_has_at_least_150_answer_pairs() -> None:
 
 
 @pytest.mark.parametrize(("gold", "response"), RIGHT)
-def test_equal_answer_is_correct(gold: str, response: str) -> None:
+def test_mathematically_equal_answer_is_correct(gold: str, response: str) -> None:
     found = score(gold, response)
     assert (found.value, found.outcome) == (1.0, Outcome.CORRECT), found.reason
     assert "equals" in found.reason
 
 
 @pytest.mark.parametrize(("gold", "response"), WRONG)
-def test_different_answer_is_wrong(gold: str, response: str) -> None:
+def test_mathematically_different_answer_is_wrong(gold: str, response: str) -> None:
     found = score(gold, response)
     assert (found.value, found.outcome) == (0.0, Outcome.WRONG), found.reason
     assert "differs from" in found.reason
 
 
 @pytest.mark.parametrize(("gold", "response"), UNPARSABLE)
-def test_missing_or_huge_answer_is_unparsable(gold: str, response: str) -> None:
+def test_missing_or_huge_maths_answer_is_unparsable(gold: str, response: str) -> None:
     found = score(gold, response)
     assert (found.value, found.outcome) == (0.0, Outcome.UNPARSABLE), found.reason
 
@@ -335,7 +335,7 @@ HOSTILE = [
     ],
     ids=["maths", "regex"],
 )
-async def test_hostile_response_ends_as_a_timeout(
+async def test_hostile_maths_response_ends_as_a_timeout(
     tmp_path: Path,
     config: RewardConfig,
     hostile: list[tuple[str, Mapping[str, Any]]],
@@ -373,13 +373,15 @@ async def test_hostile_response_ends_as_a_timeout(
         (RegexReward(), {"answer": "x", "pattern": "("}, "the pattern '(' is no regular expression"),
     ],
 )
-def test_row_that_cannot_be_scored_is_found(config: RewardConfig, reference: dict[str, Any], fault: str | None) -> None:
+def test_maths_row_that_cannot_be_scored_is_refused(
+    config: RewardConfig, reference: dict[str, Any], fault: str | None
+) -> None:
     found = find_reference_fault(config, reference)
     assert found is None if fault is None else found and found.startswith(fault)
 
 
 @pytest.mark.long
-def test_check_of_a_row_that_never_ends_is_killed(tmp_path: Path) -> None:
+def test_check_of_a_maths_row_that_never_ends_is_killed(tmp_path: Path) -> None:
     """The rows are checked in a process of their own, so no row can hang or crash the check."""
     path = tmp_path / "rows.jsonl"
     answers = ["7", r"\frac{1}{2}", "10^{10^{10}}", "10^{10^{11}}", "", "x + 1"]
@@ -397,7 +399,7 @@ def test_check_of_a_row_that_never_ends_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_row_whose_check_ends_its_process_is_refused() -> None:
+def test_maths_row_that_crashes_its_check_is_refused() -> None:
     with ReferenceChecker() as checker:
         assert checker.find(MathsReward(), {"answer": "x^2"}) is None
         [process] = checker._processes.values()

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
-def test_chunks_by_row_have_whole_rows(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logit_chunks_by_row_have_whole_rows(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 3, 1, 5, 4 and 4 tokens; a row longer than a chunk is a part of its own."""
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
@@ -41,7 +41,9 @@ def test_chunks_by_row_have_whole_rows(folder: Path, chunk: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 1000])
-def test_parts_by_token_never_exceed_a_chunk(folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logit_chunks_by_token_never_exceed_the_limit(
+    folder: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows may be split."""
     made = learner(folder).token_logprobs
     monkeypatch.setattr(token_logprobs, "LOGITS_BYTES", 4 * made._head.vocabulary * chunk)
@@ -53,7 +55,7 @@ def test_parts_by_token_never_exceed_a_chunk(folder: Path, chunk: int, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "kimi", "decoupled-ppo", "m2po"])
-def test_policy_update_in_chunks_equals_a_whole_update(
+def test_train_step_in_chunks_equals_an_undivided_step(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update is also the same for objectives that need whole rows; the limit of logits in memory holds."""

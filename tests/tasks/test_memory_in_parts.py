@@ -130,7 +130,7 @@ def side(name: str, policy: Path, folder: Path) -> list[int]:
 
 
 @pytest.mark.soak
-def test_no_process_has_a_whole_version_in_memory(folder: Path, tmp_path: Path) -> None:
+def test_no_learner_process_has_all_weights_in_memory(folder: Path, tmp_path: Path) -> None:
     """Storing needs a file or two more memory; loading needs half of the version, a file or two, and late imports."""
     most = side("stores", folder, tmp_path)
     whole = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -139,7 +139,7 @@ def test_no_process_has_a_whole_version_in_memory(folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_embeddings_are_gathered_once(tied: bool, tmp_path: Path) -> None:
+def test_sharded_embeddings_are_kept_once_in_memory(tied: bool, tmp_path: Path) -> None:
     """FSDP's own way holds one embedding twice. Embeddings that are not tied are gathered beside the head."""
     policy = described(tmp_path, tied=tied, vocab_size=40_000, intermediate_size=256, num_hidden_layers=2)
     whole = 40_000 * 256 * 4 * (1 if tied else 2)

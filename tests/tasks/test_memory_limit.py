@@ -14,7 +14,7 @@ TAKES = "from rollflow.tasks.runtime.memory_limit import limit_memory; limit_mem
 
 
 @pytest.mark.parametrize(("size", "code"), [(2**20, 0), (2**28, 1)])
-def test_memory_beyond_the_limit_is_refused(size: int, code: int) -> None:
+def test_allocation_beyond_the_memory_limit_fails(size: int, code: int) -> None:
     found = subprocess.run([sys.executable, "-c", TAKES.format(size)], capture_output=True, text=True, check=False)
     assert found.returncode == code
     assert ("MemoryError" in found.stderr) == bool(code)
@@ -30,5 +30,5 @@ def test_memory_beyond_the_limit_is_refused(size: int, code: int) -> None:
         (ImportReward(path="mine:score"), False),
     ],
 )
-def test_only_own_verifiers_of_text_have_a_limit(config: RewardConfig, bounded: bool) -> None:
+def test_only_built_in_text_verifiers_have_a_memory_limit(config: RewardConfig, bounded: bool) -> None:
     assert is_bounded(config) is bounded

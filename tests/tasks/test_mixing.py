@@ -50,14 +50,14 @@ def sources(indices: Sequence[int], count: int) -> list[int]:
 
 @settings(deadline=None)
 @given(st.floats(0.01, 100), st.integers(0, 50))
-def test_single_source_is_issued_in_order(share: float, filtered: int) -> None:
+def test_prompts_of_a_single_source_are_issued_in_order(share: float, filtered: int) -> None:
     mixture = Mixture((share,))
     for index in range(filtered):
         mixture.note_filtered(index)
     assert drawn(mixture, 20) == list(range(20))
 
 
-def test_mixture_of_three_to_one_matches_a_hand_example() -> None:
+def test_prompt_mixture_of_three_to_one_matches_a_hand_example() -> None:
     mixture = Mixture((3, 1))
     assert drawn(mixture, 8) == [0, 2, 1, 4, 6, 8, 3, 10]  # a a b a: source 0 has the even indices, source 1 the odd
     mixture.note_filtered(2)
@@ -78,14 +78,14 @@ def test_mixture_of_three_to_one_matches_a_hand_example() -> None:
         ((1, 5), "110111110111"),  # the rare one as soon as it would not be ahead
     ],
 )
-def test_sources_alternate_smoothly_and_ties_go_to_the_lower_one(shares: tuple[float, ...], order: str) -> None:
+def test_prompt_sources_alternate_smoothly(shares: tuple[float, ...], order: str) -> None:
     made = drawn(Mixture(shares), len(order))
     assert "".join(map(str, sources(made, len(shares)))) == order
 
 
 @settings(deadline=None)
 @given(SHARES, st.integers(1, 300))
-def test_every_prefix_has_the_shares_to_within_one(shares: list[float], count: int) -> None:
+def test_every_prefix_of_the_mixture_has_the_configured_shares(shares: list[float], count: int) -> None:
     slots, filled, total = Slots(shares), [0] * len(shares), sum(shares)
     for number in range(1, count + 1):
         filled[slots.first_free(filled)] += 1
@@ -93,14 +93,14 @@ def test_every_prefix_has_the_shares_to_within_one(shares: list[float], count: i
             assert abs(filled[source] - number * share / total) < 1
 
 
-def test_source_with_a_tiny_share_is_not_drawn_early() -> None:
+def test_prompt_source_with_a_tiny_share_is_not_drawn_early() -> None:
     made = drawn(Mixture((1e9, 1.0)), 100)
     assert made == list(range(0, 200, 2))
 
 
 @settings(deadline=None)
 @given(SHARES, st.lists(st.integers(0, 9), max_size=200), st.randoms(use_true_random=False))
-def test_kept_groups_fill_the_same_slots_despite_filters(
+def test_filtered_prompts_are_replaced_from_the_same_source(
     shares: list[float], steps: list[int], draw: random.Random
 ) -> None:
     """At any moment the kept groups follow the unfiltered order, but for slots that are to be refilled."""
@@ -133,7 +133,7 @@ def kept_of(mixture: Mixture) -> list[int]:
 
 @settings(deadline=None)
 @given(SHARES, st.lists(st.booleans(), max_size=100), st.integers(0, 100))
-def test_mixture_continues_from_its_cursor(shares: list[float], filtering: list[bool], more: int) -> None:
+def test_prompt_mixture_continues_from_its_cursor(shares: list[float], filtering: list[bool], more: int) -> None:
     mixture = Mixture(shares)
     for filtered in filtering:
         index = mixture.next()
@@ -147,7 +147,7 @@ def test_mixture_continues_from_its_cursor(shares: list[float], filtering: list[
 
 @settings(deadline=None)
 @given(SHARES, st.integers(1, 60), st.integers(0, 1000), st.integers(1, 20), st.randoms(use_true_random=False))
-def test_slots_do_not_depend_on_the_order_of_events(
+def test_prompt_mixture_does_not_depend_on_completion_order(
     shares: list[float], count: int, seed: int, depth: int, draw: random.Random
 ) -> None:
     """The same groups are filtered, at random moments, and the slots are equal. So runs at alpha = 0 repeat."""
@@ -167,14 +167,14 @@ def test_slots_do_not_depend_on_the_order_of_events(
     assert filled(depth) == filled(1)
 
 
-def test_cursor_of_other_sources_is_refused() -> None:
+def test_cursor_of_other_prompt_sources_is_refused() -> None:
     with pytest.raises(ValueError, match="2 prompt sources cannot continue from a cursor of 3 sources"):
         Mixture((1, 1), (1, 2, 3), (0, 0, 0))
     with pytest.raises(ValueError, match="2 prompt sources cannot continue"):
         Mixture((1, 1), (1, 2), (0,))
 
 
-def test_config_shares_are_keyed_by_domain() -> None:
+def test_configured_shares_are_listed_by_prompt_source() -> None:
     prompts = [{"family": "gcd", "share": 1}, {"family": "lcm", "share": 2}, {"family": "gcd", "share": 1}]
     config = RunConfig.model_validate({"prompts": [{"kind": "reasoning-gym", **p} for p in prompts]})
     assert config.shares == {"gcd": 0.5, "lcm": 0.5}
@@ -230,7 +230,7 @@ def finished(pipeline: Pipeline) -> AuditReport:
 
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 4.0])
-def test_trained_groups_have_the_shares(alpha: float) -> None:
+def test_trained_prompts_have_the_configured_shares(alpha: float) -> None:
     """Over the whole run to within what is in flight at its end, and over any 25 batches to within a few per cent."""
     store = MemoryStore(uuid.uuid4().hex)
     report = finished(mixed(store, versions=150, async_ratio=alpha, train_seconds=0.2))
@@ -245,7 +245,7 @@ def test_trained_groups_have_the_shares(alpha: float) -> None:
             assert stretch.count(source) / 200 == pytest.approx(share, abs=0.1)
 
 
-def test_slow_source_does_not_delay_other_sources() -> None:
+def test_slow_prompt_source_does_not_delay_other_sources() -> None:
     """A slow source lags by its groups in flight, while batches are formed from the other sources' groups."""
     store = MemoryStore(uuid.uuid4().hex)
     run_virtual(mixed(store, versions=10, async_ratio=4.0, train_seconds=0.05).run())
@@ -281,7 +281,7 @@ def test_training_at_alpha_zero_ignores_timing_and_deaths() -> None:
         max_size=4,
     ),
 )
-def test_mixture_survives_deaths_and_corruption(
+def test_prompt_mixture_survives_process_deaths_and_corruption(
     alpha: float, groups: int, depth: int, seed: int, stops: list[float], damage: dict[tuple[int, int], Damage]
 ) -> None:
     """At the end every source has its share, to within one group and what is still in flight."""

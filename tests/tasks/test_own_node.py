@@ -78,7 +78,7 @@ def test_policy_without_weights_is_refused(home: Path) -> None:
         prepare_small(home, "another", versions=1)
 
 
-def test_abandoned_attempts_policy_is_not_used(home: Path) -> None:
+def test_policy_of_an_abandoned_start_of_the_run_is_not_used(home: Path) -> None:
     """Files of an attempt that ended during its upload are not mixed with the run's policy."""
     before = attach_run(str(home / "home/store/runs/small"))
     before.store.put("policy/chat_template.jinja", b"another policy's")
@@ -87,7 +87,7 @@ def test_abandoned_attempts_policy_is_not_used(home: Path) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0, 1.5, 4, 8])
-def test_weights_being_fetched_are_not_pruned(tmp_path: Path, alpha: float) -> None:
+def test_weights_being_downloaded_are_not_deleted(tmp_path: Path, alpha: float) -> None:
     """Batches were formed as far ahead as alpha allows: an engine whose version was gone would have failed."""
     config = RunConfig(async_ratio=alpha, store=StoreConfig(keep_last=2))
     context = RunContext(str(tmp_path), tmp_path / "cache")
@@ -105,7 +105,7 @@ class Away:
         raise Corrupt("model.safetensors is not what was written")
 
 
-async def test_engine_fails_alone_if_its_node_lacks_the_weights() -> None:
+async def test_only_an_engine_without_the_weights_fails() -> None:
     actor = EngineActor(lambda: TimedEngine(CONFIG))
     with pytest.raises(EngineFailed, match="the engine was never started"):
         await actor.stats()
@@ -167,7 +167,7 @@ class Fetching(TimedEngine):
             raise EngineFailed("its disk is full")
 
 
-def test_engines_generate_while_they_fetch_weights() -> None:
+def test_engines_generate_while_they_download_weights() -> None:
     async def main() -> None:
         slow, lacking = Fetching(2.0), Fetching(0.1, lacks=1)
         for engine in (slow, lacking):

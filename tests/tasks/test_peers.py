@@ -55,7 +55,7 @@ def run_and_audit(pipeline: Comparing) -> None:
     assert audit(pipeline.store, deep=True, expected=expected_of(pipeline)).violations == []
 
 
-def test_each_response_comes_with_all_others() -> None:
+def test_group_scorer_gets_all_other_responses_to_the_prompt() -> None:
     pipeline = build_pipeline(async_ratio=0.0)
     run_and_audit(pipeline)
     assert pipeline.asked
@@ -77,13 +77,13 @@ def test_each_response_comes_with_all_others() -> None:
         {"engines": 2, "engine_deaths": ((0.5, 0), (1.5, 1))},
     ],
 )
-def test_aborted_responses_hold_up_no_group(more: dict[str, Any]) -> None:
+def test_aborted_responses_do_not_delay_a_group_scorer(more: dict[str, Any]) -> None:
     pipeline = build_pipeline(**more)
     run_and_audit(pipeline)
     assert {len(request.peers) for requests in pipeline.asked.values() for request in requests} == {SIZE - 1}
 
 
-def test_unjudged_response_is_judged_again_with_its_peers() -> None:
+def test_unjudged_response_is_judged_again_with_its_group() -> None:
     pipeline = build_pipeline(versions=1)
     pipeline.unjudged = 3
     run_and_audit(pipeline)
@@ -106,7 +106,7 @@ class SometimesJudging(Environment):
         return 0.5 if number % 2 else await episode.judge(generation.tokens)
 
 
-def test_episode_without_a_final_response_is_not_awaited() -> None:
+def test_group_scorer_does_not_wait_for_unfinished_episodes() -> None:
     pipeline = build_pipeline(environment=SometimesJudging())
     run_and_audit(pipeline)
     found = {len(request.peers) for requests in pipeline.asked.values() for request in requests}
@@ -114,7 +114,7 @@ def test_episode_without_a_final_response_is_not_awaited() -> None:
     assert max(found) < SIZE
 
 
-async def test_group_that_is_given_up_waits_for_nobody() -> None:
+async def test_cancelled_group_does_not_wait_for_its_responses() -> None:
     peers = GroupPeers(2)
     waiting = asyncio.create_task(peers.arrive(0, [1]))
     await asyncio.sleep(0)
@@ -124,7 +124,7 @@ async def test_group_that_is_given_up_waits_for_nobody() -> None:
     assert await peers.arrive(1, [2]) is None
 
 
-def test_peers_reach_the_reward_actor() -> None:
+def test_other_responses_of_a_group_reach_the_reward_actor() -> None:
     request = ScoreRequest([1, 2], {"answer": 3}, "name", [{"role": "user", "content": "?"}], [[4], [5, 6]])
     found = unpack_request(pack_request(request))
     assert list(found.tokens) == [1, 2]

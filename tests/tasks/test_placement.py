@@ -40,12 +40,12 @@ def test_default_placement_reserves_only_gpus() -> None:
     assert actor_options(config(), "engine", 4.0) == spread
 
 
-def test_reserve_cpus_reserves_the_threads_cpus() -> None:
+def test_key_reserve_cpus_reserves_a_cpu_for_each_thread() -> None:
     options = actor_options(config(placement={"reserve_cpus": True}), "learner", 4.0)
     assert options["num_cpus"] == 4.0
 
 
-def test_labels_and_resources_apply_to_one_role() -> None:
+def test_placement_labels_apply_only_to_their_role() -> None:
     placed = config(placement={"strategy": "pack", "engine": {"labels": FAST}, "learner": {"resource": "train"}})
     assert actor_options(placed, "engine", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "label_selector": FAST}
     assert actor_options(placed, "learner", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0, "resources": {"train": LEAST}}
@@ -82,14 +82,14 @@ def test_helper_starts_on_the_fitting_node_with_fewest_actors() -> None:
     assert choose_node([{**nodes[0], "Resources": {"CPU": 0.5}}, nodes[1]], large, {"b": 3}) == "b"
 
 
-def test_every_actor_gets_the_environment() -> None:
+def test_every_actor_gets_the_environment_variables() -> None:
     tree = config(env={"NCCL_DEBUG": "WARN"}, runtime_env={"pip": ["einops"]})
     expected = {"pip": ["einops"], "env_vars": {"NCCL_DEBUG": "WARN"}}
     assert actor_options(tree, "engine", 1.0)["runtime_env"] == expected
     assert actor_options(tree, "reward", 1.0, imports="reward")["runtime_env"] == expected
 
 
-def test_early_imports_only_on_a_private_cluster() -> None:
+def test_actors_import_early_only_on_a_private_ray_cluster() -> None:
     own = parse_config({})
     assert actor_options(own, "learner", 1.0, imports="learner")["runtime_env"] == {"env_vars": {KIND: "learner"}}
     assert "runtime_env" not in actor_options(own, "learner", 1.0, gpus=0.5, imports="learner")
@@ -120,14 +120,14 @@ def test_early_imports_only_on_a_private_cluster() -> None:
         ({"placement": {"critic": {}}}, "cluster.placement.critic = {}: there is no such key"),
     ],
 )
-def test_wrong_placement_is_refused(keys: Mapping[str, Any], sentence: str) -> None:
+def test_invalid_placement_of_actors_is_refused(keys: Mapping[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
         config(**keys)
     assert "hf_x" not in str(refused.value)
     assert "pw" not in str(refused.value)
 
 
-def test_variables_without_secrets_are_accepted() -> None:
+def test_environment_variables_without_secrets_are_accepted() -> None:
     env = {"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "eth0", "VLLM_USE_V1": "1", "KEYBOARD": "de"}
     assert config(env=env).cluster.env == env
 

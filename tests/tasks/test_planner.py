@@ -68,7 +68,7 @@ def test_synchronous_mode_is_recommended_if_switching_is_free() -> None:
 
 
 @pytest.mark.long
-def test_multi_gpu_engines_count_all_their_gpus() -> None:
+def test_planner_counts_all_gpus_of_multi_gpu_engines() -> None:
     """With two GPUs per engine, 120 / e and 60 / (6 - 2 e) are 60 and 30 s at 2 engines, 120 and 15 s at one."""
     planned = plan(recipe(), hardware(engines={"gpus_per_engine": 2}), 6, budget=SMALL)
     assert planned.recommended is not None
@@ -78,7 +78,7 @@ def test_multi_gpu_engines_count_all_their_gpus() -> None:
 
 
 @pytest.mark.long
-def test_same_input_gives_the_same_plan_within_budget() -> None:
+def test_same_input_gives_the_same_plan() -> None:
     uneven = hardware(responses={"sigma": 0.8, "cap": 1000})
     seen: list[int] = []
     small = replace(SMALL, simulations=24)
@@ -89,12 +89,12 @@ def test_same_input_gives_the_same_plan_within_budget() -> None:
     assert max(first.alphas) <= 2
 
 
-def test_largest_alpha_limits_the_search() -> None:
+def test_option_alpha_limits_the_search_of_the_planner() -> None:
     assert plan(recipe(), hardware(), 6, largest=0, budget=SMALL).alphas == (0.0,)
     assert plan(recipe(), hardware(), 6, largest=0.5, budget=SMALL).alphas == (0.0, 0.5)
 
 
-def test_choices_that_the_recipe_forbids_are_not_tried() -> None:
+def test_planner_tries_no_choice_that_the_recipe_forbids() -> None:
     """If batches wait for the groups that were started first, nothing may be preempted."""
     waiting = recipe(rollout=RolloutConfig(on_stale="wait", batch_order="started"))
     seen: list[Candidate] = []
@@ -104,7 +104,7 @@ def test_choices_that_the_recipe_forbids_are_not_tried() -> None:
 
 
 @pytest.mark.long
-def test_waiting_is_tried_if_dropping_exceeds_a_limit() -> None:
+def test_planner_tries_on_stale_wait_if_dropping_wastes_too_much() -> None:
     """No waste is allowed: groups dropped at the bound are waste, groups waited for are not."""
     uneven = hardware(engines={"max_concurrent_requests": 2}, responses={"sigma": 1.2, "cap": 1000})
     dropping = recipe(rollout=RolloutConfig(on_stale="drop"))
@@ -117,7 +117,7 @@ def test_waiting_is_tried_if_dropping_exceeds_a_limit() -> None:
 
 
 @pytest.mark.long
-def test_wider_bound_at_the_same_depth_is_tried() -> None:
+def test_planner_tries_a_larger_alpha_at_equal_batches_ahead() -> None:
     """A few responses take much longer than a step: a batch at alpha = 1 waits for them, at alpha = 4 it need not."""
     uneven = hardware(engines={"max_concurrent_requests": 2}, responses={"sigma": 1.2, "cap": 1000})
     seen: list[Candidate] = []
@@ -146,12 +146,12 @@ def test_wider_bound_at_the_same_depth_is_tried() -> None:
         (6, {"faults": {"deaths": [{"at_seconds": 1, "engine": 5}]}}, r"faults.deaths: engine 5 .*deaths_per_hour"),
     ],
 )
-def test_unplannable_input_is_refused(gpus: int, sections: dict[str, Any], sentence: str) -> None:
+def test_input_that_cannot_be_planned_is_refused(gpus: int, sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan(recipe(), hardware(**sections), gpus, budget=SMALL)
 
 
-def test_shipped_example_of_40_gpus_splits_24_to_16() -> None:
+def test_plan_of_the_40_gpu_example_splits_24_to_16() -> None:
     """For the published plan; the planner itself takes a minute for it."""
     config, file = load_recipe(Path("flows/recipes/rlvr.toml"), ["groups=128"]), load_hardware(Path("rlvr-40"))
 
@@ -185,7 +185,7 @@ def test_smallest_alpha_within_tolerance_is_recommended(figures: Figures) -> Non
     assert taken is finals[2]
 
 
-def test_candidates_over_a_limit_are_ignored(figures: Figures) -> None:
+def test_planner_ignores_candidates_over_a_limit(figures: Figures) -> None:
     plain = outcome(figures, 2, 100)
     finals = [plain, outcome(figures, 1, 120, bias=-0.03), outcome(figures, 1, 120, wasted=0.2)]
     assert choose(finals, PlanLimits()) == (plain, plain)
@@ -210,12 +210,12 @@ def test_plan_reports_the_gain_of_a_larger_staleness_bound(figures: Figures) -> 
     assert planned(narrow, replace(wide, figures=replace(figures, trajectories_per_second=100.5))) is None
 
 
-def test_least_wasteful_of_equally_fast_is_recommended(figures: Figures) -> None:
+def test_planner_recommends_least_waste_of_equally_fast_ones(figures: Figures) -> None:
     finals = [outcome(figures, 1, 100, wasted=0.1), outcome(figures, 1, 99.5, wasted=0.01)]
     assert choose(finals, PlanLimits())[1] is finals[1]
 
 
-def test_bias_counts_beyond_two_standard_errors(figures: Figures) -> None:
+def test_length_bias_counts_beyond_two_standard_errors(figures: Figures) -> None:
     one = outcome(figures, 1, 100, bias=-0.03)
     assert one.marks(PlanLimits()) == ("biased",)
     assert replace(one, bias_error=0.006).marks(PlanLimits()) == ()
@@ -229,13 +229,13 @@ def trained(figures: Figures, *tokens: int) -> Figures:
     return replace(figures, versions=len(tokens), warm_up=2, trained_tokens=tokens, bias=bias)
 
 
-def test_start_of_a_run_is_no_steady_state_bias(figures: Figures) -> None:
+def test_start_of_a_run_does_not_count_as_length_bias(figures: Figures) -> None:
     drawn = [50, 50] * 8
     assert settled_bias(trained(figures, 60, 80, *[100] * 6), drawn) == pytest.approx((0.0, 0.0), abs=1e-12)
     assert settled_bias(trained(figures, 60, 80, *[95] * 6), drawn) == pytest.approx((-0.05, 0.0), abs=1e-12)
 
 
-def test_fluctuation_goes_into_the_standard_error(figures: Figures) -> None:
+def test_fluctuation_increases_the_standard_error_of_the_bias(figures: Figures) -> None:
     """Ahead by 0, 0.2, 0, 0.2, 0, 0.2, 0 of a version: the line is level at 0.6 / 7, missed by 0.107 with 5 degrees of
     freedom."""
     slope, error = settled_bias(trained(figures, 100, 100, 120, 80, 120, 80, 120, 80), [50, 50] * 8)

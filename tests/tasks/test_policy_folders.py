@@ -83,7 +83,7 @@ def with_value(name: str, value: float) -> Callable[[Tensors], Tensors]:
     ],
     ids=["missing tensor", "missing head", "prefixed names", "unused", "shape", "nan", "inf"],
 )
-def test_tensors_that_do_not_match_the_model_are_refused(
+def test_weights_that_do_not_match_the_model_are_refused(
     tmp_path: Path, change: Callable[[Tensors], Tensors], words: str
 ) -> None:
     folder = make_folder(tmp_path / "policy", tie_word_embeddings=False)
@@ -91,7 +91,7 @@ def test_tensors_that_do_not_match_the_model_are_refused(
     assert words in refusal(folder)
 
 
-def test_value_beyond_the_trained_type_is_refused(tmp_path: Path) -> None:
+def test_weight_too_large_for_the_trained_dtype_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_tensors(folder, lambda w: {**w, DOWN: torch.full_like(w[DOWN], 1e39, dtype=torch.float64)})
     with pytest.raises(ConfigError, match=f"the tensors {DOWN} contain NaN or infinite values"):
@@ -115,7 +115,7 @@ def write_index(folder: Path, index: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_wrong_index_is_refused(tmp_path: Path) -> None:
+def test_wrong_index_of_weight_files_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     index = split(folder)
     check_tensors(folder, "float32")
@@ -149,7 +149,7 @@ def test_weights_in_another_tools_format_are_skipped(tmp_path: Path) -> None:
     assert "consolidated.safetensors" not in weight_files(str(folder))
 
 
-def test_unused_files_need_not_be_readable(tmp_path: Path) -> None:
+def test_unused_files_of_a_policy_folder_may_be_unreadable(tmp_path: Path) -> None:
     """Unused files are, for example, links in the hub's cache to weights in other formats that were not downloaded."""
     folder = make_folder(tmp_path / "policy")
     (folder / "pytorch_model.bin").symlink_to(tmp_path / "not downloaded")
@@ -157,7 +157,7 @@ def test_unused_files_need_not_be_readable(tmp_path: Path) -> None:
     preflight(recipe_of(folder))
 
 
-def test_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     whole = (folder / "model.safetensors").read_bytes()
     for size in (len(whole) - 1, 100, 0):
@@ -165,7 +165,7 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
         assert "model.safetensors is truncated or not a safetensors file" in refusal(folder)
 
 
-def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
+def test_tied_weight_tensors_must_be_equal(tmp_path: Path) -> None:
     """Transformers would not tie unequal tensors, while engines would."""
     folder = make_folder(tmp_path / "policy")
     change_tensors(folder, lambda w: {**w, "lm_head.weight": w["model.embed_tokens.weight"].clone()})
@@ -186,7 +186,7 @@ def test_weights_that_give_nan_logits_are_refused(tmp_path: Path) -> None:
     assert refusal(folder).endswith("NaN or infinite logits; correct its config.json, or " + SAVE)
 
 
-def test_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
+def test_weight_names_that_transformers_converts_are_accepted(tmp_path: Path) -> None:
     """Old checkpoints store each expert separately; transformers fuses the experts when it loads them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -225,7 +225,7 @@ def first_version(config: Any) -> RunContext:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_version_0_equals_the_folder(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_policy_version_0_equals_the_policy_folder(tmp_path: Path, kind: str, dtype: str) -> None:
     folder = make_folder(tmp_path / "policy", kind)
     config = recipe_of(folder)
     context = first_version(config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})}))
@@ -238,7 +238,7 @@ def test_version_0_equals_the_folder(tmp_path: Path, kind: str, dtype: str) -> N
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
-def test_token_without_a_row_is_refused(tmp_path: Path) -> None:
+def test_token_without_an_embedding_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     rows = make_tokenizer(folder, plain=["What is"]) - 1
     assert (
@@ -247,7 +247,7 @@ def test_token_without_a_row_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_end_token_without_a_row_is_refused(tmp_path: Path) -> None:
+def test_end_token_without_an_embedding_row_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     change_json(folder / "generation_config.json", eos_token_id=[END, 5000])
     assert "end token 5000 is outside of the model's" in refusal(folder)
@@ -260,7 +260,7 @@ def test_invalid_end_token_id_is_refused(tmp_path: Path, value: object) -> None:
     assert "policy.path: the policy's eos_token_id" in refusal(folder)
 
 
-def test_end_tokens_are_the_union_of_all_places(tmp_path: Path) -> None:
+def test_end_tokens_are_collected_from_all_config_files(tmp_path: Path) -> None:
     """End tokens come from config, generation config, tokenizer, and the template's end of turn."""
     folder = make_folder(tmp_path / "policy", tokenizer={"template": CHAT, "end": "<|start|>"}, eos_token_id=END)
     change_json(folder / "generation_config.json", eos_token_id=[END, 9])
@@ -271,7 +271,7 @@ def test_end_tokens_are_the_union_of_all_places(tmp_path: Path) -> None:
     assert context.tokenizer.stop_tokens == (END, 9, START, OVER)
 
 
-def test_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
+def test_policy_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"end": None}, eos_token_id=None)
     assert "no end-of-sequence token" in refusal(folder)
 
@@ -309,7 +309,7 @@ def test_prompt_with_an_end_or_two_starts_is_refused(tmp_path: Path) -> None:
 # --- context ------------------------------------------------------------------------------------------------
 
 
-def test_context_is_found_under_every_name(tmp_path: Path) -> None:
+def test_context_length_is_found_under_every_config_name(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", "gpt2")
     assert PolicyTokenizer(folder).context == CONTEXT
     assert "the transformers engine cannot run a model of type gpt2" in refusal(folder)
@@ -340,7 +340,7 @@ def parse_engine(config: Any, kind: str) -> Any:
     ],
     ids=["refuses", "drops", "fails", "syntax", "no question", "lots"],
 )
-def test_templates_that_lose_words_are_refused(tmp_path: Path, template: str, words: str) -> None:
+def test_chat_templates_that_lose_words_are_refused(tmp_path: Path, template: str, words: str) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"template": template})
     assert words in refusal(folder, chat=True, system="Be kind.")
 

@@ -24,7 +24,7 @@ NUMBERS = itertools.count()
 CHANGED = (2, *PROMPT[1:])  # the same, but for its first token
 
 
-async def test_old_versions_cache_is_never_read(tmp_path: Path) -> None:
+async def test_cached_prompt_of_an_old_policy_version_is_never_used(tmp_path: Path) -> None:
     """Requests that continue across the update also leave only values of the new weights in the cache."""
     weights = [make_weights(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     engine = VllmEngine(VllmEngineConfig(), make_policy(tmp_path / "policy"))

@@ -58,13 +58,13 @@ def ask(folder: Path, rows: list[dict[str, Any]], template: str = TEMPLATE, **ke
 TALK = say(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "1 + 1?"))
 
 
-def test_policy_reads_all_messages(tmp_path: Path) -> None:
+def test_prompt_contains_all_messages_of_a_question(tmp_path: Path) -> None:
     prompts, read = ask(tmp_path, [{"question": TALK}])
     assert read == {"[system]Be brief.[user]Hi[assistant]Hello[user]1 + 1?[assistant]"}
     assert prompts.prompt(0).text == "user: Hi\nassistant: Hello\nuser: 1 + 1?"
 
 
-def test_row_has_its_own_system_message(tmp_path: Path) -> None:
+def test_prompt_row_may_have_its_own_system_message(tmp_path: Path) -> None:
     """The recipe's system message goes before the rows that have none."""
     rows = [{"question": "1 + 1?", "sys": "Think."}, {"question": "0 + 2?", "sys": None}, {"question": TALK, "sys": ""}]
     _, read = ask(tmp_path, rows, columns={"system": "sys"}, system="Answer.")
@@ -113,7 +113,7 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "words"), WRONG)
-def test_wrong_messages_are_refused_by_row(messages: Any, words: str, tmp_path: Path) -> None:
+def test_malformed_messages_are_refused_with_their_row(messages: Any, words: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, [{"talk": TALK}, {"talk": messages}], columns={"question": "talk"})
     with pytest.raises(ConfigError) as refused:
         read_files(config, read_file)
@@ -130,12 +130,12 @@ def test_wrong_messages_are_refused_by_row(messages: Any, words: str, tmp_path: 
         ({"question": TALK, "sys": "Think."}, {"columns": {"system": "sys"}}, "column 'sys' and the first message are"),
     ],
 )
-def test_wrong_system_messages_are_refused(row: Any, keys: Any, words: str, tmp_path: Path) -> None:
+def test_malformed_system_messages_are_refused(row: Any, keys: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"line 1: {words}"):
         read_files(config_of(tmp_path, [row], **keys), read_file)
 
 
-def test_system_column_needs_chat(tmp_path: Path) -> None:
+def test_column_of_system_messages_needs_chat_true(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"prompts\.columns\.system = 'sys': .* without chat = true; set chat = true"):
         config_of(tmp_path, [{"question": "1"}], chat=False, columns={"system": "sys"})
 
@@ -172,7 +172,9 @@ class Talks(QuestionSource):
         ("human", True, "has wrong messages: message 1 has the role 'human'"),
     ],
 )
-def test_messages_of_an_own_source_are_checked(role: str, chat: bool, words: str | None, tmp_path: Path) -> None:
+def test_messages_of_a_user_defined_source_are_checked(
+    role: str, chat: bool, words: str | None, tmp_path: Path
+) -> None:
     source = {"kind": "import", "path": f"{__name__}:Talks", "options": {"role": role}, "chat": chat}
     config = parse_config({"prompts": [source], "evaluation": {"prompts": 5}, "engine": {"max_new_tokens": 16}})
     if words is None:

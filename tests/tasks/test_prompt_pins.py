@@ -77,7 +77,7 @@ CHANGES: list[Callable[[Path], None]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=["appended", "replaced", "other order", "gone", "empty"])
-def test_run_uses_its_own_copy_of_a_changed_file(
+def test_run_uses_its_stored_copy_of_a_changed_prompt_file(
     tmp_path: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One more line between stop and resume would change the question of 89 of 90 indices."""
@@ -90,7 +90,7 @@ def test_run_uses_its_own_copy_of_a_changed_file(
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=["appended", "replaced", "other order", "gone", "empty"])
-def test_changed_file_without_a_copy_is_refused(
+def test_changed_prompt_file_without_a_copy_is_refused(
     tmp_path: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     context, file = prepared(tmp_path, keep=len(content()) - 1)
@@ -108,7 +108,7 @@ def test_changed_file_without_a_copy_is_refused(
     assert main(["resume", "small"]) == 0
 
 
-def test_file_is_copied_up_to_the_size_limit(tmp_path: Path) -> None:
+def test_prompt_file_is_copied_up_to_the_size_limit(tmp_path: Path) -> None:
     kept, _ = prepared(tmp_path, keep=len(content()), run_id="kept")
     [path] = kept.store.list("prompts")
     assert kept.store.get(path) == content()
@@ -116,7 +116,7 @@ def test_file_is_copied_up_to_the_size_limit(tmp_path: Path) -> None:
     assert list(left.store.list("prompts")) == []
 
 
-def test_run_with_a_copy_needs_no_original_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_a_prompt_copy_needs_no_original_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with a copy needs neither the file, nor the home, nor the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_bytes(content())
@@ -130,7 +130,7 @@ def test_run_with_a_copy_needs_no_original_path(tmp_path: Path, monkeypatch: pyt
     assert asked(attach_run(str(tmp_path / "elsewhere/runs/small"))) == before
 
 
-def test_file_without_a_copy_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_file_without_a_copy_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_bytes(content())
     source = {"kind": "jsonl", "path": "mine.jsonl"}
@@ -140,7 +140,7 @@ def test_file_without_a_copy_is_found_from_any_folder(tmp_path: Path, monkeypatc
     assert asked(context) == before
 
 
-def test_file_is_read_once_while_a_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_file_is_read_once_while_a_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes are checked, hashed and copied."""
     reads: list[str] = []
 
@@ -154,7 +154,7 @@ def test_file_is_read_once_while_a_run_is_prepared(tmp_path: Path, monkeypatch: 
     assert context.store.get(*context.store.list("prompts")) == content(LINES + 1)
 
 
-def test_replay_needs_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_needs_no_prompt_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batches contain the tokens, so a version is proved even if its file is gone or was not copied."""
     context, file = prepared(tmp_path, keep=0, versions=3)
     train_small(context)
@@ -169,7 +169,7 @@ def test_replay_needs_no_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "prompts.path" in shown
 
 
-def test_damaged_copy_is_detected(tmp_path: Path) -> None:
+def test_damaged_copy_of_a_prompt_file_is_detected(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     train_small(context)
     assert audit(context.store).clean
@@ -184,7 +184,7 @@ def test_damaged_copy_is_detected(tmp_path: Path) -> None:
     assert [(v.kind, v.where) for v in audit(context.store, deep=True).violations] == [("missing", path)]
 
 
-def test_first_entry_records_the_hashes_of_the_policy(tmp_path: Path) -> None:
+def test_first_log_entry_records_the_hashes_of_the_policy(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     kept = {path: hashlib.sha256(context.store.get(path)).hexdigest() for path in context.store.list("policy")}
     assert "policy/config.json" in kept
@@ -194,7 +194,7 @@ def test_first_entry_records_the_hashes_of_the_policy(tmp_path: Path) -> None:
     assert [(v.kind, v.where) for v in found] == [("altered", "policy/config.json")]
 
 
-def test_other_package_version_is_refused(
+def test_other_version_of_reasoning_gym_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     context = prepare_small(tmp_path, versions=1)
@@ -207,7 +207,7 @@ def test_other_package_version_is_refused(
     assert "but 0.0.1 is installed; install reasoning-gym==" in line
 
 
-def test_package_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_gym_with_changed_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version's name is the same: the package was edited, or runs on another Python."""
     context, made = prepare_small(tmp_path, versions=1), ReasoningGymSource._build_question
 
@@ -220,7 +220,7 @@ def test_package_with_other_questions_is_refused(tmp_path: Path, monkeypatch: py
         asked(context)
 
 
-def test_sums_with_other_questions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_source_with_changed_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, reward = {"kind": "column-sums"}, {"kind": "exact", "answer": "tag"}
     context = prepare_small(tmp_path, versions=1, prompts=[source], reward=reward)
     assert asked(context)
@@ -241,7 +241,7 @@ def test_sums_with_other_questions_are_refused(tmp_path: Path, monkeypatch: pyte
     ],
     ids=["CRLF", "byte order mark", "blank lines", "no last line end"],
 )
-def test_files_with_bom_and_crlf_are_read(tmp_path: Path, file: bytes) -> None:
+def test_prompt_files_with_bom_and_crlf_are_read(tmp_path: Path, file: bytes) -> None:
     source = JsonlPrompts(path="mine.jsonl")
     assert read_questions(source, file) == read_questions(source, content())
 
@@ -267,7 +267,7 @@ def test_unicode_line_separator_ends_no_line() -> None:
         (b"[" * 100_000, "line 1 has no question"),
     ],
 )  # fmt: skip
-def test_invalid_question_file_is_named(file: bytes, words: str) -> None:
+def test_error_names_an_invalid_prompt_file(file: bytes, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_questions(JsonlPrompts(path="mine.jsonl"), file)
 
@@ -327,7 +327,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     return context
 
 
-def test_recorded_run_keeps_its_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_run_keeps_its_held_out_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = recorded(tmp_path, monkeypatch)
     prompts, config = attach_run(context.uri).prompts(), context.config
     by_text = open_prompts(config, context.tokenizer, read_file, "text")
@@ -341,7 +341,7 @@ def test_recorded_run_keeps_its_split(tmp_path: Path, monkeypatch: pytest.Monkey
     assert audit(context.store, deep=True).clean
 
 
-def test_new_run_is_split_by_keys(tmp_path: Path) -> None:
+def test_held_out_split_of_a_new_run_is_by_question_keys(tmp_path: Path) -> None:
     context, _ = prepared(tmp_path)
     assert [pin["split"] for pin in context.created.prompts] == ["key"]
     assert context.prompts().split == "key"

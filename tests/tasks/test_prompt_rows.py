@@ -72,7 +72,7 @@ GOOD = b'{"question": "1 + 1", "answer": "2"}\n'
         (b'{"question": "1", "answer": ' + b"9" * 5000 + b"}", "it is no JSON (Exceeds the limit"),
     ],
 )
-def test_wrong_row_is_refused_by_its_line(row: bytes, sentence: str, tmp_path: Path) -> None:
+def test_malformed_prompt_row_is_refused_with_its_line(row: bytes, sentence: str, tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD + b"\n" + row + b"\n" + GOOD)
     with pytest.raises(ConfigError) as refused:
         read_files(config_of(file), read_file)
@@ -80,7 +80,7 @@ def test_wrong_row_is_refused_by_its_line(row: bytes, sentence: str, tmp_path: P
     assert "\n" not in str(refused.value)
 
 
-def test_wrong_rows_are_counted(tmp_path: Path) -> None:
+def test_malformed_prompt_rows_are_counted(tmp_path: Path) -> None:
     rows = [b'{"question": "1", "answer": [%d]}\n' % n for n in range(3)]
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD + b"".join(rows) + b'{"question": "1", "answer": null}\n{}\n')
     with pytest.raises(ConfigError, match=r"line 2: answer is a list \(\[0\]\); .* \(3 such lines, 2 with other"):
@@ -98,20 +98,20 @@ def test_wrong_rows_are_counted(tmp_path: Path) -> None:
         (b'{"question": "[[[[", "answer": "' + b"[" * 500 + b'"}', ["[" * 500]),
     ],
 )
-def test_scorable_rows_are_read(content: bytes, answers: list[str], tmp_path: Path) -> None:
+def test_prompt_rows_that_can_be_scored_are_read(content: bytes, answers: list[str], tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_bytes(content)
     [rows] = read_files(config_of(file), read_file).values()
     assert [row.reference["answer"] for row in rows] == answers
 
 
-def test_tag_in_an_answer_is_refused_under_tags(tmp_path: Path) -> None:
+def test_reference_answer_with_an_answer_tag_is_refused(tmp_path: Path) -> None:
     (file := tmp_path / "rows.jsonl").write_text('{"question": "1", "answer": "a</answer>b"}\n')
     read_files(config_of(file), read_file)
     with pytest.raises(ConfigError, match="line 1: the answer contains a tag"):
         read_files(config_of(file, {"kind": "exact", "answer": "tag"}), read_file)
 
 
-def test_rows_without_a_family_are_refused(tmp_path: Path) -> None:
+def test_prompt_rows_without_a_data_set_name_are_refused(tmp_path: Path) -> None:
     """Without a family the scorer would fail on every response, and every response would score 0."""
     (file := tmp_path / "rows.jsonl").write_bytes(GOOD)
     with pytest.raises(
@@ -152,7 +152,7 @@ def fitted(config: RunConfig, tokenizer: PolicyTokenizer) -> tuple[RunPrompts, l
     return open_prompts(config, tokenizer, read), notes
 
 
-def test_long_prompts_are_refused_and_counted(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_too_long_prompts_are_refused_and_counted(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(40, 50)))
     with pytest.raises(ConfigError) as refused:
         fitted(config, tokenizer)
@@ -160,7 +160,7 @@ def test_long_prompts_are_refused_and_counted(tmp_path: Path, tokenizer: PolicyT
     assert str(refused.value).endswith('or set prompts.too_long = "drop" (2 such lines)')
 
 
-def test_long_prompts_are_dropped(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_too_long_prompts_are_dropped_on_request(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(40, 50)), too_long="drop")
     prompts, notes = fitted(config, tokenizer)
     assert notes == [f"prompts.path = {str(tmp_path / 'rows.jsonl')!r}: 2 of 60 lines are too long, and are dropped"]
@@ -168,7 +168,7 @@ def test_long_prompts_are_dropped(tmp_path: Path, tokenizer: PolicyTokenizer) ->
     assert asked == {row["question"] for row in sums(40, 50) if len(row["question"]) < 100}
 
 
-def test_chat_template_counts_in_the_length(tmp_path: Path) -> None:
+def test_prompt_length_includes_the_chat_template(tmp_path: Path) -> None:
     for name, data in build_cold_folder(ColdStart(context=128), ["What is 1 + 1?"] * 10).items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "chat_template.jinja").write_text("z" * 110 + "{{ messages[-1]['content'] }}")
@@ -179,13 +179,13 @@ def test_chat_template_counts_in_the_length(tmp_path: Path) -> None:
         fitted(config_of(file, chat=True), PolicyTokenizer(tmp_path))
 
 
-def test_file_of_only_long_prompts_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_file_of_only_too_long_prompts_is_refused(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     config = config_of(written(tmp_path, sums(*range(30), count=30)), too_long="drop")
     with pytest.raises(ConfigError, match=r"line 1: the prompt is too long .* \(30 such lines\)"):
         fitted(config, tokenizer)
 
 
-def test_unreachable_answers_are_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_error_names_reference_answers_nobody_can_match(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     """A response has at most 16 tokens."""
     rows = [*sums(), {"question": "Count.", "answer": "1 2 3 4 5 6 7 8 9 10"}]
     _, [note] = fitted(config_of(written(tmp_path, rows)), tokenizer)
@@ -194,7 +194,7 @@ def test_unreachable_answers_are_named(tmp_path: Path, tokenizer: PolicyTokenize
         fitted(config_of(written(tmp_path, rows[-1:] * 2)), tokenizer)
 
 
-def test_long_prompt_of_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_too_long_prompt_during_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     """An older run, whose file was not checked, continues: every process replaces the prompt by the same one."""
     config = config_of(written(tmp_path, sums(40)), held_out=0.0)
     opened = [open_prompts(config, tokenizer, read_file) for _ in range(2)]
@@ -208,7 +208,7 @@ def test_long_prompt_of_a_run_is_replaced(tmp_path: Path, tokenizer: PolicyToken
 
 
 @pytest.mark.parametrize("too_long", ["refuse", "drop"])
-def test_long_prompts_of_a_family_are_counted(too_long: str, tokenizer: PolicyTokenizer) -> None:
+def test_too_long_generated_prompts_are_counted(too_long: str, tokenizer: PolicyTokenizer) -> None:
     options = {"min_terms": 2, "max_terms": 30, "min_digits": 1, "max_digits": 1}
     source = {"kind": "reasoning-gym", "family": "chain_sum", "options": options, "too_long": too_long}
     tree = {"prompts": [source], "engine": {"max_new_tokens": 48}, "policy": COLD, "evaluation": {"prompts": 64}}

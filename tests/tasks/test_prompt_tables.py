@@ -88,13 +88,13 @@ def refuse(path: Path, reward: dict[str, Any] | None = None, **keys: Any) -> str
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_every_format_gives_the_same_rows(write: Write, tmp_path: Path) -> None:
+def test_every_table_format_gives_the_same_prompt_rows(write: Write, tmp_path: Path) -> None:
     expected = [{"question": r["problem"], "answer": r["solution"], "n": r["n"], "family": None} for r in ROWS]
     assert read(write(tmp_path, ROWS), columns=NAMES) == expected
 
 
 @pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
-def test_run_keeps_the_rows_of_a_table(write: Write, tmp_path: Path) -> None:
+def test_run_stores_the_prompt_rows_of_a_table(write: Write, tmp_path: Path) -> None:
     """The run has its own copy whatever the size, and an altered copy is detected."""
     path = write(tmp_path, ROWS)
     source = {"kind": "file", "path": str(path), "columns": NAMES}
@@ -125,7 +125,7 @@ def test_saved_data_set_is_read_by_its_splits() -> None:
     assert sentence.endswith("has only the splits train, test; name one")
 
 
-def test_hub_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_library_for_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'rollflow[datasets]'" in refuse(Path("openai/gsm8k"), format="hub")
 

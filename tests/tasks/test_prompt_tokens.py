@@ -26,7 +26,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
 
 
-def test_start_token_comes_first_in_any_alphabet(tmp_path: Path) -> None:
+def test_prompt_starts_with_the_start_token_in_any_alphabet(tmp_path: Path) -> None:
     vocabulary = {letter: id for id, letter in enumerate("0123456789+=")} | {"<s>": 12}
     made = Tokenizer(models.BPE(vocabulary, []))
     made.add_special_tokens(["<s>"])
@@ -36,7 +36,7 @@ def test_start_token_comes_first_in_any_alphabet(tmp_path: Path) -> None:
     assert PolicyTokenizer(tmp_path).encode("1+2=") == [12, 1, 10, 2, 11]
 
 
-def test_recorded_runs_keep_their_context(tmp_path: Path) -> None:
+def test_recorded_runs_keep_their_context_length(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy")
     scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     change_json(folder / "config.json", rope_parameters=scaling, original_max_position_embeddings=64)
@@ -58,7 +58,7 @@ def test_chat_template_may_require_a_system_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reads_clock", [False, True])
-def test_prompts_of_an_unknown_time_are_not_audited(
+def test_prompts_rendered_at_an_unknown_time_are_not_audited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, reads_clock: bool
 ) -> None:
     """In older runs a template used the clock of each process that rendered it."""

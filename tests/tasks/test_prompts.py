@@ -34,7 +34,7 @@ def test_error_says_that_no_training_question_is_left() -> None:
         [made.prompt(i) for i in range(100)]
 
 
-def test_index_names_a_source_and_its_position(tmp_path: Path) -> None:
+def test_prompt_index_gives_its_source_and_position(tmp_path: Path) -> None:
     """Each source is issued as if it were alone, however far the others are."""
     configs = sums(), ReasoningGymPrompts(family="gcd"), lines(tmp_path)
     made = order(*configs)
@@ -46,7 +46,7 @@ def test_index_names_a_source_and_its_position(tmp_path: Path) -> None:
             assert found.id == f"{config.domain}/{position * 3 + source:08d}"
 
 
-def test_demonstrations_have_the_shares_in_any_stretch() -> None:
+def test_demonstrations_have_the_shares_of_their_sources() -> None:
     made = order(sums(share=3.0), ReasoningGymPrompts(family="gcd", share=1.0))
     domains = [made.demonstration(i)[0].domain for i in range(80)]
     for start in range(0, 80, 8):
@@ -71,7 +71,7 @@ def test_prompts_of_a_file_are_issued_line_by_line_in_each_pass(tmp_path: Path) 
     assert made.prompt(0).reference["answer"] == int(made.prompt(0).text[1:])
 
 
-def test_error_names_a_bad_line(tmp_path: Path) -> None:
+def test_error_names_a_bad_line_of_a_prompt_file(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "1", "answer": 1}\n{"question": "2"}\n')
     with pytest.raises(ConfigError, match="line 2 has no question and answer"):
         order(JsonlPrompts(path=str(tmp_path / "bad.jsonl")))

@@ -50,7 +50,7 @@ def numbered(number: int) -> GenerationRequest:
         ([-9.0, float("nan")], "nan"),
     ],
 )
-def test_probe_names_the_worst_difference(found: list[float] | None, worst: str | None) -> None:
+def test_log_prob_probe_reports_the_largest_difference(found: list[float] | None, worst: str | None) -> None:
     probe = WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.25)
     if worst is None:
         probe.check(found)
@@ -59,14 +59,14 @@ def test_probe_names_the_worst_difference(found: list[float] | None, worst: str 
         probe.check(found)
 
 
-def test_probe_of_another_length_is_refused() -> None:
+def test_log_prob_probe_of_a_wrong_length_is_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
         WeightsProbe((1, 2, 3), (-1.0, -2.0), 0.25).check([-1.0])
     WeightsProbe((), (), 0.25).check([-1.0])
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_update_calls_the_engine_in_order(in_flight: InFlight) -> None:
+def test_weight_update_calls_the_engine_in_order(in_flight: InFlight) -> None:
     async def main() -> None:
         probed = Noting([-1.0])
         proxy, clock = InferenceProxy([probed], 4), asyncio.get_running_loop().time
@@ -91,7 +91,7 @@ def test_update_calls_the_engine_in_order(in_flight: InFlight) -> None:
 
 
 @pytest.mark.parametrize("fails", ["fetch", "suspend", "update", "logprobs", "resume"])
-def test_engine_that_fails_an_update_is_closed(fails: str) -> None:
+def test_engine_that_fails_a_weight_update_is_closed(fails: str) -> None:
     async def main() -> None:
         bad, good = Noting([-1.0]), Noting([-1.0])
         proxy = InferenceProxy([bad, good], 1)
@@ -112,7 +112,7 @@ def test_engine_that_fails_an_update_is_closed(fails: str) -> None:
     virtual(main)
 
 
-def test_update_raises_when_the_last_engine_fails() -> None:
+def test_weight_update_raises_when_the_last_engine_fails() -> None:
     async def main() -> None:
         alone = Noting()
         alone.fails.add("update")
@@ -145,7 +145,7 @@ def test_first_requests_fail_if_no_engine_loads_weights() -> None:
     virtual(main)
 
 
-def test_version_counts_only_once_an_engine_serves_it() -> None:
+def test_version_counts_as_served_once_an_engine_has_it() -> None:
     async def main() -> None:
         bad, good = Noting(), Noting()
         proxy = InferenceProxy([bad, good], 4)
@@ -161,7 +161,7 @@ def test_version_counts_only_once_an_engine_serves_it() -> None:
     virtual(main)
 
 
-def test_borrowed_engine_is_the_idlest_one() -> None:
+def test_evaluation_borrows_the_engine_with_the_least_work() -> None:
     async def main() -> None:
         engines = [Noting(), Noting(), Noting()]
         proxy = InferenceProxy(engines, 2)
@@ -234,7 +234,7 @@ def test_death_of_a_borrowed_engine_is_raised_after_replacement() -> None:
     virtual(main)
 
 
-def test_engine_that_joins_early_waits_for_weights() -> None:
+def test_engine_that_joins_before_version_0_waits_for_weights() -> None:
     async def main() -> None:
         joins = Noting()
         proxy = InferenceProxy([], 4)
@@ -297,7 +297,7 @@ class Slow(TimedEngine):
         await super().update(version, weights)
 
 
-def test_version_counts_once_the_first_engine_serves_it() -> None:
+def test_first_engine_with_a_version_makes_it_count_as_served() -> None:
     """The slowest engine does not delay admission: it takes no request before it has the version."""
 
     async def main() -> None:

@@ -13,7 +13,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Version
 from tests.support.noting import NO_PROBE, WEIGHTS, Noting, asking, request, virtual
 
 
-def test_abort_reaches_only_the_requests_engine() -> None:
+def test_abort_is_sent_only_to_the_engine_of_the_request() -> None:
     async def main() -> None:
         engines = [Noting(), Noting()]
         proxy = InferenceProxy(engines, 1)
@@ -99,7 +99,7 @@ def test_request_aborted_during_an_update_never_starts() -> None:
     virtual(main)
 
 
-def test_callback_is_called_at_each_start() -> None:
+def test_on_start_callback_is_called_at_each_start_of_a_request() -> None:
     async def main() -> None:
         proxy, starts = InferenceProxy([Noting()], 4), list[int]()
         task = asking(proxy, "a", RequestOptions(on_start=starts.append))
@@ -149,7 +149,7 @@ def test_lowest_priority_number_goes_first() -> None:
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_tokens_move_only_under_the_same_version(newer: bool) -> None:
+def test_tokens_are_kept_only_under_the_same_policy_version(newer: bool) -> None:
     async def main() -> None:
         engine, starts = Noting(), list[int]()
         proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
@@ -209,7 +209,7 @@ def test_engine_death_before_a_handover_loses_no_tokens() -> None:
     virtual(main)
 
 
-def test_unstarted_request_gets_the_version_at_its_end() -> None:
+def test_request_that_never_started_has_the_newest_version() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Refusing()], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")
@@ -221,7 +221,7 @@ def test_unstarted_request_gets_the_version_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "restart"])
-def test_update_continues_or_restarts_running_requests(in_flight: InFlight) -> None:
+def test_weight_update_continues_or_restarts_running_requests(in_flight: InFlight) -> None:
     """Continued requests have tokens of both versions and count from the old one; restarted ones only of the new."""
 
     async def main() -> None:

@@ -40,7 +40,7 @@ def settle_of(ranks: Ranks, settle: Any) -> Any:
     return partial(wait_published, ranks, settle) if ranks.rank == 0 else partial(follow_first_rank, ranks)
 
 
-def test_no_rank_changes_tensors_before_the_commit(folder: Path) -> None:
+def test_no_rank_changes_tensors_before_they_are_stored(folder: Path) -> None:
     stored = Event()
 
     def work(ranks: Ranks) -> tuple[bool, bool]:
@@ -53,7 +53,7 @@ def test_no_rank_changes_tensors_before_the_commit(folder: Path) -> None:
     assert on_ranks(3, work) == [(True, True)] * 3
 
 
-def test_failed_version_write_ends_the_step_on_all_ranks(folder: Path) -> None:
+def test_failed_write_of_weights_ends_the_step_on_all_ranks(folder: Path) -> None:
     error = StoreFailed("the store is full")
 
     def full() -> None:
@@ -74,7 +74,7 @@ def test_failed_version_write_ends_the_step_on_all_ranks(folder: Path) -> None:
     assert on_ranks(2, work) == [error, None]
 
 
-def test_other_ranks_get_wait_messages_from_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_ranks_wait_for_a_slow_store_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks wait for a message no longer than for anything else. Here the store waits until the third message."""
     heard, third, say = list[BarrierMessage](), Event(), publish_barrier._broadcast_word
 

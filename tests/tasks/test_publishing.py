@@ -130,7 +130,7 @@ def assert_same(context: RunContext, other: RunContext) -> None:
 
 
 @pytest.mark.parametrize("train_keys", kept("plain", "roles", "in parts"))
-def test_next_step_starts_before_the_commit(
+def test_next_train_step_starts_before_the_weights_are_stored(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
     """Every version has the same bits as without concurrent publishing."""
@@ -142,7 +142,7 @@ def test_next_step_starts_before_the_commit(
 
 
 @pytest.mark.parametrize("async_ratio", [0, 0.5])
-def test_learner_without_staleness_waits_for_the_commit(small: Prepare, async_ratio: float) -> None:
+def test_learner_at_alpha_zero_waits_until_weights_are_stored(small: Prepare, async_ratio: float) -> None:
     """The learner asks for each batch once: by then the version that the batch starts from is published."""
     context, asked = small(async_ratio=async_ratio), list[int]()
 
@@ -157,7 +157,7 @@ def test_learner_without_staleness_waits_for_the_commit(small: Prepare, async_ra
 
 
 @pytest.mark.parametrize("train_keys", kept("plain", "roles", "ranks"))
-def test_failed_upload_is_raised_by_the_next_step(
+def test_failed_weight_upload_is_raised_by_the_next_train_step(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, train_keys: Mapping[str, Any]
 ) -> None:
     """After a failed upload nothing is committed. The next batch waits, and a restarted learner trains on it once."""
@@ -173,7 +173,7 @@ def test_failed_upload_is_raised_by_the_next_step(
     assert_same(context, quiet)
 
 
-def test_learner_deposed_while_publishing_stops(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_replaced_while_publishing_stops(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, context = whole(small("quiet"), monkeypatch), small()
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)

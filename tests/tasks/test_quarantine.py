@@ -93,7 +93,7 @@ def assert_trained_on_another(context: RunContext, whole: RunContext, why: str) 
     assert (context.log.state.not_finite, context.log.state.redraws) == (0, {})
 
 
-def test_version_is_trained_on_the_next_batch(small: Prepare) -> None:
+def test_version_is_trained_on_the_next_batch_after_a_nan_batch(small: Prepare) -> None:
     whole, context, notes = small("whole"), small("broken"), list[str]()
     train_small(whole)
 
@@ -108,7 +108,7 @@ def test_version_is_trained_on_the_next_batch(small: Prepare) -> None:
     assert_trained_on_another(context, whole, WHY)
 
 
-def test_learner_restarted_after_the_void_waits_for_the_next(small: Prepare) -> None:
+def test_learner_restarted_after_a_nan_batch_waits_for_the_next(small: Prepare) -> None:
     whole, context = small("whole"), small("broken")
     train_small(whole)
     with pytest.raises(Halt):
@@ -179,7 +179,7 @@ IN_BFLOAT16 = ("all roles", "an adapter, a head")  # `make test` runs each case 
         for dtype in ("float32", "bfloat16")
     ],
 )
-def test_minibatches_before_a_nonfinite_one_are_undone(
+def test_optimizer_steps_before_a_nan_minibatch_are_undone(
     small: Prepare, train: dict[str, object], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, context = (small(name, dtype, minibatches=2, **train) for name in ("whole", "broken"))
@@ -220,7 +220,7 @@ def test_always_nonfinite_batch_stops_the_run(small: Prepare) -> None:
     assert audit(context.store).violations == []
 
 
-def test_default_neither_stops_a_run_nor_voids_a_batch(small: Prepare) -> None:
+def test_not_finite_stop_ends_the_run_without_voiding_a_batch(small: Prepare) -> None:
     context = small(not_finite="stop")
     with pytest.raises(NotFinite, match=rf"^{WHY}; fix the engine"):
         LearnerActor(context, channel=Poisoned(context)).run()
@@ -247,7 +247,7 @@ class Poisons(TimedEngine):
 
 @pytest.mark.parametrize("stops", [(), (0.4, 0.4, 0.4)], ids=["unbroken", "stopped"])
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 2.5])
-def test_nonfinite_rows_are_sampled_with_another_seed(alpha: float, stops: Collection[float]) -> None:
+def test_responses_of_a_nan_batch_are_sampled_with_a_new_seed(alpha: float, stops: Collection[float]) -> None:
     """The engine gives the same response for the same seed; no prompt is lost."""
     store = MemoryStore(f"poison-{alpha}-{len(stops)}")
     poison = {sample_seed(0, prompt, 1) for prompt in (2, 9, 10)} | {sample_seed(0, 9, 0, redraws=1)}

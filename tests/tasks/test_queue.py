@@ -15,7 +15,7 @@ from rollflow.tasks.rollout.slots import EngineSlots, Ticket
 from tests.support.lanes import PATIENCE, lane, queue_of, taken, virtual
 
 
-def test_lowest_priority_then_earliest_goes_first() -> None:
+def test_request_with_lowest_priority_number_goes_first() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
@@ -62,7 +62,7 @@ def test_withdrawn_engine_request_takes_no_slot() -> None:
     virtual(main)
 
 
-def test_cancelled_request_frees_its_slot() -> None:
+def test_cancelled_request_frees_its_engine_slot() -> None:
     async def main() -> None:
         only = lane(1)
         queue = queue_of(only)
@@ -79,7 +79,7 @@ def test_cancelled_request_frees_its_slot() -> None:
     virtual(main)
 
 
-def test_outdated_heap_entries_are_removed() -> None:
+def test_outdated_entries_of_the_request_heap_are_removed() -> None:
     async def main() -> None:
         lanes = [lane(4) for _ in range(3)]
         queue = queue_of(*lanes)
@@ -133,7 +133,7 @@ def test_withdrawn_engine_request_gets_no_error() -> None:
     virtual(main)
 
 
-def test_response_wait_counts_from_the_request() -> None:
+def test_waiting_time_of_a_response_counts_from_its_request() -> None:
     """The engines died while there was no request."""
 
     async def main() -> None:
@@ -149,7 +149,7 @@ def test_response_wait_counts_from_the_request() -> None:
     virtual(main)
 
 
-def test_joining_engine_ends_the_wait() -> None:
+def test_joining_engine_ends_the_wait_of_requests() -> None:
     """Even an engine that does not serve yet ends the wait, however long it takes to get ready."""
 
     async def main() -> None:
@@ -187,7 +187,7 @@ def test_wait_for_an_engine_restarts_when_the_last_one_dies() -> None:
     virtual(main)
 
 
-def test_removed_engine_is_no_reason_for_failure() -> None:
+def test_removed_engine_does_not_fail_waiting_requests() -> None:
     one, two = lane(1), lane(1)
     queue = queue_of(one, two)
     two.failure = EngineFailed("died")
@@ -273,7 +273,7 @@ def test_unmeasured_engine_has_the_first_measured_speed() -> None:
     virtual(main)
 
 
-def test_load_of_an_engine_without_measured_speed_counts() -> None:
+def test_load_of_an_unmeasured_engine_counts_in_routing() -> None:
     async def main() -> None:
         measured, fresh = lane(4), lane(4)
         queue = queue_of(measured, fresh)

@@ -22,7 +22,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunContext:
     return prepare(load_recipe(Path("flows/recipes/sorting.toml"), ["versions=10"]), "quick")
 
 
-def test_held_out_sets_are_disjoint(context: RunContext) -> None:
+def test_held_out_questions_of_the_quick_start_are_disjoint(context: RunContext) -> None:
     first, second = quick_start.split_held_out(context)
     assert [q.text for q in first] == [prompt.text for prompt in context.prompts().held_out()]
     assert (len(first), len(second)) == (200, 200)

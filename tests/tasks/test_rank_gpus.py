@@ -11,7 +11,9 @@ from rollflow.tasks.learners.distributed.rank_gpus import VISIBLE, begin_backend
 
 
 @pytest.mark.parametrize(("given", "rank", "seen"), [(None, 2, "2"), ("4,6,7", 1, "6"), ("GPU-a,GPU-b", 0, "GPU-a")])
-def test_rank_sees_its_own_gpu(given: str | None, rank: int, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_rank_sees_only_its_own_gpu(
+    given: str | None, rank: int, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.delenv(VISIBLE, raising=False)
     if given is not None:
@@ -28,7 +30,7 @@ def test_environment_variables_are_unchanged_without_gpus(monkeypatch: pytest.Mo
     assert VISIBLE not in os.environ
 
 
-def test_backend_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communication_backend_of_ranks_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert begin_backend(torch.device("cpu"), "127.0.0.1", blocking=False) == "gloo"
     assert begin_backend(torch.device("cuda"), "127.0.0.1", blocking=True) == "nccl"

@@ -76,7 +76,7 @@ def alone(folder: Path, name: str) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ranks_of_any_number_train_as_one_rank(folder: Path, name: str, count: int) -> None:
+def test_any_number_of_learner_ranks_trains_like_one(folder: Path, name: str, count: int) -> None:
     """Metrics of ten steps and the weights are near those of one rank; all ranks agree to the bit."""
     expected, weights = alone(folder, name)
     first, *others = trained(folder, CONFIGS[name], count, batch)
@@ -105,7 +105,7 @@ def one_with_signal(seed: int) -> TrajectoryBatch:
 
 @pytest.mark.long
 @pytest.mark.parametrize("with_signal", [True, False])
-def test_ranks_without_rows_take_part(folder: Path, with_signal: bool) -> None:
+def test_learner_ranks_without_rows_take_part_in_the_step(folder: Path, with_signal: bool) -> None:
     """If no rank has rows, AdamW does the same as on one rank: nothing, not even weight decay."""
 
     def batches(seed: int) -> TrajectoryBatch:
@@ -124,7 +124,7 @@ def test_ranks_without_rows_take_part(folder: Path, with_signal: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_state_of_four_ranks_continues_on_fewer(folder: Path, count: int) -> None:
+def test_learner_state_of_four_ranks_continues_on_fewer(folder: Path, count: int) -> None:
     config = CONFIGS["PPO with a critic"]
 
     def store(ranks: Ranks) -> tuple[Any, Mapping[str, float]]:
@@ -166,7 +166,7 @@ def test_nonfinite_loss_is_raised_on_every_rank(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 5, 1000])
-def test_gradients_match_a_hand_calculation(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_over_ranks_match_a_hand_calculation(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank r has gradient r of the first parameter; only rank 1 has the second; no rank has the third."""
     monkeypatch.setattr(gloo_ranks, "BUCKET", bucket)
 
@@ -188,7 +188,7 @@ def test_gradients_match_a_hand_calculation(bucket: int, monkeypatch: pytest.Mon
         assert third.grad is None
 
 
-def test_bfloat16_gradients_are_added_up_in_float32() -> None:
+def test_bfloat16_gradients_of_ranks_are_summed_in_float32() -> None:
     """256 + 1 + 1 is 258; added up in bfloat16 it stays 256."""
 
     def work(ranks: Ranks) -> float:
@@ -208,7 +208,7 @@ def test_gathered_arrays_match_a_hand_calculation() -> None:
 
 
 @pytest.mark.parametrize("to", range(4))
-def test_parts_gathered_on_one_rank_match_a_hand_calculation(to: int) -> None:
+def test_shards_gathered_on_one_rank_match_a_hand_calculation(to: int) -> None:
     """Rank r has r of the 1 + 2 + 3 numbers; rank 0 has none."""
 
     def work(ranks: Ranks) -> list[float]:
@@ -221,7 +221,7 @@ def test_parts_gathered_on_one_rank_match_a_hand_calculation(to: int) -> None:
     assert on_ranks(4, work) == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0] if rank == to else [0.0] * 6 for rank in range(4)]
 
 
-def test_error_names_a_late_rank() -> None:
+def test_error_names_a_learner_rank_that_is_late() -> None:
     """The others wait no longer than their time limit."""
 
     def work(ranks: Ranks) -> list[int]:
@@ -240,7 +240,7 @@ def test_error_names_a_late_rank() -> None:
 
 
 @pytest.mark.long
-def test_all_ranks_pack_the_same_lines(folder: Path) -> None:
+def test_all_learner_ranks_pack_the_same_sequences(folder: Path) -> None:
     """The first rank tests if prompts can be shared, and sends the result; or ranks would skip or repeat rows."""
     start = LearnerStart(folder, trained=True, versions=10)
     made = MultiRankLearner(TorchTrain(ranks=2), start)

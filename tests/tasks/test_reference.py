@@ -34,7 +34,7 @@ def weights_of(model: object) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [0, 0, 0, 0, 0]), (1, [0, 1, 2, 3, 4]), (2, [0, 0, 2, 2, 4])])
-def test_reference_is_the_configured_version(folder: Path, every: int, expected: list[int]) -> None:
+def test_reference_policy_is_the_configured_version(folder: Path, every: int, expected: list[int]) -> None:
     made = compared(folder, every)
     policies, versions = [], []
     for version in range(5):
@@ -47,14 +47,14 @@ def test_reference_is_the_configured_version(folder: Path, every: int, expected:
     assert versions == expected
 
 
-def test_divergence_is_zero_only_at_the_first_version(folder: Path) -> None:
+def test_kl_to_the_reference_is_zero_only_at_the_first_version(folder: Path) -> None:
     made = compared(folder)
     first, second = (made.step(batch(version), version) for version in range(2))
     assert first["kl_reference"] == 0.0
     assert second["kl_reference"] > 1e-6
 
 
-def test_large_weight_keeps_the_policy_near_the_reference(folder: Path) -> None:
+def test_large_kl_weight_keeps_the_policy_near_the_reference(folder: Path) -> None:
     """With the same batches and learning rate, a large weight keeps the policy nearer to the reference."""
     found = {}
     for weight in (1e-6, 10.0):
@@ -78,7 +78,7 @@ def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
     torch.testing.assert_close(found, expected[torch.from_numpy(data.rows)], atol=1e-5, rtol=1e-4)
 
 
-def test_kl_weight_follows_its_target_by_hand() -> None:
+def test_kl_weight_adaptation_matches_a_hand_calculation() -> None:
     """The weight follows 0.1 of the error, which is clipped to 0.2; at the target it stays."""
     part = Penalties(kl_to="reference", kl_weight=0.5, kl_target=0.02)
     assert adapt_weight(part, 0.5, 0.02) == 0.5

@@ -46,25 +46,25 @@ def score(response: str, reference: Keys, **keys: Any) -> Score:
         (" = 2024", {"pattern": r"\s*=(?P<year>.*)", "group": "year"}, "correct"),
     ],
 )
-def test_pattern_decides_the_outcome(response: str, keys: Keys, outcome: str) -> None:
+def test_regular_expression_decides_the_outcome(response: str, keys: Keys, outcome: str) -> None:
     found = score(response, {"answer": "2024"}, **keys)
     assert (found.outcome, found.value) == (outcome, float(outcome == "correct")), found
 
 
-def test_pattern_of_the_row_is_used() -> None:
+def test_regular_expression_of_the_prompt_row_is_used() -> None:
     assert score("b", {"pattern": "[ab]"}).value == 1.0
     assert score("c", {"pattern": "[ab]"}).value == 0.0
     assert score("c", {"pattern": "[ab]"}, pattern="c").value == 1.0
 
 
-def test_case_of_a_group_may_be_ignored() -> None:
+def test_case_of_a_regex_group_may_be_ignored() -> None:
     keys = {"pattern": "it is (?P<name>.*)", "group": "name"}
     assert score("it is PARIS", {"answer": "Paris"}, **keys).outcome is Outcome.WRONG
     assert score("It is PARIS", {"answer": "Paris"}, ignore_case=True, **keys).outcome is Outcome.CORRECT
 
 
 @pytest.mark.parametrize("reference", [{}, {"pattern": 3}, {"pattern": "("}, {"pattern": "a"}])
-def test_row_without_a_pattern_is_an_error(reference: Keys) -> None:
+def test_prompt_row_without_a_regular_expression_is_an_error(reference: Keys) -> None:
     with pytest.raises(ValueError, match="pattern"):
         score("a", reference, group="name")
 
@@ -76,6 +76,6 @@ def test_row_without_a_pattern_is_an_error(reference: Keys) -> None:
         ({"pattern": "a", "group": "year"}, "group = 'year'.*no group"),
     ],
 )
-def test_wrong_pattern_in_the_config_is_refused(keys: Keys, sentence: str) -> None:
+def test_invalid_regular_expression_is_refused(keys: Keys, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         RegexReward(**keys)

@@ -118,7 +118,7 @@ def keys_of(config: object, prefix: str = "") -> Iterator[str]:
         yield from keys_of(value, f"{prefix}{name}.")
 
 
-def test_table_names_keys_that_exist() -> None:
+def test_table_of_renamed_keys_names_existing_keys() -> None:
     everything: Tree = {"engine": {"kind": "timed"}, "rollout": {"filter": {}}, "reward": {"format": {}}}
     today = set(keys_of(tree_of(parse_config(everything))))
     table = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RECIPE.keys.items()}
@@ -170,7 +170,7 @@ def test_hardware_file_with_an_earlier_key_is_refused(old: str, new: str, value:
         load_hardware(file)
 
 
-def test_refusal_names_all_that_is_wrong(tmp_path: Path) -> None:
+def test_error_names_all_renamed_keys_of_a_recipe(tmp_path: Path) -> None:
     """The error about a renamed key also names the other faults of the recipe."""
     with pytest.raises(ConfigError) as refused:
         parse_config({"rollout": {"depth": 0, "tail_after": 3, "attempts": 0}, "verions": 3})
@@ -231,7 +231,7 @@ def stored(context: RunContext) -> Tree:
     return dict(context.configs[-1].config)
 
 
-def test_earlier_run_is_audited(earlier: RunContext) -> None:
+def test_run_with_earlier_key_names_passes_the_audit(earlier: RunContext) -> None:
     assert "depth" in stored(earlier)["rollout"]
     assert earlier.config.rollout.max_inflight_groups == 7
     assert earlier.created.config_sha256 == sha256_of(stored(earlier))
@@ -276,7 +276,7 @@ def test_old_runs_changes_are_shown_with_current_key_names(earlier: RunContext) 
     ("rollout.max_inflight_groups", 3, ("rollout.max_inflight_groups", 3)),
     ("cluster.env.depth", "1", ("cluster.env.depth", "1")),
 ])  # fmt: skip
-def test_change_entry_is_read_with_current_key_names(key: str, value: object, shown: tuple[str, object]) -> None:
+def test_config_change_entry_is_read_with_current_key_names(key: str, value: object, shown: tuple[str, object]) -> None:
     assert RECIPE.change(key, value) == shown
 
 

@@ -33,7 +33,7 @@ def prompt_in(tokenizer: PolicyTokenizer, domain: str) -> Prompt:
 
 @pytest.mark.parametrize("template", [CHAT, ASKS + CHAT])
 @pytest.mark.parametrize("ends", [False, True])
-def test_messages_follow_as_the_template_shows_them(tmp_path: Path, template: str, *, ends: bool) -> None:
+def test_later_messages_are_rendered_by_the_chat_template(tmp_path: Path, template: str, *, ends: bool) -> None:
     """The oracle renders the whole conversation; only the end of the turn depends on how the response ended."""
     tokenizer = open_policy(tmp_path / "policy", template)
     renderer, system = PolicyRenderer(tokenizer, {"chat"}), "s" if template != CHAT else None
@@ -46,7 +46,7 @@ def test_messages_follow_as_the_template_shows_them(tmp_path: Path, template: st
     assert [*prompt.tokens, *said, *renderer.render(prompt, said, [TOOL])] == whole
 
 
-def test_plain_prompts_are_followed_by_plain_text(tmp_path: Path) -> None:
+def test_later_messages_of_plain_prompts_are_plain_text(tmp_path: Path) -> None:
     tokenizer = open_policy(tmp_path / "policy")
     found = PolicyRenderer(tokenizer, {"chat"}).render(prompt_in(tokenizer, "plain"), [5], [TOOL, TOOL])
     assert tokenizer.decode(found) == "22"
@@ -58,7 +58,7 @@ def test_response_is_parsed_without_its_stop_token(tmp_path: Path) -> None:
     assert found == {"role": "assistant", "content": "12"}
 
 
-def test_template_that_refuses_a_role_is_named(tmp_path: Path) -> None:
+def test_error_names_a_chat_template_that_refuses_a_role(tmp_path: Path) -> None:
     tokenizer = open_policy(tmp_path / "policy", REFUSES_TOOLS + CHAT)
     with pytest.raises(ConfigError, match=r"chat template fails \(no tools\)"):
         PolicyRenderer(tokenizer, {"chat"}).render(prompt_in(tokenizer, "chat"), [5], [TOOL])

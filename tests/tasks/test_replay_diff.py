@@ -32,7 +32,9 @@ def apart(
     ],
 )
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_replay_accepts_a_tenth_of_the_steps_change(ours: list[float], most: float, near: bool, scale: float) -> None:
+def test_replay_tolerates_a_tenth_of_the_weight_change(
+    ours: list[float], most: float, near: bool, scale: float
+) -> None:
     """The step changed 0.3 and 0.4, a length of 0.5; the same holds for tiny steps."""
     made, published, parent = ({"a": torch.tensor(v).double() * scale} for v in (ours, [1.3, 2.4], [1.0, 2.0]))
     found = apart(made, published, parent)
@@ -40,7 +42,7 @@ def test_replay_accepts_a_tenth_of_the_steps_change(ours: list[float], most: flo
     assert found.near == near
 
 
-def test_tensors_of_a_kind_are_compared_together() -> None:
+def test_replay_compares_tensors_of_a_kind_together() -> None:
     """`b` alone is too far, but not together with `a`. A tensor that the parent lacks was zero there."""
     parent = {"a": torch.zeros(2), "b": torch.zeros(1)}
     published = {"a": torch.full((2,), 3.0), "b": torch.ones(1), "exp_avg/a": torch.full((2,), 0.1)}
@@ -51,7 +53,7 @@ def test_tensors_of_a_kind_are_compared_together() -> None:
     assert not apart({**made, "exp_avg/a": torch.full((2,), 0.111)}, published, parent).near
 
 
-def test_each_element_stays_within_the_steps_changes() -> None:
+def test_replay_compares_each_element_with_its_change() -> None:
     """The step moved 10,000 elements by 0.01 each, a length of 1; one wrong element differs by less than a tenth."""
     parent = {"a": torch.zeros(10_000)}
     published = {"a": torch.full((10_000,), 0.01)}
@@ -62,7 +64,7 @@ def test_each_element_stays_within_the_steps_changes() -> None:
     assert found.most == pytest.approx(0.04)
 
 
-def test_bfloat16_may_differ_by_half_the_change() -> None:
+def test_replay_tolerates_half_the_change_in_bfloat16() -> None:
     def of(value: float) -> dict[str, Tensor]:
         return {"a": torch.tensor([value], dtype=torch.bfloat16)}
 
@@ -103,7 +105,7 @@ def test_replay_accepts_only_equal_integers() -> None:
         DeepSpeedTrain(ranks=3, zero=3, options={"zero_optimization": {"reduce_bucket_size": 7}}),
     ],
 )
-def test_replay_config_with_ranks_changes_only_ranks(train: Any) -> None:
+def test_replay_config_changes_only_the_number_of_ranks(train: Any) -> None:
     three, one = with_ranks(train, 3), with_ranks(train, 1)
     assert three == train.model_copy(update={"ranks": 3, "multi_node": False})
     assert (one.kind, one.ranks, getattr(one, "sharded", None)) == ("torch", 1, False)

@@ -47,13 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", ""),
     ],
 )
-def test_response_keeps_all_but_its_final_stop_token(folder: Path, response: str, text: str) -> None:
+def test_response_text_omits_only_the_final_stop_token(folder: Path, response: str, text: str) -> None:
     tokenizer = PolicyTokenizer(folder)
     assert tokenizer.decode_response(tokenizer.encode_response(response)) == text
     assert tokenizer.decode(tokenizer.encode_response(response)) == response
 
 
-def test_special_tokens_can_be_left_out(folder: Path) -> None:
+def test_special_tokens_of_a_response_can_be_left_out(folder: Path) -> None:
     tokenizer = PolicyTokenizer(folder)
     assert tokenizer.decode_response(tokenizer.encode_response(f"{PAD}<answer>7</answer>{END}"), special=False) == "7"
 

@@ -60,7 +60,7 @@ WITH_AND_WITHOUT_ROLES = pytest.mark.parametrize("small", [None, ALL_ROLES], ids
 
 @WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize(("every", "bases"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 0, 0, 3, 3, 3, 6])])
-def test_any_version_can_be_restored(small: Prepare, every: int, bases: list[int]) -> None:
+def test_any_policy_version_can_be_restored(small: Prepare, every: int, bases: list[int]) -> None:
     context = small(state_every=every)
     train_small(context)
     policies, batches = context.policies, context.batches
@@ -98,7 +98,9 @@ def flip(context: RunContext, stored: StoredObject) -> None:
 
 @WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize("damage", [flip, lambda c, o: c.store.delete(o.path), lambda c, o: c.store.put(o.path, b"x")])
-def test_damaged_objects_are_healed(small: Prepare, damage: Callable[[RunContext, StoredObject], None]) -> None:
+def test_damaged_objects_are_restored_by_training_again(
+    small: Prepare, damage: Callable[[RunContext, StoredObject], None]
+) -> None:
     """The newest version's weights and the previous version's state are lost; a restarted learner heals both."""
     context = small()
     train_small(context, 5)
@@ -116,7 +118,7 @@ def test_damaged_objects_are_healed(small: Prepare, damage: Callable[[RunContext
     assert report.clean, report.violations
 
 
-def test_files_are_mapped_one_at_a_time(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_weight_files_are_mapped_one_at_a_time(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is released when the first tensor of the next one is read.
 
     The learner's own state is read by another iterator, so that two files may be mapped at that moment.
@@ -137,7 +139,7 @@ def test_files_are_mapped_one_at_a_time(small: Prepare, monkeypatch: pytest.Monk
     assert not any(one() for one in maps)
 
 
-def test_remote_objects_are_fetched_and_verified(small: Prepare) -> None:
+def test_remote_weights_are_downloaded_and_verified(small: Prepare) -> None:
     """The store has no local files. Damage is still found, and no fetched file is left behind."""
     context = small(uri=f"memory://{uuid.uuid4().hex}", shard_bytes=20_000)
     train_small(context, 3)
@@ -148,7 +150,7 @@ def test_remote_objects_are_fetched_and_verified(small: Prepare) -> None:
     assert not [path for path in node_cache().iterdir() if path.name.startswith("restore-")]
 
 
-def test_unrestorable_version_is_named(small: Prepare) -> None:
+def test_error_names_a_version_that_cannot_be_restored(small: Prepare) -> None:
     context = small()
     train_small(context, 2)
     for version in range(3):
@@ -191,7 +193,7 @@ def test_replay_needs_the_committed_batch(small: Prepare) -> None:
         restored(context, 2)
 
 
-def test_second_run_call_joins_the_first(small: Prepare) -> None:
+def test_second_call_of_run_waits_for_the_first(small: Prepare) -> None:
     context = small()
     actor = LearnerActor(context, channel=StoreFeed(context))
     ended: list[int] = []
@@ -204,7 +206,7 @@ def test_second_run_call_joins_the_first(small: Prepare) -> None:
     assert audit(context.store).versions == 6
 
 
-def test_deposed_learner_stops_and_names_its_successor(small: Prepare) -> None:
+def test_replaced_learner_stops_and_names_its_successor(small: Prepare) -> None:
     """The first learner had trained on a batch and stored the result; the second one trains on that batch again."""
     context = small()
 
@@ -243,7 +245,7 @@ def test_damaged_batch_is_voided_and_formed_again(small: Prepare) -> None:
     assert report.clean, report.violations
 
 
-def test_deposed_learner_stops_when_its_lease_times_out(small: Prepare) -> None:
+def test_replaced_learner_stops_when_its_lease_ends(small: Prepare) -> None:
     """The second learner trains on the batch that the first one waits for."""
     context, waited = small(), []
     train_small(context, 2)
@@ -263,7 +265,7 @@ def test_deposed_learner_stops_when_its_lease_times_out(small: Prepare) -> None:
     assert audit(context.store).clean
 
 
-def test_metrics_count_discards_of_every_formed_batch(small: Prepare) -> None:
+def test_metrics_count_discarded_groups_of_voided_batches(small: Prepare) -> None:
     """Batch 2 discarded one group, was damaged, and was formed again without a discard."""
     context = small()
     train_small(context, 2)
@@ -279,7 +281,7 @@ def test_metrics_count_discards_of_every_formed_batch(small: Prepare) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it is trained on", "while it is trained on"])
-def test_batch_voided_by_another_is_not_published(
+def test_batch_voided_by_another_process_is_not_published(
     small: Prepare, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
     """The learner goes back to its state before that batch, and trains on the batch that replaces it."""
@@ -426,7 +428,7 @@ def test_nonfinite_metric_is_left_out_and_reported(small: Prepare, monkeypatch: 
     assert "loss" in version.metrics
 
 
-def test_overtaken_cold_start_writes_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_cold_start_writes_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other learner has completed the cold start, and an adapter starts from the weights that are stored."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     questions = tmp_path / "sums.jsonl"

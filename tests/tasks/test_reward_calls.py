@@ -77,7 +77,7 @@ async def reasons(verdicts: Sequence[asyncio.Future[Score]]) -> list[str]:
     return [score.reason for score in await asyncio.wait_for(asyncio.gather(*verdicts), 120)]
 
 
-async def test_slow_score_does_not_delay_others_of_its_call(actor: Any, tmp_path: Path) -> None:
+async def test_slow_score_does_not_delay_other_scores_of_the_call(actor: Any, tmp_path: Path) -> None:
     client, now = RewardClient(200.0), tmp_path / "now"
     slow, quick = asked(client, [100], now), asked(client, range(60))
     assert await reasons(quick) == [str(number) for number in range(60)]
@@ -87,7 +87,7 @@ async def test_slow_score_does_not_delay_others_of_its_call(actor: Any, tmp_path
     assert (await actor.status.remote()).scored == 61
 
 
-async def test_call_does_not_fail_while_others_progress(actor: Any, tmp_path: Path) -> None:
+async def test_reward_call_does_not_fail_while_scores_arrive(actor: Any, tmp_path: Path) -> None:
     await reasons(asked(RewardClient(HANG_SECONDS), [0]))  # the actor and its worker have started
     client, now = RewardClient(3.0), tmp_path / "now"
     slow, began = asked(client, [100], now), time.monotonic()
@@ -99,13 +99,13 @@ async def test_call_does_not_fail_while_others_progress(actor: Any, tmp_path: Pa
     assert await reasons(slow) == ["100"]
 
 
-async def test_call_fails_when_no_score_comes_at_all(actor: Any, tmp_path: Path) -> None:
+async def test_reward_call_fails_if_no_score_arrives(actor: Any, tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match=r"no score for 1 s .*, while 1 responses wait"):
         await reasons(asked(RewardClient(1.0), [100], tmp_path / "never"))
     (tmp_path / "never").touch()
 
 
-async def test_successor_scores_a_killed_actors_requests_once(actor: Any, context: RunContext, tmp_path: Path) -> None:
+async def test_restarted_reward_actor_scores_each_request_once(actor: Any, context: RunContext, tmp_path: Path) -> None:
     client, now = RewardClient(200.0), tmp_path / "now"
     quick, slow = asked(client, range(60)), asked(client, range(100, 110), now)
     assert await reasons(quick) == [str(number) for number in range(60)]

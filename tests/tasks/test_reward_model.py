@@ -74,7 +74,7 @@ def plain_logits(folder: Path, text: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keys", [{}, {"max_batch": 3}, {"batch_tokens": 150}, {"max_batch": 1}])
-def test_batched_scores_equal_single_scores(one: Path, keys: dict[str, int]) -> None:
+def test_reward_model_scores_do_not_depend_on_batching(one: Path, keys: dict[str, int]) -> None:
     texts = TEXTS * 2
     random.Random(0).shuffle(texts)
     alone = Classifier(config_of(one), one)
@@ -83,7 +83,7 @@ def test_batched_scores_equal_single_scores(one: Path, keys: dict[str, int]) -> 
     assert len({round(value, 3) for value in single}) > len(TEXTS) / 2
 
 
-def test_batches_are_small_and_of_similar_lengths(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_model_batches_have_similar_lengths(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classifier, shapes = Classifier(config_of(one, max_batch=4, batch_tokens=200), one), list[tuple[int, int]]()
     forward = classifier._forward
 
@@ -108,7 +108,7 @@ def test_score_is_transformers_logit_on_either_padding_side(tmp_path: Path, side
     assert raw(Classifier(config_of(folder), folder), texts) == pytest.approx(expected, abs=1e-5)
 
 
-def test_score_is_the_probability_of_the_named_label(three: Path) -> None:
+def test_reward_is_the_probability_of_the_named_label(three: Path) -> None:
     expected = plain_logits(three, "2").softmax(-1).tolist()
     for number, label in enumerate(("bad", "fair", "good")):
         found = raw(Classifier(config_of(three, label=label), three), ["2", "3 " * 20])
@@ -124,7 +124,7 @@ def test_multi_label_model_gives_independent_probabilities(tmp_path: Path) -> No
 COUNTED = " ".join(map(str, range(60)))
 
 
-def test_longer_input_loses_the_named_end(one: Path) -> None:
+def test_too_long_reward_model_input_is_cut_at_the_named_end(one: Path) -> None:
     whole = InputWriter(one, None, "start").write((CHAT, COUNTED)).columns["input_ids"]
     start, end = InputWriter(one, 50, "start"), InputWriter(one, 50, "end")
     assert start.write((CHAT, COUNTED)) == ({"input_ids": whole[-50:]}, len(whole) - 50)
@@ -133,7 +133,7 @@ def test_longer_input_loses_the_named_end(one: Path) -> None:
     assert grade.cut == len(whole) - 50
 
 
-def test_model_without_a_template_reads_prompt_and_response(tmp_path: Path) -> None:
+def test_model_without_chat_template_reads_prompt_and_response(tmp_path: Path) -> None:
     """The longer one of the two texts is cut."""
     folder = make_reward_model(tmp_path, template="")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -149,7 +149,7 @@ def test_model_without_a_template_reads_prompt_and_response(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("template", [None, ""])
-def test_input_has_segments_if_the_tokenizer_does(tmp_path: Path, template: str | None) -> None:
+def test_reward_model_input_has_the_tokenizers_segments(tmp_path: Path, template: str | None) -> None:
     """A BERT model fails without them, or reads both texts as one."""
     folder = make_reward_model(tmp_path, **({} if template is None else {"template": template}))
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -161,7 +161,7 @@ def test_input_has_segments_if_the_tokenizer_does(tmp_path: Path, template: str 
     assert set(columns["token_type_ids"]) == expected
 
 
-def test_model_that_fails_on_long_inputs_is_refused(tmp_path: Path) -> None:
+def test_reward_model_that_fails_on_long_inputs_is_refused(tmp_path: Path) -> None:
     """Otherwise the first long response would end the model's actor, again and again.
 
     RoBERTa cannot use two of the positions that its config counts.
@@ -175,7 +175,7 @@ def test_model_that_fails_on_long_inputs_is_refused(tmp_path: Path) -> None:
     check_model(config_of(folder, max_tokens=62), folder, "reward")
 
 
-def test_response_cannot_write_special_tokens(one: Path) -> None:
+def test_response_cannot_inject_special_tokens_into_the_model(one: Path) -> None:
     tokenizer, writer = AutoTokenizer.from_pretrained(one), InputWriter(one, None, "start")
     ids = writer.write((CHAT, "2<|end|><|pad|>")).columns["input_ids"]
     end, pad = tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>"])
@@ -194,13 +194,13 @@ class Crowded(Classifier):
         return super()._forward(rows)
 
 
-def test_batch_without_memory_is_graded_in_halves(one: Path) -> None:
+def test_batch_that_exceeds_gpu_memory_is_scored_in_halves(one: Path) -> None:
     assert raw(Crowded(config_of(one), one), TEXTS) == pytest.approx(
         raw(Classifier(config_of(one), one), TEXTS), abs=1e-5
     )
 
 
-def test_response_without_memory_is_unjudged(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_that_exceeds_gpu_memory_is_unjudged(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Crowded, "room", 0)
     [grade] = Crowded(config_of(one), one).grade([(CHAT, "2")])
     assert math.isnan(grade.raw)
@@ -254,14 +254,14 @@ def score_all(copies: Copies, count: int = 6, **keys: Any) -> tuple[list[Score],
     return run_virtual(main())
 
 
-def test_value_is_scaled_and_threshold_decides_what_is_correct() -> None:
+def test_reward_model_score_is_scaled_before_its_threshold() -> None:
     found, _ = score_all(Copies(), 4, scale=0.5, offset=-0.5, correct_from=0.5)
     assert [score.value for score in found] == [-0.5, 0.0, 0.5, 1.0]
     assert [score.outcome for score in found] == ["wrong", "wrong", "correct", "correct"]
     assert found[3].reason == "logit 3"
 
 
-def test_format_applies_to_a_reward_model() -> None:
+def test_format_penalty_applies_to_a_reward_model() -> None:
     found, _ = score_all(Copies(), 2, format={"pattern": "0", "penalty": 0.5})
     assert [score.value for score in found] == [0.0, 0.5]
     assert found[1].parts == {"answer": 1.0, "format": -0.5}
@@ -274,34 +274,34 @@ def test_length_penalty_applies_to_a_reward_model() -> None:
 
 
 @pytest.mark.parametrize("plan", [["away"], ["error"], ["away", "error", "away"]])
-def test_failed_call_is_repeated_and_scores_are_the_same(plan: list[str]) -> None:
+def test_failed_reward_model_call_is_retried(plan: list[str]) -> None:
     copies = Copies(*plan)
     found, _ = score_all(copies)
     assert [score.value for score in found] == [0, 1, 2, 3, 4, 5]
     assert copies.calls == [6] * (len(plan) + 1)
 
 
-def test_model_that_stays_away_leaves_responses_unjudged() -> None:
+def test_dead_reward_model_leaves_responses_unjudged() -> None:
     found, seconds = score_all(Copies(dead=[0]), deadline_seconds=30)
     assert {score.outcome for score in found} == {Outcome.UNJUDGED}
     assert found[0].reason == "the reward model gave no score for 30 s: the node is gone"
     assert 30 <= seconds < 33
 
 
-def test_other_copy_scores_while_one_is_away() -> None:
+def test_other_copy_of_a_reward_model_scores_if_one_is_dead() -> None:
     found, seconds = score_all(Copies(dead=[1]), workers=2, deadline_seconds=30)
     assert [score.value for score in found] == [0, 1, 2, 3, 4, 5]
     assert seconds < 30
 
 
-def test_slow_model_leaves_no_response_unjudged() -> None:
+def test_slow_reward_model_leaves_no_response_unjudged() -> None:
     found, seconds = score_all(Copies(seconds=50), 20, deadline_seconds=10, max_batch=1)
     assert [score.value for score in found] == list(range(20))
     assert seconds == 50 * 5
 
 
 @pytest.mark.parametrize(("plan", "why"), [("nan", "the logit is nan"), ("fault", "out of memory")])
-def test_grade_without_a_number_is_unjudged(plan: str, why: str) -> None:
+def test_nan_score_of_a_reward_model_leaves_it_unjudged(plan: str, why: str) -> None:
     found, _ = score_all(Copies(plan), 1)
     assert found[0].outcome is Outcome.UNJUDGED
     assert found[0].reason == f"the reward model gave no number: {why}"
@@ -357,7 +357,9 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "keys", "sentence"), BAD.values(), ids=BAD)
-def test_bad_folder_is_refused(tmp_path: Path, damage: Any, keys: dict[str, Any], sentence: str) -> None:
+def test_invalid_reward_model_folder_is_refused(
+    tmp_path: Path, damage: Any, keys: dict[str, Any], sentence: str
+) -> None:
     folder = make_reward_model(tmp_path)
     damage(folder)
     config = parse_config(tree_of("x", **{"path": str(folder), **keys}))
@@ -366,7 +368,7 @@ def test_bad_folder_is_refused(tmp_path: Path, damage: Any, keys: dict[str, Any]
     assert "\n" not in str(error.value)
 
 
-def test_several_labels_need_a_name(three: Path) -> None:
+def test_reward_model_with_several_labels_needs_a_label_name(three: Path) -> None:
     for keys, sentence in (
         ({}, "reward.label is not set: the model has 3 labels"),
         ({"label": "best"}, "no such label"),
@@ -383,7 +385,7 @@ def test_language_model_is_no_reward_model(tmp_path: Path) -> None:
         list(check_models(config, download=False))
 
 
-def test_command_refuses_a_bad_folder_with_exit_code_two(
+def test_check_refuses_an_invalid_reward_model_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
@@ -408,7 +410,9 @@ def test_cold_start_has_no_reward_model(one: Path) -> None:
 
 
 @pytest.mark.long
-def test_run_pins_its_reward_models(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_records_the_hashes_of_its_reward_models(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path, reward={"kind": "model", "path": str(one)})
     [grade] = load_model(context, "").grade([(CHAT, "2")])
@@ -432,7 +436,7 @@ def test_run_pins_its_reward_models(one: Path, tmp_path: Path, monkeypatch: pyte
     assert any(path in found.where for found in audit(context.store, deep=True).violations)
 
 
-def test_keys_of_a_reward_model_are_fixed(one: Path) -> None:
+def test_keys_of_a_reward_model_cannot_change_during_a_run(one: Path) -> None:
     config = parse_config(tree_of("x", path=str(one)))
     for key in ("path", "label", "scale", "offset", "dtype", "max_tokens", "cut", "kind", "correct_from"):
         assert explain_fixed(config, f"reward.{key}"), key

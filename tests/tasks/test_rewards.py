@@ -116,7 +116,7 @@ def test_own_answer_of_each_family_is_right() -> None:
 
 
 @pytest.mark.long
-async def test_worker_is_ready_once_its_verifier_is(
+async def test_reward_worker_is_ready_once_its_verifier_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker whose imports took longer than a score may take would give its first response a score of 0."""
@@ -129,7 +129,7 @@ async def test_worker_is_ready_once_its_verifier_is(
 
 
 @pytest.mark.long
-async def test_failing_verifier_becomes_a_reason(folder: Path) -> None:
+async def test_verifier_exception_is_recorded_as_the_reason(folder: Path) -> None:
     requests = [ScoreRequest([5], {"family": "no such family", "answer": "1"})] * 2
     found = await scores(RewardPool(ReasoningGymReward(), folder), requests)
     assert [reward for reward, _ in found] == [0.0, 0.0]
@@ -137,7 +137,7 @@ async def test_failing_verifier_becomes_a_reason(folder: Path) -> None:
 
 
 @pytest.mark.long
-async def test_hung_verifier_ends_at_its_deadline(folder: Path) -> None:
+async def test_hanging_verifier_is_stopped_at_its_deadline(folder: Path) -> None:
     pool = odd_pool(folder, deadline=3.0)
     await pool.start()
     assert (await pool.score([ScoreRequest([], {})]))[0].value == 1.0
@@ -150,7 +150,7 @@ async def test_hung_verifier_ends_at_its_deadline(folder: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("place", [0, 20])
-async def test_slow_score_delays_no_other(folder: Path, tmp_path: Path, workers: int, place: int) -> None:
+async def test_slow_score_does_not_delay_other_workers(folder: Path, tmp_path: Path, workers: int, place: int) -> None:
     """All other responses get their scores before a slow score ends, in any place among them."""
     pool = odd_pool(folder, deadline=250, workers=workers)
     await pool.start()
@@ -184,14 +184,14 @@ async def test_two_slow_scores_of_a_call_end_at_their_deadlines(folder: Path) ->
         await pool.close()
 
 
-async def test_dead_worker_is_replaced_and_its_response_retried(folder: Path, tmp_path: Path) -> None:
+async def test_dead_reward_worker_is_replaced_and_its_response_retried(folder: Path, tmp_path: Path) -> None:
     once = ScoreRequest([], {"die": str(tmp_path / "died")})
     always = ScoreRequest([], {"always_die": True})
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS, workers=2), [once, always, ScoreRequest([], {})])
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
-async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> None:
+async def test_reward_workers_start_early_and_after_deaths(folder: Path) -> None:
     """Workers start early, because their imports take seconds."""
     before = set(psutil.Process().children())
     pool = odd_pool(folder, deadline=HANG_SECONDS, workers=2)
@@ -221,7 +221,7 @@ async def test_workers_start_before_responses_and_after_deaths(folder: Path) -> 
         ),
     ],
 )
-async def test_workers_that_never_get_ready_fail_the_pool(
+async def test_reward_workers_that_never_get_ready_fail_the_run(
     folder: Path, worker: str, start_seconds: float, words: str
 ) -> None:
     """If the pool did not fail, every response would score 0, in a run whose audit is clean."""
@@ -241,7 +241,7 @@ async def test_workers_that_never_get_ready_fail_the_pool(
         await pool.close()
 
 
-async def test_late_worker_costs_no_score(folder: Path, tmp_path: Path) -> None:
+async def test_late_reward_worker_loses_no_score(folder: Path, tmp_path: Path) -> None:
     fails = f"""
 import os, sys
 path = {str(tmp_path / "tries")!r}
@@ -253,7 +253,7 @@ if os.path.getsize(path) < 4: sys.exit(1)
     assert await scores(pool, [ScoreRequest([], {})] * 3) == [(1.0, "fine")] * 3
 
 
-async def test_pool_serves_until_its_run_is_finished(folder: Path) -> None:
+async def test_reward_workers_serve_until_the_run_is_finished(folder: Path) -> None:
     pool, finished = odd_pool(folder, deadline=HANG_SECONDS), asyncio.Event()
     await pool.start()
     serving = asyncio.create_task(pool.serve(finished))
@@ -265,20 +265,20 @@ async def test_pool_serves_until_its_run_is_finished(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [{"says": "x", "times": 100_000}, {"says": "hello"}, {"says": "[1, 2, 3, 4]"}])
-async def test_worker_with_invalid_output_is_replaced(folder: Path, odd: dict[str, Any]) -> None:
+async def test_reward_worker_with_invalid_output_is_replaced(folder: Path, odd: dict[str, Any]) -> None:
     requests = [ScoreRequest([], reference) for reference in ({}, odd, {})]
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS), requests)
     assert found == [(1.0, "fine"), (0.0, "the reward worker died twice on this response"), (1.0, "fine")]
 
 
-async def test_unsendable_request_delays_no_other(folder: Path) -> None:
+async def test_reward_request_that_cannot_be_sent_delays_no_other(folder: Path) -> None:
     odd = [ScoreRequest(["a", {1}], {}), ScoreRequest([], {"answer": {1}}), ScoreRequest(None, {})]  # type: ignore[arg-type, list-item]
     found = await scores(odd_pool(folder, deadline=HANG_SECONDS), [*odd, ScoreRequest([], {})])
     assert [reward for reward, _ in found] == [0.0, 0.0, 0.0, 1.0]
     assert all(reason.startswith("request failed: TypeError: ") for _, reason in found[:3])
 
 
-async def test_failed_process_start_costs_no_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_start_of_a_reward_worker_loses_no_score(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a process cannot start, for example with a full process table, no response loses its score."""
     start, refusals = WorkerProcess.start, [BlockingIOError(errno.EAGAIN, "no more processes")] * 3
 
@@ -293,7 +293,7 @@ async def test_failed_process_start_costs_no_score(folder: Path, monkeypatch: py
 
 
 @pytest.mark.long
-async def test_worker_ends_with_its_owner(folder: Path) -> None:
+async def test_reward_worker_ends_with_its_parent_process(folder: Path) -> None:
     pool = RewardPool(ReasoningGymReward(), folder)
     process = (await WorkerProcess.start(pool._command))._process
     assert process.stdin is not None

@@ -99,7 +99,7 @@ def check(pipeline: Pipeline) -> None:
     in_flight=st.sampled_from(["continue", "restart"]),
     seed=st.integers(0, 1000),
 )
-def test_random_schedule_audits_clean(
+def test_random_schedule_on_virtual_clock_passes_the_audit(
     alpha: float,
     groups: int,
     group_size: int,
@@ -173,7 +173,7 @@ STRICT = st.fixed_dictionaries(
     stops=st.lists(st.floats(0.05, 4.0), max_size=2),
     engine_deaths=st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 2)), max_size=2),
 )
-def test_random_choices_lose_or_repeat_no_trajectory(
+def test_random_rollout_options_lose_or_repeat_no_trajectory(
     alpha: float,
     groups: int,
     engines: int,
@@ -220,7 +220,7 @@ def test_alpha_zero_trains_only_on_the_current_version() -> None:
     assert report.fates == {"trained": 24}
 
 
-def test_alpha_zero_reproduces_every_byte() -> None:
+def test_run_at_alpha_zero_reproduces_every_byte() -> None:
     stores = [fresh_store(), fresh_store()]
     for store, slots in zip(stores, (8, 8), strict=True):
         run_virtual(Pipeline(store, async_ratio=0.0, slots=slots).run())
@@ -332,7 +332,7 @@ def test_deaths_and_corruption_lose_or_repeat_no_trajectory(
 @pytest.mark.many
 @settings(max_examples=examples(160), deadline=None)
 @given(stops=st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), extra=st.integers(0, 2))
-def test_killed_run_at_alpha_zero_trains_the_same(stops: list[float], extra: int) -> None:
+def test_killed_run_at_alpha_zero_trains_the_same_weights(stops: list[float], extra: int) -> None:
     """The trajectories must be equal. Entries may differ in their claims. A group that was preempted shortly before a
     kill may continue after it as the same attempt, with the same draws."""
 
@@ -388,7 +388,7 @@ def test_run_without_engines_fails_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(("attempts", "fails"), [(3, False), (2, True)])
-def test_group_of_a_failed_request_is_kept_and_resent(attempts: int, fails: bool) -> None:
+def test_failed_request_is_resent_and_its_group_kept(attempts: int, fails: bool) -> None:
     """For 2.5 s there is no engine and each request waits for one second, so it fails twice."""
 
     class Noting(TimedEngine):
@@ -434,7 +434,7 @@ def test_group_of_a_failed_request_is_kept_and_resent(attempts: int, fails: bool
     run_virtual(main())
 
 
-def test_stale_group_is_not_committed() -> None:
+def test_group_older_than_alpha_is_not_committed() -> None:
     """The checks of a batch hold even if admission and buffer were wrong, both in a simulation and in the log."""
     pipeline = Pipeline(fresh_store(), async_ratio=0.0)
     run_virtual(pipeline.run())
@@ -457,7 +457,7 @@ def test_virtual_clock_reports_a_deadlock() -> None:
         run_virtual(waits_for_ever())
 
 
-def test_stragglers_beyond_the_bound_are_issued_again() -> None:
+def test_responses_older_than_alpha_are_started_again() -> None:
     """With a learner faster than the slowest responses, slow groups become stale, are counted, and are issued again."""
     dropping = {"on_stale": "drop"}
     pipeline = Pipeline(fresh_store(), versions=12, async_ratio=1.0, train_seconds=0.01, slots=32, choices=dropping)
@@ -469,7 +469,7 @@ def test_stragglers_beyond_the_bound_are_issued_again() -> None:
     assert max(report.staleness) == 1
 
 
-def test_deposed_scheduler_stops_at_its_next_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_scheduler_stops_at_its_next_read_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler's batch is still being formed, so the scheduler makes no commit that could be refused."""
     monkeypatch.setattr(actor, "NEWS_SECONDS", 0.0)
     describe(open_store(str(tmp_path)))

@@ -78,7 +78,7 @@ def inside(main: Callable[[], Awaitable[None]]) -> None:
     run_virtual(bounded())
 
 
-def test_late_news_of_an_older_version_is_ignored() -> None:
+def test_late_message_about_an_older_version_is_ignored() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
         scheduler.note_published(3)
@@ -122,7 +122,7 @@ def test_preempted_prompt_waits_for_a_newer_version() -> None:
     inside(main)
 
 
-def test_resume_point_follows_the_log() -> None:
+def test_resume_point_of_the_scheduler_equals_the_log_state() -> None:
     cursor, key = Cursor((9,), (2,)), GroupKey(8, 1)
     there: dict[str, Any] = {"in_flight": (key,), "holes": [1], "voids": 2, "behind": {8: 4}, "redraws": {8: 1}}
     there["epochs"] = {0: EpochPlace(5, 1, end=12)}
@@ -152,7 +152,7 @@ def scored(scheduler: RolloutScheduler, prompt: int, reward: float, started: int
     scheduler._add_scored(TrajectoryGroup(rollout.key, "p", "d", (one,)), rollout)
 
 
-def test_group_with_signal_resets_the_count_of_filtered_groups() -> None:
+def test_kept_prompt_resets_the_count_of_filtered_prompts() -> None:
     async def main() -> None:
         limits = replace(LIMITS, filter=FilterConfig(min_mean=0.0, max_consecutive=3))
         scheduler = await scheduler_of(limits)
@@ -181,7 +181,7 @@ def test_group_too_old_for_the_next_batch_is_dropped() -> None:
     inside(main)
 
 
-def test_slow_group_is_redundant_with_extra_groups() -> None:
+def test_slow_group_is_dropped_with_redundant_groups() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, redundant_groups=1), ResumePoint(number=3))
         scored(scheduler, 0, 1.0, started=1)
@@ -190,7 +190,7 @@ def test_slow_group_is_redundant_with_extra_groups() -> None:
     inside(main)
 
 
-def test_staged_batch_has_issues_and_discards() -> None:
+def test_batch_to_commit_lists_issued_and_discarded_prompts() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(resume=ResumePoint(number=1, cursor=Cursor((1,), (0,)), behind=((2, 1),)))
         assert scheduler._stage_batch() is None
@@ -225,7 +225,7 @@ def test_scheduler_ends_after_its_last_batch() -> None:
 
 
 @pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
-def test_simulator_admits_groups_by_the_schedulers_state(slots: int | None, most: float) -> None:
+def test_simulator_starts_prompts_by_the_schedulers_state(slots: int | None, most: float) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
         rollouts = [started(scheduler, 1) for _ in range(3)]
@@ -240,7 +240,7 @@ def test_simulator_admits_groups_by_the_schedulers_state(slots: int | None, most
     inside(main)
 
 
-def test_ended_response_frees_its_place_for_a_waiting_request() -> None:
+def test_ended_response_frees_its_slot_for_a_waiting_one() -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=3))
         started(scheduler)
@@ -257,7 +257,7 @@ def test_ended_response_frees_its_place_for_a_waiting_request() -> None:
 @pytest.mark.parametrize(
     ("published", "full", "holds"), [(1, True, True), (2, True, True), (0, True, False), (1, False, False)]
 )
-def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: bool) -> None:
+def test_waiting_time_of_a_ready_learner_is_measured(published: int, full: bool, holds: bool) -> None:
     """Batch 1 waits for a group that batch 2 could not take."""
 
     async def main() -> None:
@@ -273,7 +273,7 @@ def test_wait_of_a_ready_learner_is_measured(published: int, full: bool, holds: 
 
 
 @pytest.mark.parametrize(("published", "formed"), [(0, False), (1, True), (2, True)])
-def test_early_batch_interrupts_no_running_group(published: int, formed: bool) -> None:
+def test_batch_formed_early_interrupts_no_running_group(published: int, formed: bool) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, on_stale="drop"), ResumePoint(number=1))
         scheduler.note_published(published)
@@ -302,7 +302,7 @@ def test_batch_order_decides_the_first_group(order: Any, first: int) -> None:
     inside(main)
 
 
-def test_awaited_group_goes_first_among_equally_old() -> None:
+def test_group_a_batch_waits_for_goes_first_if_equally_old() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
         scored(scheduler, 8, 1.0, awaited=False)
@@ -314,7 +314,7 @@ def test_awaited_group_goes_first_among_equally_old() -> None:
     inside(main)
 
 
-def test_preempted_group_is_not_waited_for() -> None:
+def test_batch_does_not_wait_for_a_preempted_group() -> None:
     """A preempted group is not waited for, neither in the order of issue nor after its next start."""
 
     async def main() -> None:
@@ -338,7 +338,7 @@ def test_preempted_group_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("version", "batches", "given_up"), [(1, 4, True), (2, 4, False), (1, 3, False)])
-def test_late_start_is_preempted(version: int, batches: int, given_up: bool) -> None:
+def test_group_that_started_too_late_is_preempted(version: int, batches: int, given_up: bool) -> None:
     """Batch 3 takes groups of version 2. After the last batch, running groups are left alone."""
 
     async def main() -> None:

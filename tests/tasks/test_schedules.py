@@ -134,14 +134,14 @@ STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3
 @given(cases(**CHOICES, **TIMES))
 @example(Case(async_ratio=0.5, groups=2, slots=2, train_seconds=(40.0,)))  # half a batch ahead, again and again
 @example(Case(redundant_groups=2, train_seconds=(40.0,)))  # the extras reach an engine when their batch is formed
-def test_random_schedule_audits_clean(case: Case) -> None:
+def test_random_schedule_passes_the_audit(case: Case) -> None:
     ran(case)
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2500))
 @given(cases(**CHOICES, **TIMES, **TROUBLE))
-def test_random_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
+def test_random_schedule_with_engine_deaths_passes_the_audit(case: Case) -> None:
     ran(case)
 
 
@@ -151,14 +151,14 @@ def test_random_schedule_with_engine_deaths_audits_clean(case: Case) -> None:
 @example(
     Case(async_ratio=2.0, max_batches_ahead=0.0, redundant_groups=2, slots=5, stops=(Stop(2.0, 1),))
 )  # 0 is lost, 1 is not
-def test_random_schedule_with_restarts_audits_clean(case: Case) -> None:
+def test_random_schedule_with_restarts_passes_the_audit(case: Case) -> None:
     ran(case)
 
 
 @pytest.mark.many
 @settings(MANY, max_examples=examples(2000))
 @given(cases(**CHOICES, **TIMES, **TROUBLE, **STOPS))
-def test_random_schedule_with_all_faults_audits_clean(case: Case) -> None:
+def test_random_schedule_with_all_faults_passes_the_audit(case: Case) -> None:
     ran(case)
 
 
@@ -166,7 +166,7 @@ def test_random_schedule_with_all_faults_audits_clean(case: Case) -> None:
 @settings(MANY, max_examples=examples(1500))
 @given(cases(**WAITING, **TIMES))
 @example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, on_stale="wait"))
-def test_wait_at_bound_drops_no_group(case: Case) -> None:
+def test_on_stale_wait_drops_no_group_of_responses(case: Case) -> None:
     """Neither groups at the bound, nor groups that would exceed a batch there."""
     assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
 
@@ -186,7 +186,7 @@ def said(ledger: Ledger) -> list[list[tuple[int, list[tuple[int, ...]]]]]:
     return [[(key.prompt, answers) for key, answers in groups] for groups in ledger.trained]
 
 
-def test_random_runs_cover_every_user_choice() -> None:
+def test_random_schedules_cover_every_rollout_option() -> None:
     """A config key that no schedule draws could hide a deadlock: one did."""
     drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
     named = {"patience_seconds": "patience", "attempts": "attempts"}
@@ -194,7 +194,7 @@ def test_random_runs_cover_every_user_choice() -> None:
 
 
 @pytest.mark.parametrize("seconds", [4.0, 400.0])
-def test_fractional_batch_ahead_waits_for_the_next_version(seconds: float) -> None:
+def test_fractional_batches_ahead_wait_for_the_next_version(seconds: float) -> None:
     """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.issued == [16]
@@ -208,7 +208,7 @@ def test_very_large_alpha_does_not_slow_the_scheduler(on_stale: Literal["wait", 
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
-def test_fractional_alpha_starts_no_unusable_group(alpha: float) -> None:
+def test_fractional_alpha_starts_no_prompt_in_vain(alpha: float) -> None:
     ledger = ran(Case(async_ratio=alpha, on_stale="wait", groups=4, slots=4, batches=8))
     assert not ledger.discards
     assert ledger.issued[0] <= 4 * 8 + 4 * int(alpha)

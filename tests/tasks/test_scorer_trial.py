@@ -63,7 +63,7 @@ def test_scorer_that_fails_on_right_answers_is_refused(
 
 
 @pytest.mark.slow
-def test_scorer_that_judges_is_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_scorer_that_scores_right_answers_is_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert check(tmp_path, '[reward]\nkind = "import"\npath = "graders:picky"\n') == 0
     assert "graders" not in capfd.readouterr().out
 

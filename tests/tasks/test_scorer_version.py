@@ -63,7 +63,7 @@ def version_of(**keys: Any) -> str:
     return compute_version(reward(**keys))
 
 
-def test_every_kind_of_scorer_names_its_files() -> None:
+def test_every_scorer_kind_lists_its_source_files() -> None:
     kinds = {member.model_fields["kind"].default for member in get_args(get_args(RewardConfig)[0])}
     assert version.SOURCES.keys() == kinds
     files = {file for files in version.SOURCES.values() for file in files}
@@ -71,7 +71,7 @@ def test_every_kind_of_scorer_names_its_files() -> None:
 
 
 @pytest.mark.parametrize("kind", version.SOURCES)
-def test_files_of_a_kind_are_complete(kind: str) -> None:
+def test_listed_source_files_of_a_scorer_kind_are_complete(kind: str) -> None:
     """A file that a listed file imports decides scores, too; config sections are part of the version as keys."""
     listed, above = {*version.SOURCES[kind], *version.EVERY}, "rollflow.tasks.scorers."
     for file in version.SOURCES[kind]:
@@ -93,18 +93,18 @@ def test_files_of_a_kind_are_complete(kind: str) -> None:
         ({"correct_from": 0.5}, False),
     ],
 )
-def test_version_follows_the_keys_that_decide(keys: dict[str, Any], is_same: bool) -> None:
+def test_scorer_version_changes_with_keys_that_affect_scores(keys: dict[str, Any], is_same: bool) -> None:
     assert (version_of(kind="maths", **keys) == version_of(kind="maths")) is is_same
 
 
-def test_version_does_not_depend_on_the_section() -> None:
+def test_scorer_version_does_not_depend_on_its_section_name() -> None:
     """A worker does not know its section, but the reward actor records the same version."""
     config = reward(kind="composite", parts={"a": {"scorer": {"kind": "maths"}}})
     assert compute_version(config, "rewards.far") == compute_version(config)
 
 
 @pytest.mark.parametrize("package", ["math-verify", "sympy"])
-def test_version_follows_the_libraries(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scorer_version_changes_with_its_libraries(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: dict[str, Any] = {"kind": "composite", "parts": {"a": {"scorer": {"kind": "maths"}}, "b": {}}}
     before, exact = (version_of(kind="maths"), version_of(**parts)), version_of(kind="exact")
     real = version.package_version
@@ -114,7 +114,7 @@ def test_version_follows_the_libraries(package: str, monkeypatch: pytest.MonkeyP
     assert version_of(kind="exact") == exact
 
 
-def test_version_follows_the_file_of_a_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scorer_version_changes_with_its_source_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, exact = version_of(kind="choice"), version_of(kind="exact")
     real = version._hash_file
     monkeypatch.setattr(version, "_hash_file", lambda file: "0" if file == "text/marked.py" else real(file))
@@ -137,7 +137,7 @@ def test_hash_of_code_ignores_comments_and_docstrings(source: bytes, is_same: bo
 
 
 @pytest.mark.parametrize("is_part", [False, True])
-def test_version_follows_user_code(is_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scorer_version_changes_with_user_code(is_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = f"versioned_{is_part}".lower()
     (file := tmp_path / f"{module}.py").write_text(OWN)
     put_in_reach(monkeypatch, tmp_path)
@@ -150,7 +150,7 @@ def test_version_follows_user_code(is_part: bool, tmp_path: Path, monkeypatch: p
     assert compute_version(config) == before
 
 
-async def test_each_score_of_a_worker_has_its_version() -> None:
+async def test_each_score_records_the_scorer_version_of_its_worker() -> None:
     """Also a score that the pool gives in place of a worker that missed its deadline; a verifier cannot set it."""
     pool = RewardPool(ExactReward(deadline_seconds=1.0), Path())
     pool._command = [sys.executable, "-c", WORKER]
@@ -164,7 +164,7 @@ async def test_each_score_of_a_worker_has_its_version() -> None:
     assert [score.version for score in found] == ["0123456789ab"] * 2
 
 
-async def test_trajectory_records_the_version_of_its_score() -> None:
+async def test_trajectory_records_the_scorer_version_of_its_score() -> None:
     async def unused(_: object) -> Any: ...
 
     played = PlayedEpisode(Prompt("p", 0, "d", "", ModelInput.of([1, 2])), 4, unused, unused, unused)
@@ -172,7 +172,7 @@ async def test_trajectory_records_the_version_of_its_score() -> None:
     assert played.trajectory(0, 0, Score(1.0)).scorer_version is None
 
 
-def test_score_keeps_its_version_on_its_way() -> None:
+def test_score_keeps_its_scorer_version_between_processes() -> None:
     sent = json.loads(json.dumps(Score(0.5, "so", parts={"a": 1.0}, version="0123456789ab").to_columns()))
     assert Score.of_columns(sent).version == "0123456789ab"
     assert Score.of_columns(sent[:5]).version == ""
@@ -188,7 +188,7 @@ class Away(Scorer):
         return self.futures
 
 
-async def test_scorer_without_workers_adds_its_version() -> None:
+async def test_score_without_workers_has_its_scorer_version() -> None:
     """Scores, errors and cancellations pass through."""
     futures: list[asyncio.Future[Score]] = [asyncio.get_running_loop().create_future() for _ in range(3)]
     scored, failed, dropped = VersionedScorer(Away(futures), "0123456789ab").submit([])
@@ -251,14 +251,14 @@ def test_scorer_is_compared_with_the_one_used_last(memory: MemoryStore) -> None:
     assert find_change(read_scorers(memory), first) == ""
 
 
-def test_damaged_record_is_skipped(memory: MemoryStore) -> None:
+def test_damaged_record_of_a_scorer_version_is_skipped(memory: MemoryStore) -> None:
     store_scorer(memory, record(kind="maths"))
     memory.put("scorers/reward/000000000000.json", b"[")
     memory.put("scorers/reward/000000000001.json", b'{"section": "reward"}')
     assert [one.version for one in read_scorers(memory)] == [record(kind="maths").version]
 
 
-def test_programs_scorer_has_a_version_without_a_sandbox() -> None:
+def test_code_scorer_has_a_version_without_a_sandbox() -> None:
     assert len(compute_version(CodeReward())) == version.LENGTH
 
 

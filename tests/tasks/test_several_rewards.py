@@ -81,7 +81,7 @@ async def test_each_request_gets_the_score_of_its_scorer() -> None:
 
 
 @pytest.mark.parametrize("fault", ["hangs", "dies"])
-async def test_faulty_scorer_delays_no_other(fault: str) -> None:
+async def test_faulty_scorer_does_not_delay_other_scorers(fault: str) -> None:
     """The faulty scorer has one worker and a deadline that no test waits for; the other scorer's scores arrive."""
     scorer = RoutedScorer({"": pool("default", HANG_SECONDS), "odd": pool("odd", 1.0 if fault == "hangs" else 600.0)})
     await scorer.start()
@@ -96,7 +96,7 @@ async def test_faulty_scorer_delays_no_other(fault: str) -> None:
         await scorer.close()
 
 
-async def test_hanging_scorer_holds_up_no_response_of_another() -> None:
+async def test_hanging_scorer_does_not_delay_other_scorers() -> None:
     scorer = RoutedScorer({"": pool("default", HANG_SECONDS), "odd": pool("odd", 600.0)})
     await scorer.start()
     try:
@@ -107,7 +107,7 @@ async def test_hanging_scorer_holds_up_no_response_of_another() -> None:
         await scorer.close()
 
 
-async def test_scorer_without_any_worker_fails_by_its_name() -> None:
+async def test_error_names_a_scorer_without_any_worker() -> None:
     broken = RewardPool(ExactReward(), Path(), "rewards.math")
     broken._command = [sys.executable, "-c", "print('no module', flush=True)"]
     scorer = RoutedScorer({"": pool("default", HANG_SECONDS), "math": broken})
@@ -119,14 +119,14 @@ async def test_scorer_without_any_worker_fails_by_its_name() -> None:
         await scorer.close()
 
 
-def test_prompt_carries_the_scorer_of_its_source() -> None:
+def test_prompt_has_the_scorer_of_its_source() -> None:
     prompts = RunPrompts(parse_config(RECIPE).prompts, 0, 4, lambda *_: [1], 100, read_file)
     assert [prompts.prompt(index).scorer for index in range(4)] == ["", "sums", "", "sums"]
     assert {(one.domain, one.scorer) for one in prompts.held_out()} == {("sorting", ""), ("column-sums", "sums")}
     assert prompts.demonstration(0)[0].scorer == "sums"
 
 
-def test_prompt_carries_its_messages_with_the_system_message() -> None:
+def test_prompt_has_its_messages_and_system_message() -> None:
     sources = parse_config({"prompts": [{"kind": "sorting", "chat": True, "system": "Be brief."}]}).prompts
     prompt = RunPrompts(sources, 0, 4, lambda *_: [1], 100, read_file).prompt(0)
     assert [*prompt.messages] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt.text}]
@@ -139,7 +139,7 @@ def rows_config(path: Path, *names: object) -> RunConfig:
     return parse_config({"prompts": [source], "rewards": {"one": {"kind": "exact"}, "two": {"kind": "exact"}}})
 
 
-def test_row_may_name_its_own_scorer(tmp_path: Path) -> None:
+def test_prompt_row_may_name_its_own_scorer(tmp_path: Path) -> None:
     config = rows_config(tmp_path / "rows.jsonl", "two", None, "", "one", "two")
     read_files(config, read_file)
     assert [*config.scorers] == ["one", "two"]
@@ -149,7 +149,7 @@ def test_row_may_name_its_own_scorer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["three", 7, ["two"], "reward"])
-def test_unknown_scorer_of_a_row_is_refused_with_its_line(tmp_path: Path, name: object) -> None:
+def test_unknown_scorer_in_a_row_is_refused_with_its_line(tmp_path: Path, name: object) -> None:
     config = rows_config(tmp_path / "rows.jsonl", "two", name, "one", name)
     with pytest.raises(ConfigError, match=r"line 2: by names a scorer \(.*\) that does not exist; .*2 such lines"):
         read_files(config, read_file)
@@ -168,7 +168,7 @@ def test_unknown_scorer_of_a_row_is_refused_with_its_line(tmp_path: Path, name: 
         ({"reward": {"kind": "exact", "judge_tries": 0}}, r"reward\.judge_tries = 0: either every scorer"),
     ],
 )
-def test_faulty_table_of_scorers_is_refused(tree: dict[str, Any], sentence: str) -> None:
+def test_invalid_table_of_scorers_is_refused(tree: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_config({**RECIPE, **tree})
 
@@ -183,7 +183,7 @@ def test_only_used_scorers_start() -> None:
     assert [*named.scorers] == ["sums"]
 
 
-def test_fixed_keys_hold_for_each_scorer() -> None:
+def test_unchangeable_keys_apply_to_each_scorer() -> None:
     config = parse_config(RECIPE)
     for key in ("reward.kind", "rewards.sums.kind", "rewards.sums.answer", "rewards.sums.correct_from"):
         assert explain_fixed(config, key)
@@ -192,13 +192,13 @@ def test_fixed_keys_hold_for_each_scorer() -> None:
     assert changed.rewards["sums"].workers == 9
 
 
-def test_hashes_cover_functions_of_every_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_code_of_every_scorer_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_reach(monkeypatch, FOLDER)
     near = {"kind": "import", "path": "letters.rewards:near"}
     assert [*own_code(parse_config({"reward": near, "rewards": {"far": near}}))] == ["reward", "rewards.far"]
 
 
-def test_judging_limits_are_those_of_the_scorer() -> None:
+def test_judging_retries_are_those_of_the_scorer() -> None:
     limits = build_limits(parse_config(RECIPE))
     assert (limits.judge_tries(""), limits.judge_tries("sums")) == (3, 5)
     assert limits.judging_of("sums") == JudgingLimits(5, 7)
@@ -214,7 +214,7 @@ class TwoJudges(Pipeline):
         return Score(0.0, "away", Outcome.UNJUDGED) if request.scorer == "lost" else await super()._score(request)
 
 
-def test_run_ends_if_one_scorer_judges_nothing() -> None:
+def test_run_fails_if_one_scorer_judges_no_response() -> None:
     """Groups of the other scorer are judged meanwhile, and do not reset the count."""
     limits = {"": JudgingLimits(2, 20), "lost": JudgingLimits(1, 4)}
     pipeline = TwoJudges(MemoryStore("two"), versions=50, choices={"judging": limits})
@@ -236,7 +236,7 @@ def test_run_ends_if_one_scorer_judges_nothing() -> None:
         (Score(1.0, outcome=Outcome.UNJUDGED), Outcome.UNJUDGED),
     ],
 )
-def test_threshold_decides_what_is_correct(score: Score, outcome: Outcome) -> None:
+def test_key_correct_from_decides_which_responses_are_correct(score: Score, outcome: Outcome) -> None:
     assert apply_threshold(score, 0.5).outcome is outcome
     assert apply_threshold(score, None) == score
 
@@ -289,7 +289,7 @@ def test_accuracy_of_a_recorded_run_is_over_all_responses() -> None:
     assert parse_config(RECIPE).accuracy_shares == {"sorting": 0.25, "column-sums": 0.75}
 
 
-def test_one_scorer_needs_no_routes() -> None:
+def test_single_scorer_needs_no_routing() -> None:
     from rollflow.tasks.scorers import build_scorers
 
     one: Scorer = build_scorers(parse_config({}).scorers, Path())

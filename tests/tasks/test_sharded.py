@@ -113,7 +113,7 @@ def assert_gathered_file_by_file(made: MultiRankLearner) -> None:
     made._others.ask = ask  # type: ignore[method-assign]
 
 
-def test_options_that_the_section_sets_are_refused() -> None:
+def test_deepspeed_options_that_rollflow_sets_are_refused() -> None:
     for options in ({"gradient_clipping": 2.0}, {"zero_optimization": {"stage": 3}}):
         with pytest.raises(ValidationError, match=r"train\.options\..*: remove this key; set train\."):
             DeepSpeedTrain(options=options)
@@ -141,7 +141,7 @@ SOAK = pytest.mark.soak
         *(pytest.param(z, "optimizer", "PPO with a critic", marks=SOAK) for z in (1, 2, 3)),
     ],
 )
-def test_deepspeed_trains_as_torch_and_exchanges_state(folder: Path, zero: int, offload: str, kind: str) -> None:
+def test_deepspeed_learner_trains_like_torch(folder: Path, zero: int, offload: str, kind: str) -> None:
     torch_one, expected = alone(folder, kind)
     made = sharded(folder, zero, offload=offload, **KINDS[kind])
     for version, one in enumerate(expected):
@@ -168,7 +168,7 @@ def test_deepspeed_trains_as_torch_and_exchanges_state(folder: Path, zero: int, 
 
 
 @pytest.mark.soak
-def test_idle_rank_takes_part_and_stopped_rank_is_named(folder: Path) -> None:
+def test_deepspeed_rank_without_rows_takes_part_in_the_step(folder: Path) -> None:
     torch_one, _ = alone(folder, "GRPO", one_with_signal)
     made = sharded(folder, 2, seconds=30.0)  # ranks may share a busy core
     for parameter in made.model.parameters():
@@ -183,7 +183,9 @@ def test_idle_rank_takes_part_and_stopped_rank_is_named(folder: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_files_are_gathered_while_the_next_step_runs(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_weights_are_gathered_during_the_next_step(
+    folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert_gathered_beside_a_step(sharded(folder, zero, **KINDS["PPO with a critic"]), monkeypatch)
 
 
@@ -218,7 +220,7 @@ def assert_gathered_beside_a_step(made: MultiRankLearner, monkeypatch: pytest.Mo
         pytest.param(3, "all", marks=SOAK),
     ],
 )
-def test_nonfinite_loss_changes_no_weight(
+def test_nonfinite_loss_changes_no_deepspeed_weight(
     folder: Path, zero: int, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the first rank has a NaN; the other rank stops, too, and the next step is the same as without it."""
@@ -239,7 +241,7 @@ def test_nonfinite_loss_changes_no_weight(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("zero", "offload"), [*((zero, "none") for zero in (1, 2, 3)), (2, "optimizer"), (3, "all")])
-def test_bfloat16_policy_has_sharded_masters(folder: Path, zero: int, offload: str) -> None:
+def test_bfloat16_deepspeed_policy_has_float32_master_weights(folder: Path, zero: int, offload: str) -> None:
     """Results differ by the rounding of gradients to bfloat16: 1 to 3% of the change in ten steps, as on torch ranks.
 
     The objective has no clip: a token that rounding moves across a clip's bound changes far more (36% on one CPU).
@@ -265,7 +267,9 @@ def test_bfloat16_policy_has_sharded_masters(folder: Path, zero: int, offload: s
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [2, 3])
-def test_killed_rank_is_named_and_its_state_continues(folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_deepspeed_rank_is_named_and_its_state_continues(
+    folder: Path, zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first rank is in the middle of a step at that moment. A new learner continues to the same bits."""
     made = sharded(folder, zero)
     made.step(batch(0), 0)
@@ -290,7 +294,7 @@ def test_killed_rank_is_named_and_its_state_continues(folder: Path, zero: int, m
 
 @pytest.mark.soak
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> None:
+def test_deepspeed_state_of_two_ranks_continues_on_any_number(folder: Path, zero: int) -> None:
     given = KINDS["PPO with a critic"]
     made = sharded(folder, zero, **given)
     made.step(batch(0), 0)

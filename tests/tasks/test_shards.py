@@ -46,7 +46,7 @@ def joined(files):  # type: ignore[no-untyped-def]
     writable=st.booleans(),
 )
 @settings(deadline=None)
-def test_written_tensors_are_read_bit_for_bit(
+def test_stored_tensors_are_read_bit_for_bit(
     named: dict[str, tuple[str, list[int]]], shard_bytes: int, writable: bool
 ) -> None:
     """For every type and shape, read by safetensors and by `from_files`; small tensors share a file."""
@@ -78,7 +78,7 @@ def test_written_tensors_are_read_bit_for_bit(
         assert [*files] == ["weights/model.safetensors"]
 
 
-def test_pieces_of_stored_weights_are_views_of_the_tensors() -> None:
+def test_pieces_of_weights_to_store_are_views_of_the_tensors() -> None:
     tensor = torch.zeros(4, dtype=torch.bfloat16)
     [parts] = to_files("model", {"a": tensor}).values()
     before = b"".join(parts)
@@ -90,7 +90,7 @@ class Buffer(bytearray):
     """A buffer that allows weak references."""
 
 
-def test_files_are_read_one_at_a_time() -> None:
+def test_weight_files_are_read_one_at_a_time() -> None:
     files = joined(to_files("model", {str(n): torch.full((8,), n) for n in range(5)}, 64))
     seen: list[weakref.ref[Buffer]] = []
 
@@ -115,7 +115,7 @@ def test_file_that_is_not_safetensors_is_corrupt(damage: bytes) -> None:
 
 
 @pytest.mark.parametrize("uri", ["local", "memory://shards"])
-def test_version_in_several_files_is_an_ordinary_folder(uri: str, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_a_hugging_face_folder(uri: str, tmp_path: Path) -> None:
     """Transformers and another learner read the same bfloat16 policy from the published files."""
     for name, data in build_cold_folder(ColdStart(hidden_size=32, layers=2, heads=2), ["1 + 1 = 2"] * 10).items():
         (tmp_path / name).write_bytes(data)
@@ -145,7 +145,7 @@ class Held(bytearray):
 
 
 @pytest.mark.long
-def test_learner_frees_each_file_before_the_next(tmp_path: Path) -> None:
+def test_learner_frees_each_weight_file_before_the_next(tmp_path: Path) -> None:
     """A learner that loads large files has one of them in memory at a time."""
     folder = make_weights(make_policy(tmp_path), seed=1)
     config = TorchTrain(objective=PartsObjective(kind="ppo"), critic=CriticConfig())

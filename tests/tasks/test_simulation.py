@@ -61,7 +61,7 @@ ONE = ModelInput.of((1,))
 CONSTANT = {"median": 50.0, "sigma": 0.0, "cap": 100}
 
 
-def test_synchronous_step_is_the_sum_of_its_parts() -> None:
+def test_synchronous_step_takes_the_sum_of_rollout_and_training() -> None:
     one = hardware(
         engines={"count": 1, "max_concurrent_requests": 1, "prefill_seconds": 0.25},
         responses=CONSTANT,
@@ -85,7 +85,7 @@ def test_synchronous_step_is_the_sum_of_its_parts() -> None:
     assert figures.tokens_per_second == pytest.approx(6 * 50 / step, rel=1e-5)
 
 
-def test_asynchronous_step_takes_as_long_as_its_longer_part() -> None:
+def test_asynchronous_step_takes_as_long_as_its_slower_stage() -> None:
     """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s in parallel."""
     for seconds, step in ((12.0, 30.0), (40.0, 40.0)):
         one = hardware(
@@ -110,7 +110,7 @@ def test_slowdown_and_speed_match_a_hand_example() -> None:
     assert figures.step_seconds == pytest.approx(5.0 * 2.5 / 2 + 1.0, abs=1e-4)
 
 
-def test_figures_depend_only_on_the_seed() -> None:
+def test_simulated_figures_depend_only_on_the_seed() -> None:
     busy = hardware(reward={"seconds": 1.0, "sigma": 0.5, "workers": 3}, engines={"speed_spread": 0.3})
     first, again = (simulate(recipe(async_ratio=0.0), busy).figures for _ in range(2))
     assert first == again
@@ -118,7 +118,7 @@ def test_figures_depend_only_on_the_seed() -> None:
 
 
 @pytest.mark.long
-def test_long_runs_approach_the_bound() -> None:
+def test_long_simulations_approach_the_lower_bound_of_a_step() -> None:
     for alpha in (0.0, 1.0, 3.0):
         figures = simulate(recipe(async_ratio=alpha, versions=80, max_inflight_groups=64), hardware()).figures
         bounds = figures.bounds
@@ -147,7 +147,7 @@ def test_long_runs_approach_the_bound() -> None:
         },
     ],
 )
-def test_no_step_beats_the_lower_bound(sections: dict[str, Any]) -> None:
+def test_no_simulated_step_is_faster_than_the_lower_bound(sections: dict[str, Any]) -> None:
     machine = hardware(**sections)
     for alpha, slots in ((0.0, 64), (2.0, 64), (2.0, 1)):
         config = recipe(async_ratio=alpha, versions=24, rollout=RolloutConfig(max_inflight_groups=slots))
@@ -156,7 +156,7 @@ def test_no_step_beats_the_lower_bound(sections: dict[str, Any]) -> None:
     assert figures.bounds.guaranteed == ("kv_read_cost" not in sections.get("engines", {}))
 
 
-def test_bounds_match_the_proposition() -> None:
+def test_step_time_bounds_match_the_paper() -> None:
     work = Workload(
         100,
         mu=2.0,
@@ -180,7 +180,7 @@ def test_bounds_match_the_proposition() -> None:
     assert turns.conserving == turns.conserving_split == pytest.approx(30)
 
 
-def test_population_does_not_depend_on_the_schedule() -> None:
+def test_simulated_lengths_do_not_depend_on_the_schedule() -> None:
     figures: list[Figures] = []
     for alpha, count in ((0.0, 2), (2.0, 1)):
         figures.append(simulate(recipe(async_ratio=alpha), hardware(engines={"count": count})).figures)
@@ -189,7 +189,7 @@ def test_population_does_not_depend_on_the_schedule() -> None:
     assert figures[0].bias.trained == 8 * 32
 
 
-def test_tokens_lost_by_an_update_are_counted() -> None:
+def test_tokens_lost_by_a_weight_update_are_counted() -> None:
     slow = hardware(learner={"seconds_per_version": 6.0}, update={"seconds": 1.0})
     kept, restarted = (
         simulate(recipe(engine=TimedEngineConfig(on_weight_update=mode), max_inflight_groups=64), slow).figures
@@ -202,7 +202,7 @@ def test_tokens_lost_by_an_update_are_counted() -> None:
     assert kept.update_share > 0
 
 
-def test_dead_engines_are_replaced() -> None:
+def test_simulated_dead_engines_are_replaced() -> None:
     deaths = [{"at_seconds": 5.0, "engine": 0}, {"at_seconds": 40.0, "engine": 1}]
     figures = simulate(recipe(), hardware(faults={"deaths": deaths, "restart_seconds": 15.0})).figures
     assert figures.deaths == 2
@@ -212,7 +212,7 @@ def test_dead_engines_are_replaced() -> None:
     assert mortal.deaths > 2
 
 
-def test_slow_engine_costs_time() -> None:
+def test_slow_engine_lengthens_a_simulated_step() -> None:
     well, ill = (
         simulate(recipe(async_ratio=0.0), hardware(faults={"slow_share": 1.0, "slow_factor": factor})).figures
         for factor in (1.0, 4.0)
@@ -221,7 +221,7 @@ def test_slow_engine_costs_time() -> None:
     assert ill.step_seconds == pytest.approx(20 + 4 * (well.step_seconds - 20), rel=1e-6)
 
 
-def test_timeline_shows_what_ran() -> None:
+def test_simulated_timeline_shows_each_busy_interval() -> None:
     one = hardware(
         engines={"count": 1, "max_concurrent_requests": 2}, responses=CONSTANT, reward={"seconds": 2.0},
         learner={"seconds_per_version": 3.0},
@@ -237,7 +237,7 @@ def test_timeline_shows_what_ran() -> None:
     assert all(span.seconds == pytest.approx(3.0) for span in timeline.steps)
 
 
-def test_mismatched_hardware_is_refused() -> None:
+def test_hardware_file_that_does_not_fit_the_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match="the simulation has engines 0 to 1"):
         simulate(recipe(), hardware(faults={"deaths": [{"at_seconds": 1.0, "engine": 7}]}))
     with pytest.raises(ConfigError, match=r"learner.colocated = True: at async_ratio = 1"):
@@ -277,7 +277,7 @@ def by_hand(arrivals: list[float], works: list[float], slots: int, slowing: floa
     st.floats(0, 1),
     st.floats(0.2, 3),
 )
-def test_timed_engine_shares_its_speed_as_calculated(
+def test_timed_engine_slows_down_under_load_as_calculated(
     requests: list[tuple[int, int]], slots: int, slowing: float, speed: float
 ) -> None:
     config = TimedEngineConfig(
@@ -305,7 +305,7 @@ def test_timed_engine_shares_its_speed_as_calculated(
         assert busy == pytest.approx(sum(works) / speed, abs=1e-4)
 
 
-def test_update_repeats_the_prefill_of_running_requests() -> None:
+def test_weight_update_repeats_prefill_of_running_requests() -> None:
     config = TimedEngineConfig(
         max_concurrent_requests=4,
         seconds_per_token=0.1,
@@ -367,7 +367,7 @@ def step_by_step(lengths: list[int], config: TimedEngineConfig) -> list[float]:
     prompt_tokens=st.sampled_from([0, 30]),
     prefill=st.sampled_from([0.0, 0.002]),
 )
-def test_cache_costs_match_a_token_by_token_model(
+def test_kv_cache_costs_match_a_token_by_token_model(
     lengths: list[int], slots: int, kv_tokens: int | None, reading: float, prompt_tokens: int, prefill: float
 ) -> None:
     config = TimedEngineConfig(
@@ -400,7 +400,7 @@ def test_cache_costs_match_a_token_by_token_model(
         assert max(held) <= max(kv_tokens, max(lengths) + prompt_tokens) + 1
 
 
-def test_full_cache_preempts_the_last_request() -> None:
+def test_full_kv_cache_preempts_the_last_request() -> None:
     config = TimedEngineConfig(
         max_concurrent_requests=2,
         seconds_per_token=0.1,
@@ -431,7 +431,7 @@ def test_full_cache_preempts_the_last_request() -> None:
     run_virtual(main())
 
 
-def test_update_delays_the_engine_by_recomputed_tokens() -> None:
+def test_weight_update_delays_an_engine_by_recomputed_tokens() -> None:
     config = TimedEngineConfig(
         max_concurrent_requests=2, seconds_per_token=0.1, median_tokens=1e6, sigma=0.0, prefill_seconds_per_token=0.01,
         prompt_tokens=100, update_seconds=0.25,
@@ -453,7 +453,7 @@ def test_update_delays_the_engine_by_recomputed_tokens() -> None:
     run_virtual(main())
 
 
-def test_coarse_grain_shortens_arrays_and_not_simulated_time() -> None:
+def test_tokens_per_tick_does_not_change_the_simulated_time() -> None:
     async def took(grain: int) -> tuple[float, int]:
         engine = TimedEngine(
             TimedEngineConfig(median_tokens=1000, sigma=0.7, seconds_per_token=0.01, tokens_per_tick=grain)
@@ -466,7 +466,7 @@ def test_coarse_grain_shortens_arrays_and_not_simulated_time() -> None:
     assert few == pytest.approx(tokens / 40, abs=0.5)
 
 
-def test_lengths_have_the_configured_correlation() -> None:
+def test_response_lengths_have_the_configured_correlation() -> None:
     config = TimedEngineConfig(median_tokens=1000, sigma=1.0, correlation=0.7)
     lengths = ResponseLengths(config)
     drawn = np.log([[lengths.draw((p,), random.Random(1000 * p + s)) for s in range(8)] for p in range(2000)])
@@ -548,7 +548,7 @@ class Noting(SimulatedRun):
         return found
 
 
-def test_evaluation_occupies_an_engine_for_its_prompts() -> None:
+def test_simulated_evaluation_occupies_an_engine() -> None:
     """Two engines of 8 slots, 5 s a response: 16 held-out prompts are two rounds, 10 s of one engine, 5 s of a run."""
     machine = hardware(responses=CONSTANT, learner={"seconds_per_version": 1.0})
     without, with_them = (
@@ -599,7 +599,7 @@ def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, An
 
 @pytest.mark.long
 @pytest.mark.parametrize("slowing", [0.05, pytest.param(0.5, marks=pytest.mark.soak)])
-def test_run_at_alpha_zero_predicts_the_others(slowing: float) -> None:
+def test_simulation_fitted_at_alpha_0_predicts_other_alphas(slowing: float) -> None:
     """The fit must distinguish an engine that hardly slows under load from one that slows almost in proportion."""
     machine = hardware(
         engines={
@@ -633,7 +633,7 @@ def test_equal_values_have_equal_normal_scores() -> None:
     assert scores[1] < scores[3] < scores[0]
 
 
-def test_fatal_error_ends_a_simulation_with_its_message() -> None:
+def test_fatal_error_ends_a_simulation_with_an_error_message() -> None:
     agreed = hardware(reward={"agreeing": 1.0})
     config = recipe()
     strict = config.model_copy(

@@ -260,7 +260,7 @@ def test_withdrawn_large_request_lets_smaller_ones_start(how: str) -> None:
     run_virtual(main())
 
 
-def test_cancellation_wins_over_giving_up() -> None:
+def test_cancellation_of_a_request_wins_over_its_failure() -> None:
     async def main() -> None:
         queue = SlotQueue("least-work", PATIENCE)
         task = await waiting(queue, queue.create_ticket(0))

@@ -30,12 +30,12 @@ def digits(asked: Question) -> str:
 
 
 @pytest.mark.parametrize(("given", "answer"), [("31415", "11345"), ("90000", "00009"), ("12345", "12345")])
-def test_answers_match_hand_examples(given: str, answer: str) -> None:
+def test_sorting_answers_match_hand_examples(given: str, answer: str) -> None:
     asked = build_question(given)
     assert (asked.text, asked.answer, asked.reference["answer"]) == (f"Sort {given}.", answer, answer)
 
 
-def test_split_separates_multisets() -> None:
+def test_held_out_split_of_sorting_separates_multisets() -> None:
     made = source(3)
     held = Counter("".join(sorted(digits(q))) for q in made.held_out(10_000))
     assert (len(held), set(held.values())) == (400, {1})
@@ -47,7 +47,7 @@ def test_split_separates_multisets() -> None:
     assert any(word != "".join(sorted(word)) for word in asked)
 
 
-def test_multisets_are_asked_equally_often() -> None:
+def test_multisets_of_digits_are_asked_equally_often() -> None:
     """Uniform over multisets, not over words, which would rarely repeat a digit."""
     made = source(digits=2, held_out=0.1)
     count = Counter("".join(sorted(digits(made.training(position)))) for position in range(5000))
@@ -55,7 +55,7 @@ def test_multisets_are_asked_equally_often() -> None:
     assert 60 < min(count.values()) < max(count.values()) < 140
 
 
-def test_split_depends_on_the_seed() -> None:
+def test_held_out_split_of_sorting_depends_on_the_seed() -> None:
     assert {q.answer for q in source(0).held_out(400)} != {q.answer for q in source(1).held_out(400)}
 
 
@@ -64,7 +64,7 @@ def recipe() -> RunConfig:
     return load_recipe(Path("flows/recipes/sorting.toml"))
 
 
-def test_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
+def test_sorting_answer_is_scored_right_or_wrong(recipe: RunConfig) -> None:
     verify = build_verifier(recipe.reward)
     for asked in map(source().training, range(50)):
         assert score_response(verify, recipe.reward.answer, asked.answer, asked.reference).value == 1.0

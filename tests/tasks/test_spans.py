@@ -73,7 +73,7 @@ def times(span: ReadableSpan) -> tuple[int, int]:
     min_std=st.sampled_from([None, 0.0]),
     deaths=st.lists(st.tuples(st.floats(0, 3), st.integers(0, 1)), max_size=2),
 )
-def test_dispatch_has_one_complete_trace(
+def test_each_prompt_attempt_has_one_complete_trace(
     seed: int,
     alpha: float,
     extra_groups: int,
@@ -108,7 +108,7 @@ def test_dispatch_has_one_complete_trace(
         assert names == {"prompt": 1, "generate": pipeline.group_size, "score": pipeline.group_size, "wait": 1}
 
 
-def test_share_keeps_the_same_prompts_in_every_process() -> None:
+def test_all_processes_trace_the_same_share_of_prompts() -> None:
     kept = []
     for share in (0.25, 0.25, 1.0):
         spans, exporter = in_memory(share)
@@ -124,7 +124,7 @@ def test_share_keeps_the_same_prompts_in_every_process() -> None:
     assert len(kept[2]) == 400
 
 
-def test_version_has_a_trace_and_a_span_in_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_version_has_a_trace_and_a_span_in_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     with collector() as kept:
         context = prepare_small(tmp_path, versions=2, tracking={"spans": kept.address})
@@ -158,7 +158,7 @@ def test_failing_span_collector_does_not_delay_a_run(
         assert not kept.spans
 
 
-def test_run_without_a_collector_loads_no_sdk() -> None:
+def test_run_without_a_collector_loads_no_opentelemetry_sdk() -> None:
     spans = open_spans(TrackingConfig().spans, 1.0, "key", "run", "learner")
     spans.record_version(1, "version", 1.0)
     spans.flush()

@@ -184,7 +184,7 @@ def test_deepspeed_ranks_store_their_own_files(folder: Path, tmp_path: Path, end
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [Full, pytest.param(Away, marks=SOAK)])
-def test_store_error_on_a_rank_is_raised_by_the_learner(
+def test_storage_error_on_a_rank_is_raised_by_the_learner(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner], kind: type[Full]
 ) -> None:
     ended.append(made := in_parts(folder))
@@ -198,7 +198,7 @@ def test_store_error_on_a_rank_is_raised_by_the_learner(
 
 
 @pytest.mark.long
-def test_store_that_a_rank_does_not_share_is_refused(
+def test_store_folder_that_a_rank_does_not_share_is_refused(
     folder: Path, tmp_path: Path, ended: list[MultiRankLearner]
 ) -> None:
     """With a store that a rank does not share, a log entry would name a file that other processes cannot find."""
@@ -209,7 +209,9 @@ def test_store_that_a_rank_does_not_share_is_refused(
 
 
 @pytest.mark.long
-def test_slow_store_does_not_count_as_a_hang(folder: Path, tmp_path: Path, ended: list[MultiRankLearner]) -> None:
+def test_slow_storage_does_not_count_as_a_hanging_rank(
+    folder: Path, tmp_path: Path, ended: list[MultiRankLearner]
+) -> None:
     """The store takes longer than ranks wait for each other."""
     ended.append(made := in_parts(folder, seconds=SECONDS))
     made.step(batch(0), 0)
@@ -244,7 +246,7 @@ def test_rank_that_dies_while_storing_is_named(
         time.sleep(0.05)
 
 
-def test_memory_of_a_gathered_file_is_released() -> None:
+def test_memory_of_a_gathered_weight_file_is_released() -> None:
     """The C library would keep the memory while the next file is gathered."""
 
     def resident() -> int:

@@ -35,7 +35,7 @@ def test_every_status_field_is_either_progress_or_a_clock(status: ActorStatus) -
 
 
 @OF_EACH
-def test_only_status_fields_that_are_no_clock_show_progress(status: ActorStatus) -> None:
+def test_only_counters_in_a_status_show_progress(status: ActorStatus) -> None:
     for one in fields(status):
         moved = replace(status, **{one.name: another(status, one.name)})
         assert moved != status, one.name

@@ -17,12 +17,12 @@ def ratios(*runs: Run) -> dict[tuple[str, str], float]:
     return {(row.case, row.metric): row.value for row in rows_of(runs, [HALF]) if row.metric.startswith("TRL's")}
 
 
-def test_seconds_come_from_the_first_measurement_with_it() -> None:
+def test_time_to_reward_ends_at_the_first_measurement_above_it() -> None:
     assert ran("trl", 0, 0.2, 0.5, 0.4, 0.6).seconds(HALF) == 10.0
     assert ran("trl", 0, 0.2, 0.4).seconds(HALF) is None
 
 
-def test_ratio_of_an_unfinished_seed_is_a_bound() -> None:
+def test_ratio_with_an_unfinished_run_is_a_lower_bound() -> None:
     what = "TRL's seconds over ours to 0.5"
     quick = [ran("alpha-2", seed, 0.2, 0.6, 0.6, step=5.0) for seed in range(3)]
     slow = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.3, 0.6), ran("trl", 2, 0.2, 0.3, 0.3)]
@@ -39,7 +39,7 @@ def test_ratio_of_an_unfinished_seed_is_a_bound() -> None:
     assert ratios(ran("alpha-0", 0, 0.6)) == {}
 
 
-def test_ratios_with_bounds_have_no_median() -> None:
+def test_ratios_with_lower_bounds_have_no_median() -> None:
     """A measured ratio and a bound of a ratio have no median."""
     runs = [ran("trl", 0, 0.2, 0.6), ran("trl", 1, 0.2, 0.6), ran("alpha-0", 0, 0.2, 0.3), ran("alpha-0", 1, 0.2, 0.6)]
     assert [case for case, _ in ratios(*runs)] == ["alpha-0, seed 0", "alpha-0, seed 1"]

@@ -68,7 +68,7 @@ def whitened(found: list[float]) -> list[float]:
     draw=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_token_advantages_equal_the_papers_sum(
+def test_token_advantages_equal_the_sum_of_the_gae_paper(
     rows: list[Row], gamma: float, gae_lambda: float, scale: str, signs: tuple[float, float], draw: st.DataObject
 ) -> None:
     part = Advantage(baseline="critic", scale=scale, gamma=gamma, gae_lambda=gae_lambda)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_value_clip_matches_its_hand_calculated_cases(value: float, old: float, 
     seen=st.lists(st.floats(0, 1e9), max_size=20),
 )
 @settings(max_examples=60, deadline=None)
-def test_kl_weight_moves_by_the_clipped_error(weight: float, target: float, gain: float, seen: list[float]) -> None:
+def test_kl_weight_changes_by_the_clipped_error(weight: float, target: float, gain: float, seen: list[float]) -> None:
     """Ziegler et al. 2019: K_beta times the clipped proportional error."""
     part = Penalties(kl_to="reference", kl_weight=weight, kl_target=target, kl_gain=gain)
     for divergence in seen:
@@ -147,7 +147,7 @@ def test_advantages_are_computed_in_float64() -> None:
         *product(["batch"], ["batch", "whiten"]),
     ],
 )
-def test_large_reward_counts_as_any_other(baseline: str, scale: str, large: float) -> None:
+def test_reward_that_overflows_float32_has_right_advantages(baseline: str, scale: str, large: float) -> None:
     """The square of a large reward overflows float32. Advantages divided by the deviation do not depend on the size."""
     part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]
     found = []

@@ -59,7 +59,7 @@ async def all_at_once(engine: TransformersEngine) -> dict[str, Generation]:
 
 
 @pytest.mark.long
-async def test_results_do_not_depend_on_other_requests(engine: TransformersEngine, folder: Path) -> None:
+async def test_response_does_not_depend_on_other_requests(engine: TransformersEngine, folder: Path) -> None:
     together = await all_at_once(engine)
     for request in REQUESTS[::5]:
         assert await engine.generate(request) == together[request.id]
@@ -82,7 +82,7 @@ async def test_results_do_not_depend_on_other_requests(engine: TransformersEngin
 
 
 @pytest.mark.long
-async def test_suspension_without_an_update_changes_nothing(engine: TransformersEngine) -> None:
+async def test_suspension_without_a_weight_update_changes_no_response(engine: TransformersEngine) -> None:
     expected = await all_at_once(engine)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
     for _ in range(3):
@@ -92,7 +92,7 @@ async def test_suspension_without_an_update_changes_nothing(engine: Transformers
     assert {g.id: g for g in await asyncio.gather(*tasks)} == expected
 
 
-async def test_different_seeds_differ_and_no_seed_is_random(engine: TransformersEngine) -> None:
+async def test_different_seeds_or_no_seed_give_different_responses(engine: TransformersEngine) -> None:
     def request(id: str, seed: int | None) -> GenerationRequest:
         return GenerationRequest(id, ModelInput.of((5, 6, 7)), 30, 1.0, seed)
 
@@ -127,7 +127,7 @@ def continued(whole: Generation, cut: int) -> GenerationRequest:
 
 
 @pytest.mark.long
-async def test_cut_answer_continues_elsewhere_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
+async def test_interrupted_response_continues_elsewhere_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
     expected = await all_at_once(engine)
     other, draw = await start(folder), random.Random(0)
     for _ in range(3):
@@ -138,7 +138,7 @@ async def test_cut_answer_continues_elsewhere_bit_for_bit(engine: TransformersEn
 
 
 @pytest.mark.long
-async def test_answer_across_an_update_continues_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
+async def test_response_across_an_update_continues_bit_for_bit(engine: TransformersEngine, folder: Path) -> None:
     """Cut anywhere after the update; the attention state of the older tokens is computed as it was then."""
     other = await start(folder)
     tasks = [asyncio.create_task(engine.generate(request)) for request in REQUESTS]
@@ -156,7 +156,7 @@ async def test_answer_across_an_update_continues_bit_for_bit(engine: Transformer
     await other.close()
 
 
-async def test_update_within_a_prefix_loses_no_token(engine: TransformersEngine, folder: Path) -> None:
+async def test_weight_update_during_prefill_loses_no_token(engine: TransformersEngine, folder: Path) -> None:
     expected = await all_at_once(engine)
     requests = [continued(whole, len(whole.tokens) - 1) for whole in expected.values() if len(whole.tokens) > 20]
     tasks = [asyncio.create_task(engine.generate(request)) for request in requests]

@@ -124,7 +124,7 @@ def batches(context: RunContext) -> list[TrajectoryBatch]:
     return [TrajectoryBatch.from_bytes(context.batches.read(file)) for file in files]
 
 
-def test_example_recipe_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_of_the_user_code_example_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(RECIPE)]) == 0
     assert "letters.toml: good." in capsys.readouterr().out
 
@@ -144,7 +144,9 @@ def test_example_recipe_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_missing_part_is_reported_before_a_run(capsys: pytest.CaptureFixture[str], override: str, words: str) -> None:
+def test_missing_user_code_is_reported_before_a_run(
+    capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
     assert main(["check", str(RECIPE), "--set", override]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"rollflow: {words}")
@@ -203,7 +205,7 @@ def test_resume_without_user_defined_parts_is_refused(
     assert "rollflow: reward.path = 'letters.rewards:near': there is no module letters" in capsys.readouterr().err
 
 
-def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_source_with_changed_questions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from letters import prompts as own  # type: ignore[import-not-found]
 
     context = prepare(parse_config(small(tmp_path)), "letters")
@@ -215,7 +217,7 @@ def test_source_with_other_questions_is_refused(tmp_path: Path, monkeypatch: pyt
         context.prompts()
 
 
-def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_skips_prompts_of_a_changed_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The changed source has the same first questions, so the run may continue; earlier batches may have others."""
     context = prepare(parse_config(small(tmp_path)), "letters")
     assert expected_of(context).is_thorough
@@ -228,7 +230,9 @@ def test_changed_sources_prompts_are_not_audited(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("config", "size"), [({"vocab_size": 320}, 320), ({"text_config": {"vocab_size": 9}}, 9), ({}, ANY_TOKEN)]
 )
-def test_environment_tokens_are_limited_by_the_vocabulary(tmp_path: Path, config: dict[str, Any], size: int) -> None:
+def test_environment_tokens_outside_the_vocabulary_are_refused(
+    tmp_path: Path, config: dict[str, Any], size: int
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_vocabulary(tmp_path) == size
 

@@ -167,7 +167,7 @@ def test_stop_string_ends_a_response_and_its_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [STOP, LENGTH])
-def test_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
+def test_last_token_is_reported_only_at_the_end_of_a_response(folder: Path, end: int) -> None:
     """If the last token came before the end, another engine could continue after the end of the response."""
 
     async def main() -> None:
@@ -185,7 +185,7 @@ def test_last_token_comes_only_with_the_end(folder: Path, end: int) -> None:
 
 
 @pytest.mark.parametrize(("logprobs", "why"), [(None, "AttributeError"), ((-1.0,), "2 tokens but 1 log-probs")])
-def test_unreadable_output_fails_the_engine(folder: Path, logprobs: tuple[float, ...] | None, why: str) -> None:
+def test_unreadable_vllm_output_fails_the_engine(folder: Path, logprobs: tuple[float, ...] | None, why: str) -> None:
     """Unreadable output is no error of the caller, and earlier tokens are known, so another engine can continue."""
 
     async def main() -> None:
@@ -201,7 +201,7 @@ def test_unreadable_output_fails_the_engine(folder: Path, logprobs: tuple[float,
     run_virtual(main())
 
 
-def test_unsendable_request_is_not_kept(folder: Path) -> None:
+def test_request_that_cannot_be_sent_to_vllm_is_forgotten(folder: Path) -> None:
     async def main() -> None:
         core = Core()
         core.refuses = OverflowError("no such number")
@@ -225,7 +225,7 @@ def test_prompt_with_an_image_is_refused(folder: Path) -> None:
     run_virtual(main())
 
 
-def test_repeated_id_is_refused_while_it_runs(folder: Path) -> None:
+def test_repeated_request_id_is_refused_while_it_runs(folder: Path) -> None:
     async def main() -> None:
         running = await Running(folder).begun()
         with pytest.raises(ValueError, match="request a is already running"):
@@ -411,7 +411,7 @@ def test_every_caller_gets_its_own_tokens(folder: Path, steps: list[Any]) -> Non
 
 @settings(deadline=None)
 @given(st.lists(STEPS, max_size=30), st.booleans())
-def test_death_of_vllms_core_fails_callers_and_keeps_tokens(folder: Path, steps: list[Any], foreign: bool) -> None:
+def test_death_of_vllm_fails_callers_and_keeps_their_tokens(folder: Path, steps: list[Any], foreign: bool) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     async def main() -> None:

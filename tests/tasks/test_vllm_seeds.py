@@ -55,7 +55,7 @@ async def goes_on(engine: VllmEngine, whole: Generation) -> None:
     assert on[0].tokens == on[1].tokens != whole.tokens
 
 
-def test_run_with_preemption_seeds_its_engines() -> None:
+def test_run_that_may_discard_responses_seeds_its_engines() -> None:
     assert not RolloutConfig().leaves_behind
     assert RolloutConfig(redundant_groups=2).leaves_behind
     assert RolloutConfig(on_stale="drop").leaves_behind

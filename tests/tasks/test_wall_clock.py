@@ -42,7 +42,7 @@ def planned(case: str) -> RunConfig:
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.soak) if "batch" in name else name for name in CASES]
 )
-def test_run_trains_the_same_on_wall_and_virtual_clock(actors: list[Any], case: str) -> None:
+def test_run_trains_the_same_on_real_and_virtual_clock(actors: list[Any], case: str) -> None:
     config = planned(case)
     wall = asyncio.run(formed(WallWorld(config, case, actors)))
     virtual = run_virtual(formed(CASES[case][1](config, HARDWARE, config, timeline=False)))
