@@ -36,22 +36,22 @@ class CompositeScorer:
         asynchronous.
         """
         if any(verifier.scores_several for verifier in self._verifiers.values()):
-            return Verifier(self.score_later, is_async=True)
-        return Verifier(self.score)
+            return Verifier(self.score_later, is_async=True, takes_tokens=True)
+        return Verifier(self.score, takes_tokens=True)
 
-    def score(self, response: str, reference: Mapping[str, Any]) -> Score:
+    def score(self, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
         """Score a response with verifiers that are all synchronous functions."""
-        return self.add_up({name: self._score_part(name, response, reference) for name in self._verifiers})
+        return self.add_up({name: self._score_part(name, response, reference, tokens) for name in self._verifiers})
 
-    async def score_later(self, response: str, reference: Mapping[str, Any]) -> Score:
+    async def score_later(self, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
         """Score a response with one verifier after another. Verifiers may be asynchronous."""
         scores = dict[str, Score]()
         for name, verifier in self._verifiers.items():
             if not verifier.scores_several:
-                scores[name] = self._score_part(name, response, reference)
+                scores[name] = self._score_part(name, response, reference, tokens)
                 continue
             try:
-                [found] = await verifier.call([self._answer(name, response)], [reference])
+                [found] = await verifier.call([self._answer(name, response)], [reference], [tokens])
                 scores[name] = self._check(name, found, response)
             except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
                 scores[name] = failure_score(name, error)
@@ -90,9 +90,9 @@ class CompositeScorer:
             "step_values": [(end, weight * value) for weight, score in weighted for end, value in score.step_values],
         }
 
-    def _score_part(self, name: str, response: str, reference: Mapping[str, Any]) -> Score:
+    def _score_part(self, name: str, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
         try:
-            found = self._verifiers[name].function(self._answer(name, response), reference)
+            found = self._verifiers[name](self._answer(name, response), reference, tokens)
             return self._check(name, found, response)
         except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
             return failure_score(name, error)

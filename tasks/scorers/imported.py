@@ -32,10 +32,17 @@ def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier
         cure = f"write what is large into a file, and give its path ({LONGEST} bytes at most)"
         raise ConfigError(f"{section}.options = {str(config.options)[:40]}...: {size} bytes; {cure}")
     function = imported_function(section, config, Score, _is_scorer)
-    build_part(section, config, lambda: inspect.signature(function).bind("", {}, **config.options))
+    more = {"tokens": ()} if (takes_tokens := _takes_tokens(function, config)) else {}
+    build_part(section, config, lambda: inspect.signature(function).bind("", {}, **more, **config.options))
     several = _read_element(read_return_type(function)) is not None
     own = functools.partial(function, **config.options)
-    return Verifier(own, takes_several=several, is_async=inspect.iscoroutinefunction(function))
+    return Verifier(own, several, inspect.iscoroutinefunction(function), takes_tokens)
+
+
+def _takes_tokens(function: FunctionType, config: ImportReward) -> bool:
+    """Return whether a function has an argument `tokens` without a default, which is none of the config's options."""
+    argument = inspect.signature(function).parameters.get("tokens")
+    return argument is not None and argument.default is argument.empty and "tokens" not in config.options
 
 
 def _is_scorer(function: FunctionType, annotation: Any) -> bool:

@@ -6,12 +6,14 @@
     several    (responses, references) -> list[Score | float]          with up to `reward.at_once` responses in a call
     several    async (responses, references) -> list[Score | float]    with up to `reward.at_once` responses in a call
 
+A user-defined verifier with a further argument `tokens` gets the tokens of the response, or of each of the responses.
 If a verifier raises an error, the response gets the score of `base.failure_score`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import threading
 import time
@@ -36,28 +38,38 @@ class Verifier:
     function: Callable[..., Any]
     takes_several: bool = False
     is_async: bool = False
+    takes_tokens: bool = False
 
     @property
     def scores_several(self) -> bool:
         """True if a worker process should score several responses at a time with this verifier."""
         return self.takes_several or self.is_async
 
-    def __call__(self, response: str, reference: Reference) -> Any:
-        """Score one response in this thread and return the verifier's result."""
+    def __call__(self, response: str, reference: Reference, tokens: Sequence[int] = ()) -> Any:
+        """Score one response, which has these tokens, in this thread and return the verifier's result."""
         if self.scores_several:
-            return runner_of_thread().run(self.call([response], [reference]))[0]
-        return self.function(response, reference)
+            return runner_of_thread().run(self.call([response], [reference], [tokens]))[0]
+        return self.function(response, reference, **self._pass_tokens(tokens))
 
-    async def call(self, responses: Sequence[str], references: Sequence[Reference]) -> list[Any]:
-        """Score responses and return the verifier's results. An error on any response is raised."""
+    async def call(
+        self, responses: Sequence[str], references: Sequence[Reference], tokens: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """Score responses and return the verifier's results. An error on any response is raised. `tokens` are the
+        tokens of each response.
+        """
         if not self.takes_several:
-            calls = (self.function(*pair) for pair in zip(responses, references, strict=True))
+            rows = zip(responses, references, map(self._pass_tokens, tokens), strict=True)
+            calls = (self.function(response, reference, **more) for response, reference, more in rows)
             return list(await asyncio.gather(*calls)) if self.is_async else list(calls)
-        found = self.function(list(responses), list(references))
+        more = self._pass_tokens(list(map(list, tokens)))
+        found = self.function(list(responses), list(references), **more)
         found = list(await found if self.is_async else found)
         if len(found) != len(responses):
             raise ValueError(f"the verifier returned {len(found)} scores for {len(responses)} responses")
         return found
+
+    def _pass_tokens(self, tokens: Sequence[Any]) -> dict[str, Any]:
+        return {"tokens": list(tokens)} if self.takes_tokens else {}
 
 
 def runner_of_thread() -> asyncio.Runner:
@@ -122,7 +134,8 @@ def judge_correct(
     """Return a function that scores a response in this process, and returns whether the response is correct."""
 
     def is_correct(tokens: Sequence[int], reference: Reference) -> bool:
-        score = score_response(verify, config.answer, decode(tokens, config.special_tokens), reference)
+        with_tokens, text = functools.partial(verify, tokens=tokens), decode(tokens, config.special_tokens)
+        score = score_response(with_tokens, config.answer, text, reference)
         return apply_threshold(score, config.correct_from).outcome is Outcome.CORRECT
 
     return is_correct

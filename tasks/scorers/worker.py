@@ -22,6 +22,7 @@ and does not end the worker process.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -87,7 +88,8 @@ class _Worker:
         """Read requests and score one response after another, until the input ends."""
         for line in sys.stdin:
             one = self._read_request(0, json.loads(line))
-            score = score_response(self.verifier, self.config.answer, one.response, one.reference)
+            verify = functools.partial(self.verifier, tokens=one.tokens)
+            score = score_response(verify, self.config.answer, one.response, one.reference)
             self._write(self._finish(score, one, score.seconds).to_columns())
 
     async def run_several(self) -> None:
@@ -114,7 +116,8 @@ class _Worker:
         try:
             async with limit:
                 answers = [answer_of(one.response, config.answer) for one in asked]
-                found = await self.verifier.call(answers, [one.reference for one in asked])
+                references, tokens = [one.reference for one in asked], [one.tokens for one in asked]
+                found = await self.verifier.call(answers, references, tokens)
         except (Exception, asyncio.CancelledError) as error:  # user code failed; its error becomes the reason
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise

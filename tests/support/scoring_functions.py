@@ -90,9 +90,26 @@ def steps_of_several(responses: Sequence[str], references: Sequence[Reference]) 
     return list(map(steps, responses, references))
 
 
-def each_token(response: str, reference: Reference) -> Score:
+def each_token(response: str, reference: Reference, tokens: Sequence[int]) -> Score:
     """Give each token of a response the value 0.25."""
-    return Score(1.0, token_values=[0.25] * reference["tokens"])
+    return Score(1.0, token_values=[0.25] * len(tokens))
+
+
+async def each_token_later(response: str, reference: Reference, tokens: Sequence[int]) -> float | Score:
+    """Give each token of a response the value 0.25."""
+    return each_token(response, reference, tokens)
+
+
+def each_token_of_several(
+    responses: Sequence[str], references: Sequence[Reference], tokens: Sequence[Sequence[int]]
+) -> list[Score]:
+    """Give each token of each response the value 0.25."""
+    return [each_token(*one) for one in zip(responses, references, tokens, strict=True)]
+
+
+def optional_tokens(response: str, reference: Reference, tokens: int = 2) -> float:
+    """Return an option that happens to be called `tokens`."""
+    return float(tokens)
 
 
 def one_token_value(response: str, reference: Reference) -> Score:

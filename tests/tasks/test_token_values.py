@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def composite(*parts: str, answer: str = "all", **keys: Any) -> CompositeReward:
 
 def scored(config: CompositeReward, tokenizer: PolicyTokenizer, text: str) -> Score:
     tokens = tokenizer.encode_response(text)
-    score = score_response(build_verifier(config), config.answer, text, {"tokens": len(tokens)})
+    score = score_response(partial(build_verifier(config), tokens=tokens), config.answer, text, {})
     return place_values(score, config, tokenizer, tokens, text)
 
 
@@ -270,6 +271,29 @@ async def test_worker_places_step_values(folder: Path, tokenizer: PolicyTokenize
     assert [score.outcome for score in scores] == [Outcome.CORRECT] * 4, scores[2].reason
     assert [len(score.token_values) for score in scores] == [*map(len, tokens[:3]), 0]
     assert [len(places_of(score)) for score in scores] == [2, 1, 5001, 0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["each_token", "each_token_later", "each_token_of_several"])
+async def test_worker_passes_tokens_to_a_scorer(folder: Path, tokenizer: PolicyTokenizer, form: str) -> None:
+    """The tokens include the stop token, which is no part of the text."""
+    tokens = [tokenizer.encode_response(text) for text in (f"5.5{END}", "5", END)]
+    scorer = build_scorer(ImportReward(path=f"{FUNCTIONS}:{form}"), folder)
+    await scorer.start()
+    try:
+        scores = await asyncio.wait_for(scorer.score([ScoreRequest(one, {}) for one in tokens]), HANG_SECONDS)
+    finally:
+        await scorer.close()
+    assert [list(score.token_values) for score in scores] == [[0.25] * len(one) for one in tokens]
+
+
+def test_option_called_tokens_stays_an_option() -> None:
+    """Only an argument without a default gets the tokens."""
+    path = f"{FUNCTIONS}:optional_tokens"
+    assert build_verifier(ImportReward(path=path))("5", {}, [1, 2, 3]) == 2.0
+    assert build_verifier(ImportReward(path=path, options={"tokens": 7}))("5", {}, [1, 2, 3]) == 7.0
+    with pytest.raises(ConfigError, match="toks"):
+        build_verifier(ImportReward(path=path, options={"toks": 7}))
 
 
 # --- episodes -------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tokenizers import Tokenizer
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.policies.config import ColdStart
@@ -57,6 +57,23 @@ class ScorerContract:
         return build_verifier(case.config)
 
     @pytest.fixture(autouse=True)
+    def tokenizer_of_case(self, case: ScorerCase, tmp_path: Path) -> None:
+        """Make a policy's tokenizer, by which responses have tokens."""
+        folder = tmp_path / "policy"
+        folder.mkdir()
+        for name, data in build_cold_folder(ColdStart(), [f"{case.right} {case.wrong}"] * 10).items():
+            (folder / name).write_bytes(data)
+        self.tokenizer = PolicyTokenizer(folder)
+
+    def encode(self, response: str) -> Sequence[int]:
+        """Return the tokens of a response."""
+        return self.tokenizer.encode_response(response)
+
+    def encode_all(self, responses: Sequence[str]) -> list[Sequence[int]]:
+        """Return the tokens of each response."""
+        return [self.encode(response) for response in responses]
+
+    @pytest.fixture(autouse=True)
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reach_from_workers(monkeypatch)
 
@@ -64,7 +81,10 @@ class ScorerContract:
         """Score responses, one after another, as a worker does; `seconds` is left out, because it differs."""
 
         def score_all() -> list[Score]:
-            return [score_response(verify, "all", response, case.reference) for response in responses]
+            return [
+                score_response(partial(verify, tokens=self.encode(response)), "all", response, case.reference)
+                for response in responses
+            ]
 
         scores = call_bounded(score_all, "a scorer", self.hang_seconds)
         return [replace(score, seconds=0.0) for score in scores]
@@ -101,7 +121,7 @@ class ScorerContract:
         alone = self.score(verify, case, *responses)
 
         def score_together() -> list[Any]:
-            return asyncio.run(verify.call(responses, [case.reference] * len(responses)))
+            return asyncio.run(verify.call(responses, [case.reference] * len(responses), self.encode_all(responses)))
 
         try:
             together = call_bounded(score_together, "a scorer", self.hang_seconds)
@@ -115,52 +135,43 @@ class ScorerContract:
             return  # a worker gives the function one call at a time
 
         def list_calls() -> list[str]:
-            return list_blocking_calls(lambda: verify(case.right, case.reference))
+            return list_blocking_calls(lambda: verify(case.right, case.reference, self.encode(case.right)))
 
         blocking = call_bounded(list_calls, "a scorer", self.hang_seconds)
         assert not blocking, f"an asynchronous scorer must await and never block, but it called {blocking}"
 
-    async def score_in_workers(self, case: ScorerCase, folder: Path, responses: Sequence[str]) -> list[Score]:
+    async def score_in_workers(self, case: ScorerCase, responses: Sequence[str]) -> list[Score]:
         """Score responses in worker processes, as a run does."""
-        tokenizer, scorer = Tokenizer.from_file(str(folder / "tokenizer.json")), build_scorer(case.config, folder)
+        scorer = build_scorer(case.config, self.tokenizer.folder)
         await scorer.start()
         try:
-            requests = [ScoreRequest(tokenizer.encode(text).ids, case.reference) for text in responses]
+            requests = [ScoreRequest(tokens, case.reference) for tokens in self.encode_all(responses)]
             return await asyncio.wait_for(scorer.score(requests), 2 * self.hang_seconds)
         finally:
             await scorer.close()
 
-    def test_worker_process_gives_the_same_scores(self, case: ScorerCase, verify: Verifier, tmp_path: Path) -> None:
+    def test_worker_process_gives_the_same_scores(self, case: ScorerCase, verify: Verifier) -> None:
         """A worker process imports the scorer by its path."""
-        folder, responses = self.make_folder(case, tmp_path), (case.right, case.wrong, "")
-        scores = asyncio.run(self.score_in_workers(case, folder, responses))
-        expected = self.place(case, folder, responses, self.score(verify, case, *responses))
+        responses = (case.right, case.wrong, "")
+        scores = asyncio.run(self.score_in_workers(case, responses))
+        expected = self.place(case, responses, self.score(verify, case, *responses))
         assert [replace(score, seconds=0.0) for score in scores] == expected, (
             "a worker process must give the same scores as this process"
         )
 
-    def test_values_of_tokens_and_steps_fit_the_response(
-        self, case: ScorerCase, verify: Verifier, tmp_path: Path
-    ) -> None:
+    def test_values_of_tokens_and_steps_fit_the_response(self, case: ScorerCase, verify: Verifier) -> None:
         """A scorer gives each token a value or none, and each step ends within the response."""
-        folder, responses = self.make_folder(case, tmp_path), (case.right, case.wrong, *ODD)
+        responses = (case.right, case.wrong, *ODD)
         scores = self.score(verify, case, *responses)
-        for response, score in zip(responses, self.place(case, folder, responses, scores), strict=True):
+        for response, score in zip(responses, self.place(case, responses, scores), strict=True):
             assert not is_failure(score), (
                 f"`token_values` must have the length of the response in tokens, and each of `step_values` must end "
                 f"within the response's text, but for {response!r}: {score.reason}"
             )
 
-    def make_folder(self, case: ScorerCase, folder: Path) -> Path:
-        """Make a policy folder with a tokenizer."""
-        for name, data in build_cold_folder(ColdStart(), [f"{case.right} {case.wrong}"] * 10).items():
-            (folder / name).write_bytes(data)
-        return folder
-
-    def place(self, case: ScorerCase, folder: Path, responses: Sequence[str], scores: Sequence[Score]) -> list[Score]:
+    def place(self, case: ScorerCase, responses: Sequence[str], scores: Sequence[Score]) -> list[Score]:
         """Convert values of steps to values of tokens, as a worker does."""
-        tokenizer = PolicyTokenizer(folder)
         return [
-            place_values(score, case.config, tokenizer, tokenizer.encode_response(response), response)
+            place_values(score, case.config, self.tokenizer, self.encode(response), response)
             for response, score in zip(responses, scores, strict=True)
         ]
