@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import Float32s
