@@ -7,7 +7,8 @@
 - A second verdict changes no score: the first verdict is on its way to storage before the response is judged again.
 - A second verdict comes from no cache, and the adaptive deadlines of test cases are at their maximum. A response whose
   first verdict an adaptive deadline decided is not judged again.
-- A verdict *flips* if the response becomes correct or stops being so, or if its value changes by more than `TOLERANCE`.
+- A verdict *flips* if the response becomes correct or stops being so, or if its value or the value of one of its tokens
+  changes by more than `TOLERANCE`.
 - If the scorer always has first verdicts to give, a second verdict waits `PATIENCE_SECONDS` for its turn. If second
   verdicts are slower than the share asks for, the oldest waiting responses are not judged again.
 - A second verdict that nobody could give, or that another version of the scorer gave, is not counted.
@@ -22,6 +23,8 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Outcome
@@ -127,6 +130,11 @@ class SecondVerdictScorer(Scorer):
 
 
 def is_flip(first: Score, second: Score) -> bool:
-    """Return whether two verdicts on the same response differ in the outcome "correct", or in value."""
+    """Return whether two verdicts on the same response differ in the outcome "correct", in value, or in the value of a
+    token."""
     was_correct, is_correct = (one.outcome is Outcome.CORRECT for one in (first, second))
-    return was_correct != is_correct or abs(first.value - second.value) > TOLERANCE * max(1.0, abs(first.value))
+    if was_correct != is_correct or len(first.token_values) != len(second.token_values):
+        return True
+    before, now = (np.array([one.value, *one.token_values], np.float64) for one in (first, second))
+    differ = np.abs(before - now) > TOLERANCE * np.maximum(1.0, np.abs(before))
+    return bool((differ | (np.isnan(before) != np.isnan(now))).any())

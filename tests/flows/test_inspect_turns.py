@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +15,12 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.inspect import _describe_optional
 from rollflow.flows.tracking.mlflow_payload import _sample_responses
+from rollflow.flows.views.inspect_values import describe_token_rewards
 from rollflow.flows.views.turns import prompt_tokens, split_turns
 from rollflow.storage.model_input import NO_TOKEN, ForeignPart, PlacedPart
 from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.records import Branch, Outcome, StopReason, Trajectory
-from rollflow.storage.token_arrays import Int16s, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, TokenSets
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.run.context import RunContext
 from tests.support import small_run
@@ -54,6 +56,8 @@ def with_values(of: Trajectory) -> Trajectory:
     )
     if of.sample == 0:
         return more
+    rewards = Float32s.of([0.5 if chosen else math.nan for chosen in of.loss_mask])
+    more = replace(more, token_rewards=rewards)
     return replace(more, outcome=Outcome.PARTIAL, reward_parts={"answer": 1.0, "format": 0.25})
 
 
@@ -127,10 +131,21 @@ def test_inspect_shows_outcome_and_reward_parts(run: RunContext, capsys: pytest.
     assert len(re.findall(r"answer 1, format 0.25 . partial ", group)) == small_run.SIZE - 1
     assert main(["inspect", "small", "3.0.1"]) == 0
     out = re.sub(r"[ \n]+", " ", capsys.readouterr().out)
-    assert "reward parts answer 1, format 0.25 outcome partial ending" in out
+    assert "reward parts answer 1, format 0.25 token rewards 0.5 at token 0, 0.5 at token 1," in out
+    assert "outcome partial ending" in out
     for name in ("2.0", "2.0.1", "3.0.0"):
         assert main(["inspect", "small", name]) == 0
         assert ("outcome" in capsys.readouterr().out) is False
+
+
+def test_inspect_sums_the_rewards_of_tokens() -> None:
+    one = small_run.trajectory((4, 5), 3, 0, 0, Random(0), stop=3)
+    own = sum(one.loss_mask)
+    rewards = [math.nan] * (len(one.tokens) - own) + [1.0, *[math.nan] * (own - 1)]
+    assert describe_token_rewards(replace(one, token_rewards=Float32s.of(rewards))) == "1 at token 0 (sum 1)"
+    mask, many = [True] * 12, Float32s.of([0.25] * 12)
+    shown = describe_token_rewards(replace(one, loss_mask=mask, token_rewards=many))
+    assert shown.endswith("0.25 at token 7, and 4 more (sum 3)")
 
 
 def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +153,7 @@ def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.
     first, second, *_ = json.loads(capsys.readouterr().out)["trajectories"]
     assert (second["outcome"], second["reward_parts"]) == ("partial", {"answer": 1.0, "format": 0.25})
     assert [len(second[name]) for name in ("kept_tokens", "turn_starts")] == [len(second["tokens"]), 2]
+    assert second["token_rewards"] == [0.5 if chosen else None for chosen in second["loss_mask"]]
     assert second["routed_experts"] == [3] * 2 * len(second["tokens"])
     assert {"outcome", "reward_parts", "branch"} & {*first} == {"branch"} & {*second} == set()
     assert main(["inspect", "small", "2.0.1", "--json"]) == 0

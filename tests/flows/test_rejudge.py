@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.log.entries import VersionPublished, entry_path
 from rollflow.storage.objects import open_store
 from rollflow.storage.records import GroupKey, Outcome, StopReason, Trajectory
+from rollflow.storage.token_arrays import Float32s
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.run import rejudge
@@ -340,11 +342,16 @@ OLD, NEW = "0" * 12, "f" * 12
         ({"scorer_version": OLD}, Score(0.0, version=NEW), True, False),
         ({"scorer_version": OLD}, Score(0.0, version=OLD), True, True),
         ({"scorer_version": OLD}, Score(1.0, version=OLD), False, False),
+        ({"token_rewards": Float32s.of([0.1])}, Score(1.0, token_values=Float32s.of([0.1])), False, False),
+        ({"token_rewards": Float32s.of([0.1])}, Score(1.0, token_values=Float32s.of([0.2])), True, False),
+        ({"token_rewards": Float32s.of([0.1])}, Score(1.0), True, False),
+        ({}, Score(1.0, token_values=Float32s.of([math.nan])), False, False),
+        ({"scorer_version": OLD}, Score(1.0, token_values=Float32s.of([0.5]), version=OLD), True, True),
         # the judge was not reachable during the run
         ({"scorer_version": OLD, "outcome": Outcome.UNJUDGED, "reward": 0.0}, Score(1.0, version=OLD), True, False),
     ],
 )
-def test_verdict_counts_as_changed_by_reward_or_outcome(
+def test_verdict_counts_as_changed_by_any_of_its_rewards(
     before: dict[str, Any], now: Score, changed: bool, flip: bool
 ) -> None:
     one = rejudged(before, now)

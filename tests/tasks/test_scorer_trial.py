@@ -19,6 +19,9 @@ def misspelled(response: str, reference: dict) -> Score:
 def picky(response: str, reference: dict) -> Score:
     return Score(float(len(reference["answer"]) > 1))
 
+def stepwise(response: str, reference: dict) -> Score:
+    return Score(1.0, step_values=[(len(response), 0.5)])
+
 def absent(response: str, reference: dict) -> Score:
     raise Unjudged("no judge today")
 """
@@ -60,6 +63,17 @@ def test_scorer_that_fails_on_right_answers_is_refused(
     assert ": it failed on the right answers to the first 3 questions" in line
     assert "KeyError: 'solution'" in line
     assert "correct it (a reference has the keys 'family', 'question', 'answer')" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "code"), [("gspo", 2), ("grpo", 0)])
+def test_objective_that_cannot_use_step_values_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, code: int
+) -> None:
+    reward = f'[reward]\nkind = "import"\npath = "graders:stepwise"\n[train.objective]\nkind = "{kind}"\n'
+    assert check(tmp_path, reward) == code
+    words = "train.objective.ratio.level = 'geometric': the scorer gives values to tokens or steps"
+    assert (words in capfd.readouterr().err) is (code == 2)
 
 
 @pytest.mark.slow

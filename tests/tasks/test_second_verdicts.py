@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,6 +93,10 @@ async def test_deterministic_scorer_has_no_flip() -> None:
     assert counts == SecondVerdictCounts("a", 10, 0)
 
 
+def of_tokens(*values: float) -> Score:
+    return Score(1.0, token_values=Float32s.of(values))
+
+
 async def test_random_scorer_is_found_and_its_first_scores_stay() -> None:
     scores, counts, inner = await judge_twice(lambda before, _: Score(float(not before)))
     assert [score.value for score in scores] == [1.0] * 10
@@ -108,6 +113,10 @@ async def test_random_scorer_is_found_and_its_first_scores_stay() -> None:
         (Score(0.0, outcome=Outcome.WRONG), Score(0.0, outcome=Outcome.TIMEOUT), False),
         (Score(1.0), Score(1.0, outcome=Outcome.PARTIAL), True),
         (Score(0.99), Score(1.0), True),
+        (of_tokens(0.5, math.nan), of_tokens(0.51, math.nan), False),
+        (of_tokens(0.5, 0.5), of_tokens(0.5, 0.6), True),
+        (of_tokens(0.5, math.nan), of_tokens(0.5, 0.5), True),
+        (of_tokens(0.5, 0.5), Score(1.0), True),
     ],
 )
 def test_flip_changes_the_outcome_or_the_value(first: Score, second: Score, flips: bool) -> None:
