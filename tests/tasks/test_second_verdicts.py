@@ -21,7 +21,7 @@ from rollflow.storage.run_records.second_verdicts import (
     read_all_counts,
     read_counts,
 )
-from rollflow.storage.token_arrays import Int32s
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.actors import reward
 from rollflow.tasks.actors.reward import RewardActor
 from rollflow.tasks.policies.config import ColdStart
