@@ -21,7 +21,8 @@ from rollflow.tasks.sandboxes.rock import RockSandboxes
 from rollflow.tasks.sandboxes.server import live as live_sandboxes
 from rollflow.tasks.sandboxes.server.app import ServerBounds
 from rollflow.tasks.sandboxes.server.live import MOST_SESSIONS, LiveSandbox, LiveSandboxes, Refused
-from rollflow.tasks.sandboxes.server.rock import PREFIX
+from rollflow.tasks.sandboxes.server.rock import PREFIX, RockService
+from rollflow.tasks.sandboxes.server.rock_requests import StartRequest
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
 from tests.sandboxes.programs import PROGRAMS
@@ -147,6 +148,10 @@ async def test_rock_command_returns_output_and_exit_code(caller: Caller) -> None
     assert (found["exit_code"], found["end"]) == (-1, "timeout")
     assert "exceeded" in found["failure_reason"]
     assert (await caller.send("execute", command=["false"], check=True))["result"]["exit_code"] == -1
+    found = (await caller.send("execute", command=["false"], check=True, error_msg="no build"))["result"]
+    assert found["failure_reason"] == "no build: Command ['false'] failed with exit code 1"
+    found = (await caller.send("execute", command=["false"], error_msg="no build"))["result"]
+    assert (found["exit_code"], "failure_reason" in found) == (1, False)
     read_reason(await caller.send("execute", command=[]))
     read_reason(await caller.send("execute"))
 
@@ -160,6 +165,8 @@ async def test_session_answers_as_rock_does(caller: Caller) -> None:
     failed = await caller.send("run_in_session", session="s", command="echo $x; false")
     assert "exit code 1" in read_reason(failed, 6000)
     assert failed["result"]["output"] == "1"
+    failed = await caller.send("run_in_session", session="s", command="echo 1; false", error_msg="no build")
+    assert read_reason(failed, 6000).startswith("no build: Command 'echo 1; false' failed with exit code 1")
     found = await caller.send("run_in_session", session="s", command="false", check="silent")
     assert found["result"]["exit_code"] == 1
     assert (await caller.send("run_in_session", session="s", command="false", check="ignore"))["result"][
@@ -272,6 +279,30 @@ async def test_sandboxes_are_limited_and_unused_ones_end(sandboxes: Sandboxes, m
             break
         await asyncio.sleep(0.05)
     assert len(list_sandbox_processes()) <= before  # the end of the server ended them
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        ({}, 1800.0),
+        ({"auto_clear_time_minutes": 5}, 300.0),
+        ({"auto_clear_time_minutes": 5, "auto_clear_time": 7}, 420.0),
+        ({"auto_clear_time": 1e300}, 86_400.0),
+        ({"auto_clear_time_minutes": 1e9}, 86_400.0),
+    ],
+)
+async def test_sandbox_is_cleared_after_a_day_at_most(asked: dict[str, float], seconds: float) -> None:
+    """A request cannot keep a forgotten sandbox for ever."""
+    given = list[float]()
+
+    class Live(LiveSandboxes):
+        async def start(self, *place: Any) -> LiveSandbox:
+            given.append(place[-1])
+            raise Refused("enough")
+
+    with pytest.raises(Refused):
+        await RockService(Live(build_sandboxes(SMALL), 1)).start(StartRequest(image="python:3.11", **asked))
+    assert given == [seconds]
 
 
 async def test_id_of_a_starting_sandbox_cannot_be_used_again(sandboxes: Sandboxes) -> None:

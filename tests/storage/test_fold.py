@@ -73,10 +73,11 @@ class Run(RuleBasedStateMachine):
         keep_last=st.integers(1, 3),
         keep_every=st.integers(1, 5),
         state_every=st.integers(1, 3),
+        solved_every=st.sampled_from([1, 2, 2]),
         every=st.integers(2, 7),
         largest=st.sampled_from([700, 1 << 18]),
     )
-    def begin(self, alpha: float, keep_last: int, keep_every: int, state_every: int, every: int, largest: int) -> None:
+    def begin(self, alpha: float, every: int, largest: int, **config: int) -> None:
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(snapshots, "EVERY", every)
         self.patched.setattr(entries_module, "LARGEST", largest)  # longer entries have an index object
@@ -85,7 +86,7 @@ class Run(RuleBasedStateMachine):
         Lossy.faults.clear()
         self.store, self.model, self.states = Lossy(uuid.uuid4().hex), Model(), [RunState()]
         self.last: tuple[RunState, Role, int, Body] | None = None
-        create_run(self.store, alpha, keep_last=keep_last, keep_every=keep_every, state_every=state_every)
+        create_run(self.store, alpha, **config)
         self.supervisors: list[Supervisor] = []
         self.schedulers: list[Scheduler] = []
         self.learners: list[Learner] = []
@@ -228,7 +229,7 @@ class Run(RuleBasedStateMachine):
     @rule(
         work=st.lists(
             st.tuples(
-                st.sampled_from(["dispatch", "commit", "commit", "publish", "publish", "void", "prune"]),
+                st.sampled_from(["dispatch", "commit", "commit", "publish", "publish", "void", "prune", "epoch"]),
                 st.sampled_from([-1, -1, -1, 0, 1]),
                 st.sampled_from([True, True, False]),
                 st.integers(0, 8),
@@ -240,9 +241,10 @@ class Run(RuleBasedStateMachine):
     def work(self, work: list[tuple[str, int, bool, int]]) -> None:
         """Let actors work; each actor has read the log just before (`fresh`) or some steps ago."""
         for what, which, fresh, drawn in work:
-            actors: list[Any] = self.schedulers if what in ("dispatch", "commit") else self.learners
+            is_scheduling = what in ("dispatch", "commit", "epoch")
+            actors: list[Any] = self.schedulers if is_scheduling else self.learners
             if not actors:
-                self.claim("scheduler" if actors is self.schedulers else "learner", -1)
+                self.claim("scheduler" if is_scheduling else "learner", -1)
             elif fresh:
                 actors[which % len(actors)].log.follow()
             if actors:
@@ -258,6 +260,10 @@ class Run(RuleBasedStateMachine):
             if scheduler.running:
                 reason = list(DiscardReason)[step % len(DiscardReason)]
                 scheduler.discard(step % len(scheduler.running), reason, 5 * (step % 2))
+
+    def epoch(self, scheduler: Scheduler, drawn: int) -> Entry | None:
+        """Start the next epoch of the source that skips solved questions, if the run has one."""
+        return scheduler.start_epoch(1, drawn % 5) if scheduler.log.state.epochs else None
 
     def commit(self, scheduler: Scheduler, drawn: int) -> Entry | None:
         """Commit a batch, which in most cases is not too far ahead of the version."""

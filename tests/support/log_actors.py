@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -18,13 +19,14 @@ from rollflow.storage.log.entries import (
     Body,
     ConfigChanged,
     Entry,
+    EpochStarted,
     Pruned,
     RunCreated,
     TrainedGroup,
     VersionPublished,
 )
 from rollflow.storage.log.run_log import AttachedObject, Log, Writer
-from rollflow.storage.log.state import RunState
+from rollflow.storage.log.state import NOBODY, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import (
     Discard,
@@ -39,11 +41,14 @@ from rollflow.storage.records import (
 SHARES = (2, 1)  # the number of prompts issued from each source in turn
 GROUPS, SIZE = 2, 3
 TOKENS = 7  # the number of tokens of a group
+QUESTIONS = 3  # the number of questions of a source that skips solved questions
 
 
-def create_run(store: ObjectStore, alpha: float = 2.0, **kept: int) -> None:
-    """Build entry 0."""
+def create_run(store: ObjectStore, alpha: float = 2.0, solved_every: int = 1, **kept: int) -> None:
+    """Build entry 0. With `solved_every` above 1, the second source skips solved questions."""
     config = {"async_ratio": alpha, "group_size": SIZE, "store": {"keep_last": 2, "keep_every": 4, **kept}}
+    if solved_every > 1:
+        config["prompts"] = [{}, {"solved_every": solved_every}]
     Log(store).create(RunCreated("test", config, "0" * 64, len(SHARES)))
 
 
@@ -128,12 +133,30 @@ class Scheduler:
         if self.waits:
             key = self.waits.popleft()
         else:
-            source = min(range(len(SHARES)), key=lambda s: self.counts[s] / SHARES[s])
+            may = [s for s in range(len(SHARES)) if self.counts[s] < self._find_end(s)]
+            source = min(may, key=lambda s: self.counts[s] / SHARES[s])
             key = GroupKey(self.counts[source] * len(SHARES) + source, 0)
             self.counts[source] += 1
             self.issued.append(key.prompt)
         self.running.append((key, version))
         return key
+
+    def _find_end(self, source: int) -> float:
+        """Return how many prompts of a source the epochs that this scheduler knows contain."""
+        epoch = self.log.state.epochs.get(source)
+        return math.inf if epoch is None else epoch.end
+
+    def start_epoch(self, source: int, skipped: int = 0) -> Entry:
+        """Start the source's next epoch, without its first `skipped` questions; the first epoch skips none."""
+
+        def body(state: RunState, _: object) -> Body:
+            last = state.epochs[source]
+            if last.entry == NOBODY:
+                return EpochStarted(source, 0, 0, QUESTIONS)
+            left_out = tuple(range(min(skipped, QUESTIONS)))
+            return EpochStarted(source, last.number + 1, last.end, QUESTIONS - len(left_out), left_out, last.entry)
+
+        return self.writer.append(body)
 
     def discard(self, place: int, reason: DiscardReason, tokens: int = 5) -> None:
         """Preempt a running group."""

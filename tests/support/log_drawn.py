@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from rollflow.storage.log.entries import Body, Role
 from rollflow.storage.records import DiscardReason
+from tests.support.log_actors import QUESTIONS
 from tests.support.log_model import Model
 
 BODY: TypeAdapter[Body] = TypeAdapter(Body)
@@ -24,6 +25,8 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
         yield from (("supervisor", claims["supervisor"], body) for body in changes(model))
         for role in ("scheduler", "learner"):
             yield role, n, dump({"kind": "claimed", "under": claims["supervisor"]})
+    if "scheduler" in claims:
+        yield from (("scheduler", claims["scheduler"], body) for body in epochs(model))
     if "scheduler" in claims and model.latest >= 0:
         yield from (("scheduler", claims["scheduler"], body) for body in batches(model))
     for number, entry in model.waiting.items():
@@ -36,9 +39,22 @@ def legal(model: Model) -> Iterator[tuple[Role, int, Json]]:
     yield from ((role, claims[role], pruned) for role in ("learner", "supervisor") if role in claims)
 
 
+def epochs(model: Model) -> Iterator[Json]:
+    """Draw the next epoch of each source that skips solved questions: of all questions, of one less, and of none."""
+    for source in filter(model.skips, range(model.sources)):
+        earlier = model.epochs(source)
+        body = {"kind": "epoch-started", "source": source, "number": len(earlier), "start": model.may_issue(source)}
+        for count in (0, 1, QUESTIONS) if earlier else (0,):
+            lists = {"asked": QUESTIONS - count, "skipped": list(range(count))}
+            yield dump({**body, **lists, "before": earlier[-1]["n"] if earlier else None})
+
+
 def batches(model: Model) -> Iterator[Json]:
-    """Draw a batch for every number that is to be formed, from open prompts and two new ones."""
-    issued = [model.issued[source] * model.sources + source for source in range(model.sources)]
+    """Draw a batch for every number that is to be formed, from open prompts and a new one of each source that may issue
+    one.
+    """
+    may = [source for source in range(model.sources) if model.issued[source] < model.may_issue(source)]
+    issued = [model.issued[source] * model.sources + source for source in may]
     keys = [*([key.prompt, key.attempt] for key in model.open), *([prompt, 0] for prompt in issued)]
     discards = [[key, "stale", 0, 5] for key in keys[:-2]]
     for number in [*model.holes, model.formed]:
@@ -146,7 +162,7 @@ def moved(draw: Any, model: Model, name: str, value: Any) -> Any:
 
 
 def nulled(draw: Any, name: str, value: int) -> int | None:
-    return draw(st.sampled_from([value, value, None])) if name in ("under", "batch_entry") else value
+    return draw(st.sampled_from([value, value, None])) if name in ("under", "batch_entry", "before") else value
 
 
 def stepped(draw: Any, one: Any, step: int) -> Any:
@@ -171,7 +187,7 @@ def added(draw: Any, model: Model, name: str) -> Any:
     """Return an element for an empty list."""
     if name == "objects":
         return [[draw(st.integers(-1, model.latest + 1)), draw(st.sampled_from(["weights", "state"]))]]
-    if name == "issued":
+    if name in ("issued", "skipped"):
         return [draw(st.integers(0, 9))]
     if name == "discards":
         return [[[draw(st.integers(0, 9)), 0], "failed", 0, 0]]

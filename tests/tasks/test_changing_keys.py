@@ -5,6 +5,7 @@ Keys and values are drawn from the config's own schema, so a key that is added l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +151,23 @@ def test_refused_config_change_ends_with_exit_code_2(
     run: RunContext, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
     assert words in refused(capsys, "resume", run.uri, "--set", override)
+
+
+@pytest.mark.parametrize("override", ["solved_every=2", "solved_every=1", "solved_from=0.5"])
+def test_skipping_of_solved_questions_cannot_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    """The log counts a source's epochs by the first config of the run."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
+    file = tmp_path / "questions.jsonl"
+    rows = ({"question": f"What is {one} plus {one}?", "answer": str(2 * one)} for one in range(12))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = {"kind": "jsonl", "path": str(file), "held_out": 0.25, "solved_every": 3}
+    context = prepare_small(tmp_path, prompts=[source])
+    after, why = verdict(context, f"prompts.0.{override}")
+    assert after is not None
+    assert why.startswith("prompts")
+    assert "the key cannot change" in why
 
 
 def test_config_changes_of_a_run_are_shown(run: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

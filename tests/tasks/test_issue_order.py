@@ -63,6 +63,21 @@ def test_preempted_prompt_waits_for_the_next_policy_version(reason: DiscardReaso
     assert (5, 1) not in prompts(order, 0, 3)  # this attempt is issued only once
 
 
+def test_epoch_starts_after_reissued_prompts() -> None:
+    """An epoch skips what is solved when it starts, so it starts when its first prompt is next, and not earlier."""
+    limits = RolloutLimits(0, 10, 2, 4, 1.0, 8, 1, 9, 1.0)
+    order = IssueOrder(limits, Cursor((3,), (0,)), [GroupKey(1, 1)], epochs=[(0, 3)])
+    assert order.find_missing_epoch() is None
+    assert prompts(order, 0, 1) == [(1, 1)]
+    assert order.find_missing_epoch() == (0, 3)
+    order.note_epoch(0, 4)
+    assert order.find_missing_epoch() is None
+    assert prompts(order, 0, 1) == [(3, 0)]
+    assert order.find_missing_epoch() == (0, 4)
+    left(order, 3, DiscardReason.FAILED)
+    assert order.find_missing_epoch() is None
+
+
 def test_policy_version_0_releases_preempted_prompts() -> None:
     order = order_of()
     left(order, 5)
