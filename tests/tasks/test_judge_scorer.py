@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -237,6 +238,79 @@ async def test_judge_scores_all_responses_if_one_call_in_ten_fails(judge: Callab
 async def test_hanging_judge_leaves_a_response_unjudged(judge: Callable[..., Any], keys: dict[str, Any]) -> None:
     found, _ = await judge(lambda *_: Reply(does="hangs"), ["7"], tries=1, **keys)
     assert found[0].outcome is Outcome.UNJUDGED
+
+
+class Overtaking:
+    """A judge that gives no verdict on "ramble" before its endpoint gives up; other responses are judged at once."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.began, self.ends = status, threading.Event(), threading.Event()
+
+    def __call__(self, number: int, body: Body) -> Reply:
+        if "ramble" not in read_fenced(body):
+            return grade(number, body)
+        self.began.set()
+        assert self.ends.wait(HANG_SECONDS)
+        return Reply("", self.status, SOON)
+
+
+async def ramble(folder: Path, overtaken: Sequence[bool], status: int = 504, **keys: Any) -> list[Score]:
+    """Judge "ramble" once for each element of `overtaken`, which says whether a later response got a verdict first."""
+    judge = Overtaking(status)
+    with judge_server(judge) as server:
+        scorer = JudgeScorer(build_config(server, tries=1, **keys), folder)
+        await scorer.start()
+        found = list[Score]()
+        for number, is_overtaken in enumerate(overtaken):
+            judge.began.clear()
+            judge.ends.clear()
+            [rambling, other] = build_requests(folder, ["ramble", f"7 {number}"])
+            if not is_overtaken:
+                await asyncio.wait_for(scorer.score([other]), HANG_SECONDS)
+            [future] = scorer.submit([rambling])
+            assert await asyncio.to_thread(judge.began.wait, HANG_SECONDS)
+            if is_overtaken:
+                await asyncio.wait_for(scorer.score([other]), HANG_SECONDS)
+            judge.ends.set()
+            found.append(await asyncio.wait_for(future, HANG_SECONDS))
+        await scorer.close()
+    return found
+
+
+async def test_response_that_is_late_alone_scores_zero(folder: Path) -> None:
+    """Otherwise the policy could learn to make the judge write without end, and its prompt is issued for ever."""
+    found = await ramble(folder, [True, False, True, True, False], judge_tries=3)
+    assert [score.outcome for score in found] == [Outcome.UNJUDGED] * 3 + [Outcome.TIMEOUT, Outcome.UNJUDGED]
+    assert found[3].value == 0.0
+    assert "this happened 3 times while the judge gave verdicts on other responses" in found[3].reason
+
+
+async def test_broken_endpoint_blames_no_response(folder: Path) -> None:
+    found = await ramble(folder, [True] * 3, status=500, judge_tries=1)
+    assert [score.outcome for score in found] == [Outcome.UNJUDGED] * 3
+
+
+@pytest.mark.parametrize("keys", [{"call_seconds": 0.2}, {"deadline_seconds": 0.3}])
+async def test_hanging_call_counts_as_late(folder: Path, keys: dict[str, Any]) -> None:
+    with judge_server(lambda *_: Reply(does="hangs")) as server:
+        scorer = JudgeScorer(build_config(server, tries=1, judge_tries=1, **keys), folder)
+        await scorer.start()
+        scorer._endpoint._newest_answered = 1  # as if a later call had given a verdict
+        [score] = await asyncio.wait_for(scorer.score(build_requests(folder, ["7"])), HANG_SECONDS)
+        await scorer.close()
+    assert (score.value, score.outcome) == (0.0, Outcome.TIMEOUT)
+
+
+async def test_verdict_forgets_that_a_response_was_late(folder: Path) -> None:
+    with judge_server(lambda n, body: Reply("", 504, SOON) if n == 1 else grade(n, body)) as server:
+        scorer = JudgeScorer(build_config(server, tries=1, judge_tries=2), folder)
+        await scorer.start()
+        scorer._endpoint._newest_answered = 1
+        request = build_requests(folder, ["7"])
+        found = [*await scorer.score(request), *await scorer.score(request)]
+        assert [score.outcome for score in found] == [Outcome.UNJUDGED, Outcome.PARTIAL]
+        assert not scorer._endpoint._overtaken
+        await scorer.close()
 
 
 async def test_absent_judge_leaves_a_response_unjudged(folder: Path) -> None:

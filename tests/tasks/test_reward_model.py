@@ -307,6 +307,67 @@ def test_nan_score_of_a_reward_model_leaves_it_unjudged(plan: str, why: str) -> 
     assert found[0].reason == f"the reward model gave no number: {why}"
 
 
+class OddCopies(Copies):
+    """Copies whose number for the response "7" is NaN; call by call, they may fail or give no response a number."""
+
+    async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
+        grades = await super().grade(number, conversations)
+        odd = [response == "7" for _, response in conversations]
+        return [Grade(math.nan) if is_odd else grade for is_odd, grade in zip(odd, grades, strict=True)]
+
+
+def score_in_turn(copies: Copies, calls: Sequence[Sequence[int]], **keys: Any) -> list[Score]:
+    """Score the responses of each call, one call after another; return the last score of each call."""
+
+    async def main() -> list[Score]:
+        scorer = ModelScorer(ModelReward(path="x", **keys), lambda tokens, special: str(tokens[0]), copies)
+        await scorer.start()
+        try:
+            return [
+                (await scorer.score([ScoreRequest([number], {}, messages=CHAT) for number in call]))[-1]
+                for call in calls
+            ]
+        finally:
+            await scorer.close()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "graded"),
+    [([], [1, 7], [2, 2, 2]), ([[3], [1]], [7], [1, 1, 1, 1, 1, 1, 1, 1])],
+    ids=["together", "alone"],
+)
+def test_response_with_a_nan_of_its_own_scores_lowest(
+    before: list[list[int]], call: list[int], graded: list[int]
+) -> None:
+    """Otherwise the policy could learn to stay unjudged; and a score of 0 would be better than most logits. If the
+    response is alone, its copy grades an earlier response again.
+    """
+    copies = OddCopies()
+    found = score_in_turn(copies, [*before, call, call, call], scale=-1.0, judge_tries=3)[-3:]
+    assert [score.outcome for score in found] == [Outcome.UNJUDGED, Outcome.UNJUDGED, Outcome.UNPARSABLE]
+    assert found[-1].value == (-3.0 if before else -1.0)
+    assert "the logit is nan, 3 times or more, while it gave other responses a number" in found[-1].reason
+    assert copies.calls == graded
+
+
+@pytest.mark.parametrize(
+    "plan", [["nan"] * 20, ["", *["nan"] * 20], ["", *["fault"] * 20]], ids=["new", "broken", "no memory"]
+)
+def test_broken_model_leaves_responses_unjudged(plan: list[str]) -> None:
+    """The model gives no response a number, or it never graded one, so no response is to blame."""
+    found = score_in_turn(OddCopies(*plan), [[1], [7], [7], [7], [7], [7]], judge_tries=2)
+    assert [score.outcome for score in found[1:]] == [Outcome.UNJUDGED] * 5
+
+
+def test_failed_control_call_repeats_the_call() -> None:
+    copies = OddCopies("", "", "away")
+    found = score_in_turn(copies, [[1], [7], [7]], judge_tries=2)
+    assert [score.outcome for score in found[1:]] == [Outcome.UNJUDGED, Outcome.UNPARSABLE]
+    assert copies.calls == [1, 1, 1, 1, 1, 1, 1]
+
+
 # --- refused before the run, and pinned in the run --------------------------------------------------------------------
 
 

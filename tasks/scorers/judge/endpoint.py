@@ -9,6 +9,10 @@ If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After t
 `NoVerdict` instead if the judge itself answered, or if the endpoint rejected the request's content, for example as too
 long, because the response may be the cause. Before the first verdict, the judge or its settings may be the cause.
 
+A question is *overtaken* if the judge answers all its calls too late, while it gives a verdict on a question that was
+asked later. The judge was not away then, and the response may have made it write without end. A question that was
+overtaken `judge_tries` times raises `TooSlow`. Lost connections and other errors of the endpoint prove nothing.
+
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
 up. When the run must end, the event `failed` is set, and each further call raises the error.
 
@@ -18,13 +22,17 @@ The endpoint's API key appears in no error message.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, RollflowError
+from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import Unjudged
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
@@ -32,6 +40,8 @@ from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
 REFUSED = (401, 403, 404)  # HTTP statuses that mean a wrong API key, address or model, so that a retry is useless
 CHARS_PER_TOKEN = 3  # characters per token in the estimate of a request's tokens; few texts have fewer
 REFUSED_CONTENT = (400, 413, 422)  # HTTP statuses that may mean a response that is too long, or that a filter rejects
+LATE = (408, 504)  # HTTP statuses that mean that the endpoint gave up waiting for the judge
+MOST_OVERTAKEN = 10_000  # largest number of overtaken questions that are remembered
 LONGEST_ANSWER = 200  # largest number of characters of an endpoint's answer in an error message
 
 
@@ -47,6 +57,18 @@ class JudgeUsage:
 class NoVerdict(RollflowError):
     """Raised if the judge gave no verdict, and the response may be the cause."""
 
+    outcome = Outcome.UNPARSABLE
+
+
+class TooSlow(NoVerdict):
+    """Raised if the judge repeatedly gave no verdict in time, but verdicts on questions that were asked later."""
+
+    outcome = Outcome.TIMEOUT
+
+
+class LateAnswer(Unjudged):
+    """Raised if the judge answered a call too late, or not at all."""
+
 
 class Endpoint:
     """Sends questions to a judge. See the module's docstring."""
@@ -58,6 +80,9 @@ class Endpoint:
         self._client: Any = None
         self._key = ""
         self._error: ConfigError | None = None
+        self._order = itertools.count()  # numbers the calls in the order in which they began
+        self._newest_answered = -1  # number of the newest call that gave a verdict
+        self._overtaken: OrderedDict[str, int] = OrderedDict()  # question -> how often it was overtaken
         self.failed = asyncio.Event()
         self.usage = JudgeUsage()
 
@@ -118,10 +143,16 @@ class Endpoint:
             NoVerdict: no try gave a valid verdict, and the response may be the cause.
             ConfigError: the endpoint has failed in a way that ends the run.
         """
-        left = self._config.tries
+        left, text = self._config.tries, f"{repeat} {question.text}"
+        key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         while True:
             async with self._places:
-                text, tries = await self._call(question, left, 1000 * repeat + self._config.tries - left)
+                await self._reserve(self._estimate(question))
+                began = next(self._order)
+                try:
+                    text, tries = await self._call(question, left, 1000 * repeat + self._config.tries - left)
+                except LateAnswer as error:
+                    raise self._note_late(key, began, str(error)) from None
             left -= tries
             has_message = False
             try:
@@ -135,13 +166,27 @@ class Endpoint:
                     raise self._give_up(said, may_be_response=has_message) from None
                 continue
             self.usage.verdicts += 1
+            self._newest_answered = max(self._newest_answered, began)
+            self._overtaken.pop(key, None)
             return verdict
+
+    def _note_late(self, key: str, began: int, said: str) -> Exception:
+        """Return the error for a question whose call `began` was answered too late, and count it if it was
+        overtaken.
+        """
+        if self._newest_answered < began:
+            return Unjudged(said)
+        count = self._overtaken[key] = self._overtaken.get(key, 0) + 1
+        if len(self._overtaken) > MOST_OVERTAKEN:
+            self._overtaken.popitem(last=False)
+        if count < self._config.judge_tries:
+            return Unjudged(said)
+        return TooSlow(f"{said}; this happened {count} times while the judge gave verdicts on other responses")
 
     async def _call(self, question: JudgeQuestion, tries: int, seed: int) -> tuple[str, int]:
         """Call the endpoint up to `tries` times; return the body of the answer, and the number of tries."""
         import openai
 
-        await self._reserve(self._estimate(question))
         self._check_budget()
         body = self._build_body(question, seed)
         client = self._client.with_options(max_retries=tries - 1)
@@ -150,7 +195,10 @@ class Endpoint:
                 answer = await client.chat.completions.with_raw_response.create(**body)
         except TimeoutError:
             limit = f"{self._config.deadline_seconds:g} s ({self._section}.deadline_seconds)"
-            raise Unjudged(f"the judge gave no verdict within {limit}") from None
+            raise LateAnswer(f"the judge gave no verdict within {limit}") from None
+        except openai.APITimeoutError:
+            limit = f"{self._config.call_seconds:g} s ({self._section}.call_seconds)"
+            raise LateAnswer(f"the judge answered none of {tries} calls within {limit}") from None
         except openai.APIStatusError as error:
             raise self._explain(error.status_code, error.response.text) from None
         except openai.APIError as error:
@@ -174,6 +222,8 @@ class Endpoint:
     def _explain(self, status: int, text: str) -> Exception:
         """Return the error for a call that the endpoint refused."""
         said = f"status {status}: {self._quote(text)}"
+        if status in LATE:
+            return LateAnswer(f"the judge refused a call with {said}")
         if status not in REFUSED or self.usage.verdicts:
             return self._give_up(f"the judge refused a call with {said}", may_be_response=status in REFUSED_CONTENT)
         key = "model" if status == 404 else "token_env"

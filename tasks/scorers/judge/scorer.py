@@ -125,7 +125,7 @@ class JudgeScorer(Scorer):
             try:
                 score = await self._judge(answer_of(text, self._config.answer), request)
             except NoVerdict as error:
-                score = Score(0.0, make_storable(str(error), LONGEST_REASON), Outcome.UNPARSABLE, failed=True)
+                score = Score(0.0, make_storable(str(error), LONGEST_REASON), error.outcome, failed=True)
             score = finish_score(score, self._config, text, len(request.tokens))
         except Unjudged as error:
             score = Score(0.0, make_storable(str(error), LONGEST_REASON), Outcome.UNJUDGED)

@@ -6,6 +6,10 @@
 
 - A response cannot cause a failure of the model, because longer inputs are cut. So a response never scores 0 because of
   a failure: its call is repeated until a copy answers.
+- If the model's number for a response is no finite number, such as NaN, the response is unjudged. After `judge_tries`
+  such calls, in which the same copy gave a finite number for another response, the response is the cause: it is
+  unparsable, and gets the lowest value that any response got so far, at most 0. A copy that gives no other response of
+  a call a number is asked about an earlier response again.
 - If no call runs and no score has come for `deadline_seconds`, the responses in the queue are unjudged.
 - A slow model delays no response into being unjudged, because its calls run.
 """
@@ -13,8 +17,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,6 +44,7 @@ from rollflow.tasks.scorers.verifier import answer_of, apply_threshold, finish_s
 # largest number of batches of responses in a call of the model; several batches allow sorting inputs by length
 AHEAD = 4
 AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy of the model
+MOST_ODD = 10_000  # largest number of responses without a finite number that are remembered
 CHECK_SECONDS = 1.0  # seconds between two checks of the queue for late responses
 
 Decode = Callable[[Sequence[int], bool], str]
@@ -66,6 +73,9 @@ class ModelScorer(Scorer):
         self._news = asyncio.Event()
         self._calls = 0  # number of calls that run
         self._moved = -math.inf  # time of the last score
+        self._known: Conversation | None = None  # the newest response with a finite number
+        self._lowest = 0.0  # the lowest value of a response so far, at most 0
+        self._odd: OrderedDict[str, int] = OrderedDict()  # response -> how often only its number was not finite
         self._why = "no copy of the model has started yet"
         self._tasks: list[asyncio.Task[None]] = []
         self.usage = ScorerUsage()
@@ -123,19 +133,36 @@ class ModelScorer(Scorer):
 
     async def _call(self, number: int, jobs: list[GradingJob]) -> None:
         """Grade responses with a copy of the model; put the responses back into the queue if the call fails."""
-        loop, grades = asyncio.get_running_loop(), list[Grade]()
+        loop, is_graded = asyncio.get_running_loop(), False
         started, self._calls = loop.time(), self._calls + 1
         try:
             grades = await self._copies.grade(number, [job.conversation for job in jobs])
+            works = await self._works(number, jobs, grades)
+            is_graded = True
         finally:
             self._calls -= 1
-            if not grades:
+            if not is_graded:
                 self._waiting.extendleft(reversed(jobs))
                 self._news.set()
         self._moved = loop.time()
         self.usage.busy_seconds += self._moved - started
         for job, grade in zip(jobs, grades, strict=True):
-            self._settle(job, replace(self._score(job, grade), seconds=self._moved - started))
+            self._settle(job, replace(self._score(job, grade, works), seconds=self._moved - started))
+
+    async def _works(self, number: int, jobs: Sequence[GradingJob], grades: Sequence[Grade]) -> bool:
+        """Return whether copy `number` of the model gives finite numbers. If no response of a call has one, ask the
+        copy about an earlier response.
+        """
+        for job, grade in zip(jobs, grades, strict=True):
+            if is_number(self._config, grade):
+                self._known = job.conversation
+                self._lowest = min(self._lowest, compute_value(self._config, grade))
+        if any(is_number(self._config, grade) for grade in grades):
+            return True
+        if self._known is None or not any(is_odd(self._config, grade) for grade in grades):
+            return False
+        [again] = await self._copies.grade(number, [self._known])
+        return is_number(self._config, again)
 
     async def _expire(self) -> None:
         """While no copy of the model answers, give queued responses the outcome "unjudged" after their deadline."""
@@ -147,8 +174,21 @@ class ModelScorer(Scorer):
                 reason = f"the reward model gave no score for {seconds:g} s: {self._why}"
                 self._settle(self._waiting.popleft(), _build_unjudged(reason))
 
-    def _score(self, job: GradingJob, grade: Grade) -> Score:
-        return finish_score(score_grade(self._config, grade), self._config, job.response, job.tokens)
+    def _score(self, job: GradingJob, grade: Grade, works: bool) -> Score:
+        """Compute the score of a response. `works` says that the copy gave another response a finite number."""
+        score = score_grade(self._config, grade)
+        if works and is_odd(self._config, grade) and self._count_odd(job) >= self._config.judge_tries:
+            reason = f"{score.reason}, {self._config.judge_tries} times or more, while it gave other responses a number"
+            score = replace(score, value=self._lowest, reason=reason, outcome=Outcome.UNPARSABLE, failed=True)
+        return finish_score(score, self._config, job.response, job.tokens)
+
+    def _count_odd(self, job: GradingJob) -> int:
+        """Count a call in which the model gave this response no finite number, and return the response's count."""
+        key = hashlib.sha256(json.dumps(job.conversation).encode()).hexdigest()
+        self._odd[key] = self._odd.get(key, 0) + 1
+        if len(self._odd) > MOST_ODD:
+            self._odd.popitem(last=False)
+        return self._odd[key]
 
     def _settle(self, job: GradingJob, score: Score) -> None:
         self.usage.scored += 1
@@ -156,11 +196,26 @@ class ModelScorer(Scorer):
             job.future.set_result(score)
 
 
+def compute_value(config: ModelReward, grade: Grade) -> float:
+    """Return the reward for a grade, which is not finite if the grade is not."""
+    return config.scale * grade.raw + config.offset
+
+
+def is_odd(config: ModelReward, grade: Grade) -> bool:
+    """Return whether the model graded a response, but the reward is not finite or too large for storage."""
+    return not grade.fault and not abs(compute_value(config, grade)) <= LARGEST  # also true for NaN
+
+
+def is_number(config: ModelReward, grade: Grade) -> bool:
+    """Return whether a grade gives a reward that can be stored."""
+    return not grade.fault and not is_odd(config, grade)
+
+
 def score_grade(config: ModelReward, grade: Grade) -> Score:
     """Compute the score of a response from the model's grade."""
     what = "logit" if config.label is None else f"probability of {config.label!r}"
-    value = config.scale * grade.raw + config.offset
-    if grade.fault or not abs(value) <= LARGEST:  # also true for NaN
+    value = compute_value(config, grade)
+    if not is_number(config, grade):
         return _build_unjudged(f"the reward model gave no number: {grade.fault or f'the {what} is {grade.raw}'}")
     cut = f", {grade.cut} tokens cut off" if grade.cut else ""
     score = Score(value, make_storable(f"{what} {grade.raw:.6g}{cut}", LONGEST_REASON))
