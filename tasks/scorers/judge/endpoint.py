@@ -11,7 +11,7 @@ long, because the response may be the cause. Before the first verdict, the judge
 
 A question is *overtaken* if the judge answers all its calls too late, while it gives a verdict on a question that was
 asked later. The judge was not away then, and the response may have made it write without end. A question that was
-overtaken `judge_tries` times raises `OvertakenQuestion`. Lost connections and other errors of the endpoint prove nothing.
+overtaken `judge_tries` times raises `LateVerdict`. Lost connections and other errors of the endpoint prove nothing.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
 up. When the run must end, the event `failed` is set, and each further call raises the error.
@@ -60,7 +60,7 @@ class NoVerdict(RollflowError):
     outcome = Outcome.UNPARSABLE
 
 
-class OvertakenQuestion(NoVerdict):
+class LateVerdict(NoVerdict):
     """Raised if the judge repeatedly gave no verdict in time, but verdicts on questions that were asked later."""
 
     outcome = Outcome.TIMEOUT
@@ -181,7 +181,7 @@ class Endpoint:
             self._overtaken.popitem(last=False)
         if count < self._config.judge_tries:
             return Unjudged(said)
-        return OvertakenQuestion(f"{said}; this happened {count} times while the judge gave verdicts on other responses")
+        return LateVerdict(f"{said}; this happened {count} times while the judge gave verdicts on other responses")
 
     async def _call(self, question: JudgeQuestion, tries: int, seed: int) -> tuple[str, int]:
         """Call the endpoint up to `tries` times; return the body of the answer, and the number of tries."""
