@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -87,17 +88,36 @@ class PolicyTokenizer:
         ended = bool(len(tokens)) and tokens[-1] in self.stop_tokens
         return self.decode(tokens[:-1] if ended else tokens)
 
-    def token_ends(self, tokens: Sequence[int], special: bool = True) -> list[int]:
-        """Return for each token of a response the number of characters of the decoded response (`decode_response`) up
-        to the end of the token.
+    def find_tokens(self, tokens: Sequence[int], positions: Sequence[int], special: bool = True) -> list[int]:
+        """Return the index of the token with which the decoded response (`decode_response`) has as many characters as a
+        position says, for each position.
 
-        A token that ends within a character does not count the character.
+        A token that ends within a character does not count the character. A byte that belongs to no character counts
+        at a token soon after it. If a response does not get that many characters, the index is that of the last token.
         """
-        stream, ends, length = DecodeStream(skip_special_tokens=not special), list[int](), 0
-        for token in tokens:
-            length += len(stream.step(self._fast, token) or "")
-            ends.append(length)
-        return ends
+        whole = str(self._fast.decode(list(tokens), skip_special_tokens=not special))
+
+        def count_characters(place: int) -> int:
+            prefix = self._fast.decode(list(tokens[: place + 1]), skip_special_tokens=not special)
+            if whole.startswith(prefix):
+                return len(prefix)
+            return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False)))
+
+        ends = self._decode_stepwise(tokens, whole, special)
+        places, key = (range(len(tokens)), count_characters) if ends is None else (ends, None)
+        return [min(bisect_left(places, position, key=key), len(tokens) - 1) for position in positions]
+
+    def _decode_stepwise(self, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
+        """Return for each token the number of characters up to its end; None if bytes that are no valid UTF-8 make a
+        decoded prefix differ from the whole text."""
+        stream, text, ends = DecodeStream(skip_special_tokens=not special), "", list[int]()
+        try:
+            for token in tokens:
+                text += stream.step(self._fast, token) or ""
+                ends.append(len(text))
+        except Exception:  # noqa: BLE001 - tokenizers raises plain `Exception`s
+            return None
+        return ends if whole.startswith(text) else None
 
     def name(self, token: int) -> str:
         """Return a token's text and id, for an error message."""

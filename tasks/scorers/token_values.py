@@ -66,9 +66,8 @@ def place_values(
         steps = shift_steps(score, start, len(answer)).step_values
         values_T = _read_values(score.token_values, len(tokens))
         if steps:
-            ends_T = np.array(tokenizer.token_ends(tokens, config.special_tokens))
-            ends_S, values_S = map(np.array, zip(*steps, strict=True))
-            place_S = np.minimum(np.searchsorted(ends_T, ends_S), len(tokens) - 1)
+            ends, values_S = zip(*steps, strict=True)
+            place_S = np.array(tokenizer.find_tokens(tokens, ends, config.special_tokens))
             values_T[place_S] = np.nan_to_num(values_T[place_S])
             np.add.at(values_T, place_S, values_S)
         return replace(score, token_values=_to_float32(values_T), step_values=())
@@ -106,12 +105,13 @@ def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s
 
 
 def _read_values(values: Sequence[float | None], tokens: int) -> np.ndarray:
-    """Return token values as float64, with NaN for tokens without a value; raise `ValueError` on a wrong length."""
+    """Return checked token values as float64, with NaN for tokens without a value; raise `ValueError` on a wrong
+    length."""
     if not len(values):
         return np.full(tokens, math.nan)
     if len(values) != tokens:
         raise ValueError(f"the score has {len(values)} token values for a response of {tokens} tokens")
-    return np.array(values, np.float64)
+    return Float32s.of(values).array.astype(np.float64)  # type: ignore[arg-type]  # checked values are numbers
 
 
 def _to_float32(values_T: np.ndarray) -> Float32s:

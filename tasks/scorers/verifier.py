@@ -52,11 +52,12 @@ class Verifier:
         return self.function(response, reference, **self._pass_tokens(tokens))
 
     async def call(
-        self, responses: Sequence[str], references: Sequence[Reference], tokens: Sequence[Sequence[int]]
+        self, responses: Sequence[str], references: Sequence[Reference], tokens: Sequence[Sequence[int]] = ()
     ) -> list[Any]:
         """Score responses and return the verifier's results. An error on any response is raised. `tokens` are the
-        tokens of each response.
+        tokens of each response, for a verifier that takes them.
         """
+        tokens = tokens or [()] * len(responses)
         if not self.takes_several:
             rows = zip(responses, references, map(self._pass_tokens, tokens), strict=True)
             calls = (self.function(response, reference, **more) for response, reference, more in rows)
