@@ -104,8 +104,11 @@ class PolicyTokenizer:
             return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False)))
 
         ends = self._decode_stepwise(tokens, whole, special)
-        places, key = (range(len(tokens)), count_characters) if ends is None else (ends, None)
-        return [min(bisect_left(places, position, key=key), len(tokens) - 1) for position in positions]
+        if ends is None:
+            found = [bisect_left(range(len(tokens)), position, key=count_characters) for position in positions]
+        else:
+            found = [bisect_left(ends, position) for position in positions]
+        return [min(place, len(tokens) - 1) for place in found]
 
     def _decode_stepwise(self, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
         """Return for each token the number of characters up to its end; None if bytes that are no valid UTF-8 make a
