@@ -35,7 +35,9 @@ def prepare(config: RunConfig, run_id: str, tell: Tell = lambda _: None) -> RunC
         ConfigError: the run would fail. The error message says what the user must change in the recipe.
     """
     if is_number(run_id):
-        raise ConfigError(f"run id = {run_id!r}: a number means a version of the newest run; add a letter to it")
+        raise ConfigError(
+            f"run id = {run_id!r}: a number means a policy version of the newest run; add a letter to the id"
+        )
     found = preflight(config, tell=tell)
     uri = store_uri(config)
     context = context_of(uri, run_id)

@@ -92,7 +92,7 @@ def _parse_version(what: str) -> int | None:
 def _parse_trajectory(what: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", what):
         raise ConfigError(
-            f"{what!r} names neither a version (such as 7) nor a trajectory (PROMPT.ATTEMPT.SAMPLE, such as 12.0.3)"
+            f"{what!r} names neither a policy version (such as 7) nor a trajectory (PROMPT.ATTEMPT.SAMPLE, e.g. 12.0.3)"
         )
     return tuple(int(part) for part in what.split("."))
 

@@ -174,7 +174,7 @@ def _distance(policies: PolicyStore, learner: Learner, replayed: ReplayedVersion
 def _select_range(context: RunContext, version: int | None, newest: int, every: bool) -> tuple[int, int]:
     """Return the first and the last policy version to replay."""
     if newest < 1:
-        raise ConfigError(f"run {context.run_id!r}: no version has been trained yet; there is nothing to replay")
+        raise ConfigError(f"run {context.run_id!r}: no policy version has been trained yet; there is nothing to replay")
     if every:
         return 1, newest
     chosen = newest if version is None else version

@@ -56,7 +56,7 @@ def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
     try:
         tags = read_tags(place, context.key)
     except Unreachable as error:
-        raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256 from a place where you stored an anchor") from None
+        raise ConfigError(f"--anchor mlflow: {error}; give N:SHA256, a stored hash of log entry N") from None
     anchors = [
         parse_anchor(f"{int(name.removeprefix(ANCHOR_TAG))}:{sha256}")
         for name, sha256 in sorted(tags.items())
@@ -64,6 +64,6 @@ def read_anchors(context: RunContext, place: TrackingPlace) -> Sequence[Anchor]:
     ]
     if not anchors:
         raise ConfigError(
-            "--anchor mlflow: MLflow has no anchor of this run; give N:SHA256 from a place where you stored an anchor"
+            "--anchor mlflow: MLflow has no anchor of this run; give N:SHA256, a stored hash of log entry N"
         )
     return anchors

@@ -330,16 +330,16 @@ def _wait_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     """
     rows: list[tuple[str, Text]] = []
     if summary.get("async_ratio") and summary.get("held_back_by_alpha", 0) >= WORTH_SAYING:
-        held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer version"
+        held = f"{summary['held_back_by_alpha']:.0%} of the time free engine slots waited for a newer policy version"
         rows.append(("held back by alpha", Text(f"{held}; a larger async_ratio would use them")))
     if summary.get("async_ratio") and summary.get("waited_at_the_bound", 0) >= WORTH_SAYING:
         waited = (
-            f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for a slow group"
+            f"{summary['waited_at_the_bound']:.0%} of the time a full batch and the learner waited for slow responses"
         )
         cure = "a larger async_ratio with the same rollout.max_batches_ahead would not"
         rows.append(("waited at the bound", Text(f"{waited}; {cure}")))
     if summary.get("dropped_tokens", 0) >= WORTH_SAYING:
-        dropped = f"{summary['dropped_tokens']:.0%} of the tokens were of groups too slow for their batch"
+        dropped = f"{summary['dropped_tokens']:.0%} of the tokens were in responses too slow for their batch"
         cure = 'rollout.on_stale = "wait", with no redundant_groups, keeps them'
         rows.append(("dropped", Text(f"{dropped}; {cure}", style="yellow")))
     return rows

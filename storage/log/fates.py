@@ -29,7 +29,9 @@ def close_dispatch(s: RunState, prompt: int, attempt: int) -> None:
     """Remove a prompt from the prompts in flight, because the prompt's group of responses was committed or
     discarded."""
     if s.open.get(prompt) != attempt:
-        raise EntryRefused(f"dispatch {GroupKey(prompt, attempt)} is not open")
+        raise EntryRefused(
+            f"the attempt {GroupKey(prompt, attempt)} is not open: it was never issued, or has an outcome"
+        )
     del s.open[prompt]
 
 

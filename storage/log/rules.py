@@ -91,7 +91,7 @@ def apply(state: RunState, written: WrittenEntry) -> RunState:
     _need(entry.prev == state.sha256, f"entry {entry.n} names another hash of entry {state.n} than that entry has")
     after = decide(state, entry.n, entry.role, entry.claim, entry.body)
     head, expected = (entry.version, entry.batch), (after.version, after.next_batch)
-    _need(head == expected, f"the entry names (version, next batch) = {head}, but {expected} follows from the log")
+    _need(head == expected, f"the log entry names (version, next batch) = {head}, but {expected} follows from the log")
     after.sha256 = written.sha256
     return after
 
@@ -240,7 +240,7 @@ def _number(section: Mapping[str, object], key: str) -> int:
 
 
 def _claim(s: RunState, role: Role, claim: int, body: Claimed) -> None:
-    _need(claim == s.n, "a claim must name its own entry")
+    _need(claim == s.n, "a claim to a role must name its own log entry")
     newest, under = s.claims.get("supervisor"), None if role == "supervisor" else s.newest_claim("supervisor")
     elsewhere = under is not None and newest is not None and body.cluster != newest.cluster
     if body.under != under or under == NOBODY or elsewhere:

@@ -54,7 +54,7 @@ def from_bytes(data: bytes) -> RunState:
     """Decode a snapshot of a run's state; raise `ValueError` if this release of rollflow cannot read the snapshot."""
     tree = open_sealed(data)
     if tree.get("fold") != FOLD:
-        raise ValueError("the snapshot was made by another version of the rules")
+        raise ValueError("the snapshot was made by another version of the log's rules")
     return _STATE.validate_python(tree["state"])
 
 

@@ -194,7 +194,7 @@ def test_run_id_that_is_a_number_is_refused(
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     sentence = refused(capsys, "run", RECIPE, "--run-id", run_id)
-    assert sentence == f"run id = '{run_id}': a number means a version of the newest run; add a letter to it"
+    assert sentence == f"run id = '{run_id}': a number means a policy version of the newest run; add a letter to the id"
     assert not (tmp_path / "store").exists()
 
 

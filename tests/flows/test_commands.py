@@ -263,7 +263,7 @@ def test_inspect_shows_a_trajectory(trained: RunContext, capsys: pytest.CaptureF
         (("inspect", "small", "13.0"), "prompt 13 had not yet been dispatched when the newest batch was committed"),
         (("inspect", "small", "4.7"), "prompt 4 has no attempt 7; it was issued as attempt 0, 1"),
         (("inspect", "small", "3.0.9"), "3.0 has samples 0 to 3; there is no sample 9"),
-        (("inspect", "small", "v7"), "'v7' names neither a version (such as 7) nor a trajectory"),
+        (("inspect", "small", "v7"), "'v7' names neither a policy version (such as 7) nor a trajectory"),
         (("inspect", "nobody"), "there is no such run"),
         (("replay", "small", "0"), "version 0 was not trained from a batch"),
         (("replay", "small", "6"), "version 6 is not published; run 'small' has versions 0 to 5"),

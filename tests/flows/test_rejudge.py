@@ -198,7 +198,7 @@ def test_rejudge_refuses_a_run_without_a_trained_version(
 ) -> None:
     cut(run, version=1)
     assert main(["rejudge", str(run)]) == 2
-    assert "no version has been trained yet; there is nothing to judge again" in capsys.readouterr().err
+    assert "no policy version has been trained yet; there is nothing to judge again" in capsys.readouterr().err
 
 
 def cut(run: Path, version: int) -> None:

@@ -191,8 +191,14 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     ),
     "a run is created again": (lambda rich: ("creator", 0, {**rich.model.created}), "a run can be created only once"),
     # claims
-    "a claim of the entry before": (claimed("supervisor", lambda rich: None, -1), "a claim must name its own entry"),
-    "a claim of the entry behind": (claimed("supervisor", lambda rich: None, 1), "a claim must name its own entry"),
+    "a claim of the entry before": (
+        claimed("supervisor", lambda rich: None, -1),
+        "a claim to a role must name its own log entry",
+    ),
+    "a claim of the entry behind": (
+        claimed("supervisor", lambda rich: None, 1),
+        "a claim to a role must name its own log entry",
+    ),
     "a supervisor under one": (claimed("supervisor", lambda rich: rich.newest), "claimed under the newest supervisor"),
     "under an old supervisor": (
         claimed("scheduler", lambda rich: rich.old),
@@ -288,9 +294,9 @@ def refused(rich: Rich, change: Change) -> EntryRefused:
         ({"n": 30}, "entry 30 cannot follow entry"),
         ({"n": 3}, "entry 3 cannot follow entry"),
         ({"prev": "0" * 64}, "names another hash"),
-        ({"version": 7}, r"the entry names \(version, next batch\) = \(7, 9\), but"),
-        ({"batch": 8}, r"the entry names \(version, next batch\) = \(6, 8\), but"),
-        ({"claim": 1}, "a claim must name its own entry"),
+        ({"version": 7}, r"the log entry names \(version, next batch\) = \(7, 9\), but"),
+        ({"batch": 8}, r"the log entry names \(version, next batch\) = \(6, 8\), but"),
+        ({"claim": 1}, "a claim to a role must name its own log entry"),
     ],
 )
 def test_misplaced_log_entry_is_refused(rich: Rich, change: dict[str, Any], why: str) -> None:

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_training(commands: Commands) -> None:
     init = commands.add(
         "init",
-        "Write a recipe file to edit (`keys` prints keys and writes no file)",
+        "Write a recipe (the TOML file of a run) to edit; `keys` only prints keys",
         "Each key of the file is a comment with its default and its meaning; remove the comment sign to set the key. "
         "The file has the keys of the default kinds; `rollflow keys` prints the keys of all kinds.",
         "rollflow init mine.toml",
@@ -69,12 +69,12 @@ def _add_training(commands: Commands) -> None:
     check = commands.add(
         "check",
         "Check a recipe file, without starting a run",
-        "The command makes all checks that `run` makes before its first token, and starts and downloads nothing.",
+        "The command makes all checks of `run` before the first token. The command starts and downloads nothing.",
         "rollflow check mine.toml --set engine.replicas=2",
     )
     add_recipe_arguments(check)
     add_settings_argument(check)
-    check.add_argument("--offline", action="store_true", help="do not contact a store, MLflow, Prefect or Ray")
+    check.add_argument("--offline", action="store_true", help="do not contact object storage, MLflow, Prefect or Ray")
     whole = check.add_mutually_exclusive_group()
     whole.add_argument("--resolved", action="store_true", help="print the whole recipe, with every default, as TOML")
     whole.add_argument("--json", action="store_true", help="print the whole recipe as JSON")
@@ -87,7 +87,7 @@ def _add_training(commands: Commands) -> None:
     )
     add_recipe_arguments(run)
     add_settings_argument(run)
-    run.add_argument("--run-id", help="id of the run; default: the recipe's name and the time")
+    run.add_argument("--run-id", help="id of the run; default: the recipe's name and the time of the start")
     _add_sweep(commands)
     _add_run_ends(commands)
 
@@ -103,16 +103,16 @@ def _add_sweep(commands: Commands) -> None:
     add_set_argument(sweep, "set a key of the recipe to one or more values", "KEY=VALUE[,VALUE...]")
     add_settings_argument(sweep)
     sweep.add_argument(
-        "--seeds", type=parse_positive, default=1, metavar="N", help="number of runs of each combination (default: 1)"
+        "--seeds", type=parse_positive, default=1, metavar="N", help="number of seeds per combination (default: 1)"
     )
-    sweep.add_argument("--study", help="name of the study; a stopped study of this name is continued")
+    sweep.add_argument("--study", help="name of the group of runs in MLflow; a stopped study is continued by its name")
 
 
 def _add_run_ends(commands: Commands) -> None:
     resume = commands.add(
         "resume",
-        "Continue a run after `stop`, a failure or its last version",
-        "The run continues from its storage alone. --set changes its config, and the change is recorded in its log.",
+        "Continue a run after `stop`, a failure or its last policy version",
+        "The run continues from its stored data. --set changes the run's config; the run's log records the change.",
         "rollflow resume --set versions=200",
     )
     add_run_argument(resume)
@@ -122,7 +122,7 @@ def _add_run_ends(commands: Commands) -> None:
 
     stop = commands.add(
         "stop",
-        "End a run at its next version, or at once (`resume` continues it)",
+        "End a run at its next policy version, or at once (`resume` continues it)",
         "The command works from any machine that reaches the run's storage.",
         "rollflow stop --now",
     )
@@ -157,13 +157,13 @@ def _add_watching(commands: Commands) -> None:
 
     inspect = commands.add(
         "inspect",
-        "Show what a run, a version or a trajectory was made from",
-        "A trajectory is PROMPT.ATTEMPT.SAMPLE; it is shown with its text, tokens, reward and fate.",
+        "Show what a run, a policy version or a trajectory was made from",
+        "A trajectory (a response with its reward) has a name of the form PROMPT.ATTEMPT.SAMPLE, e.g. 12.0.3.",
         "rollflow inspect 12.0.3",
     )
     add_run_argument(inspect)
     inspect.add_argument(
-        "what", nargs="?", metavar="VERSION|TRAJECTORY", help="version (e.g. 7) or trajectory (12.0.3)"
+        "what", nargs="?", metavar="VERSION|TRAJECTORY", help="policy version (e.g. 7) or trajectory (e.g. 12.0.3)"
     )
     inspect.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
@@ -185,17 +185,17 @@ def _add_proving(commands: Commands) -> None:
     audit = commands.add(
         "audit",
         "Prove from storage alone that a run kept its guarantees",
-        "The exit code is 1 if the run broke one. --repair shows how a damaged log can be repaired.",
+        "The exit code is 1 if the run broke a guarantee. --repair shows how a damaged log can be repaired.",
         "rollflow audit --deep",
     )
     add_run_argument(audit)
-    audit.add_argument("--deep", action="store_true", help="check the log from its first entry, and every object")
+    audit.add_argument("--deep", action="store_true", help="check the whole log and every object of the run")
     audit.add_argument(
         "--anchor",
         action="append",
         default=[],
         metavar="N:SHA256",
-        help="compare entry N of the log with a hash that was stored elsewhere; `mlflow`: with the hashes in MLflow",
+        help="compare log entry N with a hash that you stored elsewhere; `mlflow`: compare with the hashes in MLflow",
     )
     audit.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
     audit.add_argument("--repair", action="store_true", help="show how a damaged log can be repaired")
@@ -203,13 +203,13 @@ def _add_proving(commands: Commands) -> None:
 
     replay = commands.add(
         "replay",
-        "Train a version again and compare its weights with the recorded ones",
-        "The version is trained from its parent and its recorded batch. The exit code is 1 if the weights differ.",
+        "Train a policy version again and compare its weights with the recorded ones",
+        "The version is trained from the version before it, on its recorded batch. Exit code 1: the weights differ.",
         "rollflow replay --all",
     )
     add_run_argument(replay)
     replay.add_argument("version", nargs="?", metavar="VERSION", help="version to train again (default: the newest)")
-    replay.add_argument("--all", action="store_true", help="train every version again, in order from version 1")
+    replay.add_argument("--all", action="store_true", help="train every policy version again, in order from version 1")
     replay.add_argument("--ranks", type=int, metavar="N", help="number of training processes; default: as in the run")
     replay.add_argument("--json", action="store_true", help="print one JSON object for each version")
     _add_rejudge(commands)
@@ -224,10 +224,10 @@ def _add_rejudge(commands: Commands) -> None:
         "rollflow rejudge --last 10 --set reward.decimals=3",
     )
     add_run_argument(rejudge)
-    batch = "version whose batch is judged again (default: the newest)"
+    batch = "policy version whose batch is judged again (default: the newest)"
     rejudge.add_argument("version", nargs="?", metavar="VERSION", help=batch)
     rejudge.add_argument("--last", type=parse_positive, metavar="N", help="judge the batches of the newest N versions")
-    rejudge.add_argument("--all", action="store_true", help="judge the batches of all versions")
+    rejudge.add_argument("--all", action="store_true", help="judge the batches of all policy versions")
     add_set_argument(rejudge, "set a key of a scorer to another value, e.g. reward.deadline_seconds=30")
     rejudge.add_argument("--show", type=parse_positive, default=10, metavar="N", help="changes to show (default: 10)")
     rejudge.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -241,13 +241,13 @@ def _add_keeping(commands: Commands) -> None:
         "rollflow export 150 policy/",
     )
     add_run_argument(export)
-    export.add_argument("version", type=int, metavar="VERSION", help="number of the version, e.g. 150")
+    export.add_argument("version", type=int, metavar="VERSION", help="number of the policy version, e.g. 150")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
 
     gc = commands.add(
         "gc",
         "Delete the objects in storage that a run does not need",
-        "These are objects that no entry of the log names, and pruned objects that still exist.",
+        "Objects are not needed if no log entry names them, or if the run should have deleted them already.",
         "rollflow gc --dry-run",
     )
     add_run_argument(gc)
@@ -260,7 +260,7 @@ def _add_keeping(commands: Commands) -> None:
 def _add_planning(commands: Commands) -> None:
     plan = commands.add(
         "plan",
-        "Simulate a recipe on other hardware, or find the best split of GPUs",
+        "Simulate a run on other hardware, or find the best split of GPUs",
         "Without --gpus, the recipe is simulated as it is. With --gpus N, simulations search for the best split of N "
         "GPUs between rollout and training, and for the best alpha.",
         "rollflow plan mine.toml --hardware rlvr-128 --gpus 128",
@@ -276,7 +276,7 @@ def _add_planning(commands: Commands) -> None:
 
     simulation = plan.add_argument_group("without --gpus")
     simulation.add_argument(
-        "--versions", type=parse_positive, metavar="N", help="versions to simulate (default: the recipe's)"
+        "--versions", type=parse_positive, metavar="N", help="policy versions to simulate (default: the recipe's)"
     )
     simulation.add_argument(
         "--plot", type=Path, metavar="OUT", help="draw a timeline: OUT.png, OUT.html, or OUT (both)"
@@ -291,16 +291,16 @@ def _add_planning(commands: Commands) -> None:
     search.add_argument("--quick", action="store_true", help="make at most 40 short simulations, not 80 longer ones")
     search.add_argument("--best", type=parse_positive, metavar="N", help="number of rows of the table (default: 6)")
     search.add_argument(
-        "--max-bias", type=float, metavar="SHARE", help="largest bias of the mean length (default: 0.02)"
+        "--max-bias", type=float, metavar="SHARE", help="largest bias of the mean response length (default: 0.02)"
     )
     search.add_argument(
-        "--max-waste", type=float, metavar="SHARE", help="largest share of wasted tokens (default: 0.15)"
+        "--max-waste", type=float, metavar="SHARE", help="largest allowed share of discarded tokens (default: 0.15)"
     )
     search.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recommended recipe and FILE-hardware.toml"
     )
     search.add_argument(
-        "--cost", type=Path, metavar="FILE", help="file of prices; print what a version and the run cost"
+        "--cost", type=Path, metavar="FILE", help="file of prices; print what a policy version and the whole run cost"
     )
 
 
@@ -355,9 +355,9 @@ def _add_sandbox_options(serve: argparse._ArgumentGroup) -> None:
     serve.add_argument("--token-file", type=Path, metavar="FILE", help=token)
     serve.add_argument("--no-token", action="store_true", help="let every user of this machine run programs")
     serve.add_argument("--at-once", type=parse_positive, metavar="N", help="requests that run at a time (default: 8)")
-    queue = "requests that may wait; further ones are refused with status 503 (default: 256)"
+    queue = "number of requests that may wait; more are refused with HTTP status 503 (default: 256)"
     serve.add_argument("--queue", type=parse_positive, metavar="N", help=queue)
-    live = "sandboxes of ROCK's protocol that may live at a time; starting another one fails (default: 64)"
+    live = "number of sandboxes of ROCK's protocol that may run at a time; starting another one fails (default: 64)"
     serve.add_argument("--live", type=parse_positive, metavar="N", help=live)
 
 

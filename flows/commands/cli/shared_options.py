@@ -32,7 +32,9 @@ def add_run_argument(command: argparse.ArgumentParser) -> None:
 
 def add_store_argument(command: Any, held: str) -> None:
     """Add the option `--store` to the parser. `held` says in the help what the store contains."""
-    command.add_argument("--store", help=f"the store of {held}; default: ROLLFLOW_STORE, or one in the run home")
+    command.add_argument(
+        "--store", help=f"object store that contains {held}; default: ROLLFLOW_STORE, or a folder in the run home"
+    )
 
 
 def parse_positive(text: str) -> int:

@@ -62,7 +62,9 @@ def select_versions(context: RunContext, options: argparse.Namespace) -> Sequenc
     """
     newest = context.policies.newest()
     if newest < 1:
-        raise ConfigError(f"run {context.run_id!r}: no version has been trained yet; there is nothing to judge again")
+        raise ConfigError(
+            f"run {context.run_id!r}: no policy version has been trained yet; there is nothing to judge again"
+        )
     if options.all:
         return range(1, newest + 1)
     if options.last is not None:
