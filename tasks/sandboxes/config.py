@@ -25,33 +25,43 @@ class SandboxBase(Section):
     folder_bytes: int = Field(64 * MIB, ge=MIB, description="largest size of all files in a sandbox's folder, in bytes")
     folder_files: int = Field(4096, ge=64, description="largest number of files in a sandbox's folder")
     output_bytes: int = Field(
-        MIB, ge=1024, description="largest number of bytes that a program may write to stdout, and to stderr"
+        MIB,
+        ge=1024,
+        description="largest number of bytes that a program may write to stdout, and the same number for stderr",
     )
     start_seconds: float = Field(
-        30.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for the start of the sandboxes' common processes"
+        30.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds allowed for the start of the processes that create the sandboxes",
     )
     spares: int = Field(
-        4, ge=0, le=256, description="number of empty sandboxes that are created ahead, so that a program starts sooner"
+        4,
+        ge=0,
+        le=256,
+        description="number of empty sandboxes that are created in advance, so that a program starts sooner",
     )
 
 
 class BubblewrapSandbox(SandboxBase):
     kind: Literal["bubblewrap"] = Field(
-        "bubblewrap", description="Linux namespaces, set up by bwrap (Debian's package bubblewrap)"
+        "bubblewrap", description="sandboxes of Linux namespaces, created by bwrap (Debian's package bubblewrap)"
     )
     imports: tuple[str, ...] = Field(
         (
             *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
             *("json", "math", "operator", "random", "re", "statistics", "string", "typing"),
         ),
-        description="Python modules that are imported once, before the first program; a program then imports them in "
-        "no time",
+        description="Python modules that are imported before the first program starts, so that a program imports "
+        "these modules without delay",
     )
 
 
 class SandlockSandbox(SandboxBase):
     kind: Literal["sandlock"] = Field(
-        "sandlock", description="Landlock and seccomp by the package sandlock; needs neither root nor namespaces"
+        "sandlock",
+        description="sandboxes of Landlock and seccomp by the package sandlock, which needs neither root nor "
+        "namespaces",
     )
 
 
@@ -77,16 +87,21 @@ class RunCodeSandbox(Section):
     )
     at_once: int = Field(16, ge=1, le=4096, description="largest number of requests that are sent at a time")
     memory_bytes: int = Field(
-        256 * MIB, ge=32 * MIB, description="memory that a program may use, in bytes; the server holds this limit"
+        256 * MIB, ge=32 * MIB, description="largest memory of a program, in bytes; the server enforces this limit"
     )
     tries: int = Field(
-        4, ge=1, le=20, description="most tries of a request that the server did not answer or answered with 5xx"
+        4,
+        ge=1,
+        le=20,
+        description="largest number of times that a request is sent if the server does not answer or answers with a "
+        "status of 500 or more",
     )
     wait_seconds: float = Field(
         60.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds that a request may take beside its program, for example in the server's queue",
+        description="seconds that a request may take in addition to the time of its program, for example in the "
+        "server's queue",
     )
 
 
@@ -104,24 +119,39 @@ class RockSandbox(Section):
         description="rock: a server that starts a sandbox for each program; rocklet: one rocklet, whose machine all "
         "programs share, each with a folder of its own",
     )
-    image: str = Field("python:3.11", min_length=1, description="image of a sandbox, with python3 and coreutils")
+    image: str = Field(
+        "python:3.11", min_length=1, description="container image of a sandbox; it needs python3 and coreutils"
+    )
     token_env: str = Field(
         "", description="name of the environment variable with the token of the server; empty: no token is sent"
     )
     memory_bytes: int = Field(
-        256 * MIB, ge=32 * MIB, description="memory of a sandbox, in bytes; the server holds this limit"
+        256 * MIB, ge=32 * MIB, description="memory of a sandbox, in bytes; the server enforces this limit"
     )
-    cpus: float = Field(1.0, gt=0, le=4096, description="processor cores of a sandbox; the server holds this limit")
-    at_once: int = Field(16, ge=1, le=4096, description="largest number of sandboxes that live at a time")
-    tries: int = Field(4, ge=1, le=20, description="most tries of a program if a sandbox fails or cannot be started")
+    cpus: float = Field(
+        1.0, gt=0, le=4096, description="number of processor cores of a sandbox; the server enforces this limit"
+    )
+    at_once: int = Field(16, ge=1, le=4096, description="largest number of sandboxes that run at the same time")
+    tries: int = Field(
+        4,
+        ge=1,
+        le=20,
+        description="largest number of times that a program is tried if its sandbox fails or cannot be started",
+    )
     start_seconds: float = Field(
         180.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for the start of a sandbox"
     )
     wait_seconds: float = Field(
-        60.0, gt=0, le=LONGEST_SECONDS, description="seconds that a request may take beside its program"
+        60.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds that a request may take in addition to the time of its program",
     )
     clear_minutes: int = Field(
-        60, ge=1, le=24 * 60, description="minutes without a request after which the server stops a sandbox"
+        60,
+        ge=1,
+        le=24 * 60,
+        description="minutes without a request to a sandbox after which the server stops the sandbox",
     )
 
 

@@ -12,11 +12,11 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refuse
 
 
 class Format(Section):
-    """The form that every response must have; a response in another form loses some reward."""
+    """The form that every response must have. A response in another form loses some reward."""
 
     pattern: str = Field(
         ".*<answer>.*</answer>.*",
-        description="regular expression that the whole response has to match; a dot matches line ends, too",
+        description="regular expression that the whole response must match; a dot also matches line ends",
     )
     penalty: float = Field(
         0.1,
@@ -42,10 +42,15 @@ class LengthPenalty(Section):
     """
 
     unit: Literal["tokens", "characters"] = Field(
-        "tokens", description="what is counted: the tokens of the policy, or the characters of the response's text"
+        "tokens",
+        description="unit of the response's length: tokens of the policy, or characters of the response's text",
     )
-    start: int = Field(ge=0, description="length up to which a response has no penalty")
-    full: int = Field(gt=0, description="length from which a response has the whole penalty")
+    start: int = Field(
+        ge=0, description="length up to which a response has no length penalty, in the unit of the key unit"
+    )
+    full: int = Field(
+        gt=0, description="length from which a response has the whole length penalty, in the unit of the key unit"
+    )
     penalty: float = Field(
         1.0, gt=0, le=1e6, description="largest amount, which is subtracted from the reward at the length full"
     )
@@ -72,7 +77,9 @@ class RewardBase(Section):
     }
 
     answer: Literal["all", "tag"] = Field(
-        "all", description="text that is scored: the whole response, or only what stands between <answer> and </answer>"
+        "all",
+        description="part of the response that is scored. all: the whole response; tag: only the text between "
+        "<answer> and </answer>",
     )
     special_tokens: bool = Field(
         True,
@@ -82,8 +89,8 @@ class RewardBase(Section):
     correct_from: float | None = Field(
         None,
         gt=0,
-        description="smallest reward of a correct response, which accuracies count; default: the verifier decides, and "
-        "1 if it leaves the outcome open",
+        description="smallest reward with which a response counts as correct in accuracies; default: the verifier "
+        "decides, or, if it does not decide, only a reward of 1 counts as correct",
     )
     format: Format | None = None
     length_penalty: LengthPenalty | None = None
@@ -94,21 +101,21 @@ class RewardBase(Section):
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for scoring one response; after this time its reward is 0, and the reason is "
-        "recorded",
+        description="seconds allowed for scoring one response; a response that takes longer gets reward 0, and the "
+        "reason is recorded",
     )
     judge_tries: int = Field(
         3,
         ge=0,
         le=100,
-        description="number of times that a response is judged while nobody can judge it, for example because a "
-        "judge's server is away; then its group is discarded, and its prompt is issued again. 0: its reward is 0",
+        description="number of tries to score a response that no scorer can judge, for example while a judge server "
+        "is away; then all responses to its prompt are discarded, and the prompt is issued again. 0: the reward is 0",
     )
     max_unjudged: int = Field(
         20,
         gt=0,
-        description="the run fails after this many groups in a row with a response that nobody could "
-        "judge; groups that run at the same time count once",
+        description="number of prompts in a row with a response that nobody could judge after which the run fails; "
+        "prompts that run at the same time count once",
     )
     second_verdict_share: float = Field(
         0.0,
@@ -121,7 +128,7 @@ class RewardBase(Section):
         120.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for the start of a worker, which includes loading its verifier",
+        description="seconds allowed for the start of a reward worker, which includes loading its verifier",
     )
 
     @property

@@ -17,13 +17,13 @@ from rollflow.tasks.scorers.model.config import ModelReward
 
 class ReasoningGymReward(RewardBase):
     kind: Literal["reasoning-gym"] = Field(
-        "reasoning-gym", description="the verifier of the reasoning-gym data set that generated the question"
+        "reasoning-gym", description="verifier of the reasoning-gym data set that generated the question"
     )
 
 
 class ExactReward(RewardBase):
     kind: Literal["exact"] = Field(
-        "exact", description="comparison with the reference answer: an equal response is right"
+        "exact", description="compares the response with the reference answer; only an equal response is right"
     )
 
 
@@ -49,7 +49,10 @@ class AdaptiveDeadline(Section):
         description="deadline of a test case, as a multiple of the longest seconds of a correct program on the case",
     )
     min_seconds: float = Field(
-        2.0, gt=0, le=LONGEST_SECONDS, description="smallest deadline; the largest is case_seconds"
+        2.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="smallest deadline of a test case, in seconds; the largest is case_seconds",
     )
     recheck: float = Field(
         0.05,
@@ -62,7 +65,7 @@ class AdaptiveDeadline(Section):
 
 class CodeReward(RewardBase):
     kind: Literal["code"] = Field(
-        "code", description='runs the program in the response on the test cases of the row\'s column "cases"'
+        "code", description='runs the program in the response on the test cases of the prompt row\'s column "cases"'
     )
     fenced: bool = Field(
         True,
@@ -118,19 +121,24 @@ class ChoiceReward(RewardBase):
 
 
 class RegexReward(RewardBase):
-    kind: Literal["regex"] = Field("regex", description="the response has to match a regular expression")
+    kind: Literal["regex"] = Field(
+        "regex", description="compares the response with a regular expression; a matching response is right"
+    )
     pattern: str | None = Field(
         None,
-        description="regular expression, in which a dot matches line ends, too; not set: the row's column `pattern`",
+        description="regular expression, in which a dot also matches line ends; default: the prompt row's column "
+        "`pattern`",
     )
     match: Literal["full", "search"] = Field(
-        "full", description="whether the whole response has to match, or a part of it, of which the last counts"
+        "full",
+        description="what must match the regular expression. full: the whole response; search: any part of the "
+        "response, of which the last counts",
     )
     group: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*$",
-        description="name of a group (?P<name>...) whose text has to equal the reference answer; not set: any match is "
-        "right",
+        description="name of a group of the regular expression, (?P<name>...), whose text must equal the reference "
+        "answer; default: any match is right",
     )
     ignore_case: bool = Field(False, description="whether upper and lower case are the same")
 
@@ -149,7 +157,7 @@ class RegexReward(RewardBase):
 
 class InstructionsReward(RewardBase):
     kind: Literal["instructions"] = Field(
-        "instructions", description="checks the constraints of a row in the format of IFEval"
+        "instructions", description="checks the constraints in a prompt row, in the format of IFEval"
     )
     strict: bool = Field(
         False,
@@ -182,8 +190,12 @@ RESERVED = ("format", "length_penalty")
 class CompositePart(Section):
     """One part of a composite reward."""
 
-    weight: float = Field(1.0, ge=-1e6, le=1e6, description="factor of the part's value in the sum")
-    scorer: PartConfig = Field(default=ExactReward(), description="the part's scorer, with the keys of its kind")
+    weight: float = Field(
+        1.0, ge=-1e6, le=1e6, description="factor by which the value of this reward part is multiplied in the sum"
+    )
+    scorer: PartConfig = Field(
+        default=ExactReward(), description="scorer of this reward part, with the keys of its kind"
+    )
 
     @model_validator(mode="after")
     def _shares_workers(self) -> Self:
@@ -202,19 +214,23 @@ class CompositeReward(RewardBase):
         "requires": "earlier responses were judged by it",
     }
 
-    kind: Literal["composite"] = Field("composite", description="several scorers in one: weighted sum of their values")
-    parts: dict[str, CompositePart] = Field(min_length=1, max_length=16, description="the scorers, by name")
+    kind: Literal["composite"] = Field(
+        "composite", description="several scorers in one: the reward is the weighted sum of their values"
+    )
+    parts: dict[str, CompositePart] = Field(
+        min_length=1, max_length=16, description="scorers of the composite reward, by name"
+    )
     requires: tuple[str, ...] = Field(
-        (), description="names of parts that have to be correct; if one is not, the response scores 0"
+        (), description="names of reward parts that must be correct; if one of them is not, the response scores 0"
     )
     at_once: int = Field(
         4,
         gt=0,
         le=4096,
-        description="largest number of responses that a worker scores at a time, if a part runs programs",
+        description="largest number of responses that a worker scores at a time, if a reward part runs programs",
     )
     deadline_seconds: float = Field(
-        120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for scoring one response by all parts"
+        120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for scoring one response by all reward parts"
     )
 
     @property

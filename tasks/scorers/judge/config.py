@@ -56,17 +56,17 @@ class JudgeReward(RewardBase):
         "false. pairwise: the judge compares the responses of a group with each other",
     )
     system: str | None = Field(
-        None, min_length=1, description="system message to the judge; default: a text for the mode"
+        None, min_length=1, description="system message to the judge; default: a built-in text for the mode"
     )
     template: str | None = Field(
         None,
-        description="message to the judge, with {question}, {answer} and {response}; rubric: {rubric}, too; pairwise: "
-        "{first} and {second} in place of {response}. Default: a text for the mode",
+        description="message to the judge, with {question}, {answer} and {response}; mode rubric: also {rubric}; "
+        "mode pairwise: {first} and {second} in place of {response}; default: a built-in text for the mode",
     )
     rubric: dict[str, RubricItem] = Field(
         default_factory=dict,
         max_length=MOST_ITEMS,
-        description="statements by name, for the mode rubric; default: the row's column `rubric`",
+        description="statements of the mode rubric, by name; default: the prompt row's column `rubric`",
     )
     lowest: int = Field(0, ge=-1000, le=1000, description="lowest score of the mode verdict; its reward is 0")
     highest: int = Field(10, ge=-1000, le=1000, description="highest score of the mode verdict; its reward is 1")
@@ -75,7 +75,8 @@ class JudgeReward(RewardBase):
         None,
         ge=2,
         multiple_of=2,
-        description="largest number of the group's other responses that a response is compared with; default: all",
+        description="largest number of other responses to the same prompt with which a response is compared in the "
+        "mode pairwise; default: all",
     )
     repeats: int = Field(
         1,
@@ -104,7 +105,7 @@ class JudgeReward(RewardBase):
         description="most calls for one verdict; lost connections, time-outs, answers 408, 409, 429 and 5xx, and "
         "answers that are no verdict are tried again, with growing pauses or when the endpoint's Retry-After says",
     )
-    call_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS, description="seconds that one call may take")
+    call_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for one call to the judge")
     deadline_seconds: float = Field(
         300.0,
         gt=0,
@@ -112,30 +113,31 @@ class JudgeReward(RewardBase):
         description="seconds allowed for one verdict, with all calls and pauses; after this time nobody could judge "
         "the response",
     )
-    at_once: int = Field(32, gt=0, le=4096, description="largest number of calls at a time")
+    at_once: int = Field(32, gt=0, le=4096, description="largest number of calls to the judge at the same time")
     tokens_per_minute: int | None = Field(
         None,
         gt=0,
-        description="largest number of tokens in a minute, of requests and answers together; default: no limit",
+        description="largest number of tokens per minute, in requests to the judge and its answers together; "
+        "default: no limit",
     )
     budget_tokens: int | None = Field(
         None,
         gt=0,
-        description="number of tokens after which the run fails, so that it can be resumed with a larger number; "
-        "default: no limit",
+        description="number of tokens of the judge after which the run fails; the run can be resumed with a larger "
+        "number; default: no limit",
     )
     cache_entries: int = Field(
         10_000,
         ge=0,
-        description="largest number of verdicts that are kept in memory; an equal response to an equal question is "
-        "not judged again",
+        description="largest number of verdicts that are kept in memory, so that an equal response to an equal "
+        "question is not judged again",
     )
     judge_tries: int = Field(
         3,
         ge=1,
         le=100,
-        description="number of times that a response is judged while the endpoint gives no verdict; then its group is "
-        "discarded, and its prompt is issued again",
+        description="number of tries to score a response while the endpoint gives no verdict; then all responses to "
+        "its prompt are discarded, and the prompt is issued again",
     )
     workers: Literal[1] = Field(1, description="not used: the reward actor itself calls the endpoint")
 

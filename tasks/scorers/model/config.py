@@ -20,7 +20,9 @@ class ModelReward(RewardBase):
         **dict.fromkeys(("label", "scale", "offset", "dtype", "max_tokens", "cut"), _JUDGED),
     }
 
-    kind: Literal["model"] = Field("model", description="a reward model: a sequence-classification model of your own")
+    kind: Literal["model"] = Field(
+        "model", description="a reward model: your own sequence-classification model in the Hugging Face format"
+    )
     path: str = Field(
         min_length=1,
         description="a folder with a Hugging Face sequence-classification model and its tokenizer, relative to the "
@@ -28,53 +30,60 @@ class ModelReward(RewardBase):
     )
     label: str | None = Field(
         None,
-        description="name of the label whose probability is the score; not set: the logit of the model's only label",
+        description="name of the model's label whose probability is the score; default: the logit of the model's "
+        "only label is the score",
     )
-    scale: float = Field(1.0, ge=-1e6, le=1e6, description="factor of the logit or probability in the reward")
-    offset: float = Field(0.0, ge=-1e6, le=1e6, description="number that is added to the scaled logit or probability")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of the model's weights")
+    scale: float = Field(
+        1.0, ge=-1e6, le=1e6, description="factor by which the logit or probability is multiplied to get the reward"
+    )
+    offset: float = Field(
+        0.0, ge=-1e6, le=1e6, description="number that is added to the scaled logit or probability to get the reward"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of the weights of the reward model")
     max_tokens: int | None = Field(
         None,
         gt=0,
-        description="largest number of tokens that the model reads of a prompt and its response; default: the model's "
-        "context",
+        description="largest number of tokens of a prompt and its response that the reward model reads; default: "
+        "the context length of the model",
     )
     cut: Literal["start", "end"] = Field(
         "start",
-        description="end of a longer text that is cut off. start: the model reads the end of the response; end: the "
-        "model reads the prompt and the beginning of the response",
+        description="end of a too long text that is cut off. start: the reward model reads the end of the response; "
+        "end: it reads the prompt and the beginning of the response",
     )
-    max_batch: int = Field(32, gt=0, le=4096, description="largest number of responses in a batch of the model")
+    max_batch: int = Field(
+        32, gt=0, le=4096, description="largest number of responses in one batch of the reward model"
+    )
     batch_tokens: int = Field(
         16384,
         gt=0,
-        description="largest number of tokens in a batch of the model, with padding; a longer response is a batch of "
-        "its own",
+        description="largest number of tokens in one batch of the reward model, including padding; a longer "
+        "response is a batch of its own",
     )
     workers: int = Field(
-        1, gt=0, description="number of actors that score responses; each has a copy of the model, on any node"
+        1, gt=0, description="number of Ray actors with a copy of the reward model; a copy may run on any node"
     )
-    cpus: int = Field(1, gt=0, description="number of CPU threads of each copy of the model")
+    cpus: int = Field(1, gt=0, description="number of CPU threads of each copy of the reward model")
     gpus: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="number of GPUs that each copy of the model reserves, below 1 to share a GPU; 0: the model runs "
-        "on CPUs",
+        description="number of GPUs that each copy of the reward model reserves; a number below 1 shares a GPU; 0: "
+        "the model runs on CPUs",
     )
     deadline_seconds: float = Field(
         300.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds that a response waits while no copy of the model gives any score; after this time nobody "
-        "could judge the response, and it is judged again",
+        description="seconds that a response waits while no copy of the reward model gives any score; after this "
+        "time the try has failed",
     )
     judge_tries: int = Field(
         3,
         ge=1,
         le=100,
-        description="number of times that a response is judged while the model is away; then its group is discarded, "
-        "and its prompt is issued again",
+        description="number of times that a response is tried while the reward model is away, before all responses "
+        "to its prompt are discarded and the prompt is issued again",
     )
 
     @property
