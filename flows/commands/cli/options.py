@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_training(commands: Commands) -> None:
     init = commands.add(
         "init",
-        "Write a recipe (the TOML file of a run) to edit; `keys` only prints keys",
+        "Write a recipe (the TOML file of a run) to edit; `keys` prints keys",
         "Each key of the file is a comment with its default and its meaning; remove the comment sign to set the key. "
         "The file has the keys of the default kinds; `rollflow keys` prints the keys of all kinds.",
         "rollflow init mine.toml",
