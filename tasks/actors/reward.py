@@ -26,9 +26,9 @@ from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts, co
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
-from rollflow.tasks.actors.reward_helpers.actor import HelperReport
 from rollflow.tasks.actors.reward_helpers.calls import POLL_SECONDS, PackedRequest, ScoreCalls, Verdicts, stream_scores
 from rollflow.tasks.actors.reward_helpers.owner import HelperOwner
+from rollflow.tasks.actors.reward_helpers.reports import HelperReport
 from rollflow.tasks.actors.reward_models import RayCopies
 from rollflow.tasks.actors.statuses import RewardStatus
 from rollflow.tasks.run.context import RunContext
@@ -158,7 +158,7 @@ class RewardActor:
 
     async def status(self) -> RewardStatus:
         """Return the reward actor's status, for the Prefect flow of the reward stage and for the live view."""
-        helped = self._helpers.sum_reports() if self._helpers else HelperReport()
+        helped = self._helpers.reports.sum() if self._helpers else HelperReport()
         actors = 1 + (self._helpers.fleet.count if self._helpers else 0)
         costs, warned = [*self._cpu.read(), *helped.costs], [*warnings_of(REWARD).read(), *helped.warned]
         waits, scorer = self.context.store.waits, self._scorer.found

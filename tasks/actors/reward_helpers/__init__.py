@@ -2,5 +2,6 @@
 
 calls     scoring requests and scores as they are sent between processes
 actor     the Ray actor of a helper
-owner     starts the helpers of the reward actor, calls them, and merges what they report
+reports   what helpers report, merged and summed
+owner     starts the helpers of the reward actor, calls them and ends them
 """

@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
-from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward_helpers.calls import PackedRequest, ScoreCalls, Verdicts
+from rollflow.tasks.actors.reward_helpers.reports import HelperReport
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.runtime.actor_warnings import ActorWarning, warnings_of
+from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
@@ -31,23 +31,6 @@ from rollflow.tasks.scorers.config import has_adaptive_deadlines
 
 HELPER = "reward helper"
 AnchorRows = dict[str, dict[int, float]]  # row of the data -> test case -> longest run time of a correct program
-
-
-@dataclass(frozen=True, slots=True)
-class HelperReport:
-    """What a helper reports about its work since its start. `anchors` has, for each scorer with adaptive deadlines, the
-    run times that the reward actor does not know yet, and counts of programs killed early. `counts` has the counts of
-    each scorer that judges responses again.
-
-    `worker_seconds` is the number of worker processes times the seconds since the start.
-    """
-
-    busy_seconds: float = 0.0
-    worker_seconds: float = 0.0
-    costs: Sequence[CpuCost] = ()
-    warned: Sequence[ActorWarning] = ()
-    anchors: Mapping[str, CaseAnchors] = field(default_factory=dict)
-    counts: Mapping[str, SecondVerdictCounts] = field(default_factory=dict)
 
 
 class RewardHelper:
@@ -91,7 +74,7 @@ class RewardHelper:
             self._cpu.read(),
             warnings_of(HELPER).read(),
             {name: self._report_anchors(name) for name in self._anchors},
-            self._counts,
+            {name: replace(counts) for name, counts in self._counts.items()},
         )
 
     async def close(self) -> None:

@@ -1,9 +1,8 @@
-"""Owns the helpers of the reward actor: chooses their nodes, calls them, and merges what they report.
+"""Owns the helpers of the reward actor: chooses their nodes, calls them and ends them.
 
 - A helper starts on the node with the fewest reward actors, of the nodes that may run them.
 - The reward actor's record of test cases (`CaseAnchors`) contains what all helpers learn, and each helper learns what
-  the record contains. The reward actor's counts are sums over the helpers. With a lost helper, what it learned and
-  counted in the last `EXCHANGE_SECONDS` is lost.
+  the record contains. With a lost helper, what it learned and counted in the last `EXCHANGE_SECONDS` is lost.
 - A helper that does not answer for `ANSWER_SECONDS` counts as lost, and is killed.
 """
 
@@ -21,8 +20,9 @@ import ray
 from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.tasks.actors.placement import actor_options, is_fitting
-from rollflow.tasks.actors.reward_helpers.actor import HelperReport, start_helper
+from rollflow.tasks.actors.reward_helpers.actor import start_helper
 from rollflow.tasks.actors.reward_helpers.calls import stream_scores
+from rollflow.tasks.actors.reward_helpers.reports import HelperReport, HelperReports
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.coalesce import Coalescer
@@ -68,10 +68,9 @@ class HelperOwner:
         """Create the owner without helpers. `anchors` and `counts` are the reward actor's records of test cases and of
         second verdicts, by scorer.
         """
-        self.context, self.anchors, self._counts = context, anchors, counts
+        self.context, self.anchors = context, anchors
         self.used = Counter[str]([str(ray.get_runtime_context().get_node_id())])  # node -> actors, and lost helpers
-        self.reports = dict[RayHelper, HelperReport]()  # the last report of each helper
-        self._ended = HelperReport()  # the sums of the helpers that have ended
+        self.reports = HelperReports(anchors, counts)
         bounds = context.config.cluster.reward_actors
         follower = QueueFollower(bounds.min, bounds.most, bounds.grow_seconds, bounds.idle_seconds)
         warn = logging.getLogger(__name__).warning
@@ -82,37 +81,6 @@ class HelperOwner:
         """End all helpers."""
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
-
-    def sum_reports(self) -> HelperReport:
-        """Return the sums of all helpers since the start of the reward actor, with the costs and warnings of those that
-        run.
-        """
-        running = list(self.reports.values())
-        return HelperReport(
-            sum((report.busy_seconds for report in running), self._ended.busy_seconds),
-            sum((report.worker_seconds for report in running), self._ended.worker_seconds),
-            [cost for report in running for cost in report.costs],
-            [warning for report in running for warning in report.warned],
-        )
-
-    def note_report(self, helper: RayHelper, report: HelperReport) -> None:
-        """Keep a helper's report, and add what it has learned and counted to the reward actor's records."""
-        before = self.reports.get(helper, HelperReport())
-        for scorer, counts in report.counts.items():
-            self._counts[scorer].merge_news(counts, before.counts.get(scorer, SecondVerdictCounts()))
-        for name, new in report.anchors.items():
-            record, old = self.anchors[name], before.anchors.get(name, CaseAnchors())
-            record.merge_rows(new.rows)
-            record.kills += new.kills - old.kills
-            record.rechecked += new.rechecked - old.rechecked
-            record.false_kills += new.false_kills - old.false_kills
-        self.reports[helper] = report
-
-    def forget(self, helper: RayHelper) -> None:
-        """Add the last report of a helper that ends to the sums of ended helpers."""
-        report = self.reports.pop(helper, HelperReport())
-        busy = self._ended.busy_seconds + report.busy_seconds
-        self._ended = HelperReport(busy, self._ended.worker_seconds + report.worker_seconds)
 
 
 class RayHelper(Helper):
@@ -156,13 +124,13 @@ class RayHelper(Helper):
         report: HelperReport = await self._call(self._actor.exchange.remote(self._select_news()), ANSWER_SECONDS)
         for name, news in report.anchors.items():
             self._known[name].merge_rows(news.rows)
-        self._owner.note_report(self, report)
+        self._owner.reports.note(self, report)
 
     async def end(self) -> None:
         """End the Ray actor, its worker processes and their sandboxes."""
         for task in self._asking:
             task.cancel()
-        self._owner.forget(self)
+        self._owner.reports.end(self)
         if self._actor is None:
             return
         try:
