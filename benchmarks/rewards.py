@@ -1,11 +1,12 @@
-"""Measures the sandboxes of code rewards, and simulates when responses are scored (`reward_schedule`).
+"""Measures sandboxes and several reward actors, and simulates when responses are scored (`reward_schedule`).
 
-    python -m benchmarks.rewards [--only sandboxes deadlines overlap] [--json FILE]
+    python -m benchmarks.rewards [--only sandboxes places deadlines overlap] [--json FILE]
 
 The section `sandboxes` measures their latency, their throughput, and many live sandboxes. A warm sandbox, which is a
 copy of an interpreter with finished imports, is compared with a plain fork of such an interpreter without isolation.
 The program prints one number, so that a run's time is the time of its sandbox. Nothing else should run on the machine.
-The other sections run on the virtual clock.
+The section `places` compares two reward actors with one (`reward_places`). The other sections run on the virtual
+clock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import psutil
 
 from benchmarks.report import Row, arguments, at_least, at_most, publish
+from benchmarks.reward_places import measure_places
 from benchmarks.reward_schedule import SECTIONS
 from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Program, Sandboxes
@@ -156,7 +158,11 @@ def _percentile(values: list[float]) -> float:
 
 
 def main() -> None:
-    sections: dict[str, Callable[[], Iterable[Row]]] = {"sandboxes": lambda: asyncio.run(measure()), **SECTIONS}
+    sections: dict[str, Callable[[], Iterable[Row]]] = {
+        "sandboxes": lambda: asyncio.run(measure()),
+        "places": measure_places,
+        **SECTIONS,
+    }
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="sections to run")
     options = parser.parse_args()

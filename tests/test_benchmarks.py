@@ -88,6 +88,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
     "rank_sides": "ranks",
     "recipe_task": "stale",
     "report": "bias",
+    "reward_places": "rewards",
     "reward_schedule": "rewards",
     "reward_task": "time_to_reward",
     "reward_trl": "time_to_reward",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,21 @@ from tests.support.waiting import RUN_SECONDS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.soak
-def test_lost_node_costs_no_score(tmp_path: Path) -> None:
-    """In a separate process, because Ray reads a cluster's token when it is first imported."""
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+
+def run_script(mode: str, tmp_path: Path) -> dict[str, Any]:
+    """Run `tests.support.reward_places`, and return what it saw."""
     path = os.pathsep.join([str(ROOT / ".dev"), str(ROOT)])
     environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.support.reward_places", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.reward_places", mode, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_lost_node_costs_no_score(tmp_path: Path) -> None:
+    found = run_script("nodes", tmp_path)
     assert (found["actors"], found["on node"]) == (2, 1)  # the helper is on the node without the reward actor
     assert found["scored by the lost node"] == 0
     assert found["processes of the lost node ended"]
@@ -35,3 +41,13 @@ def test_lost_node_costs_no_score(tmp_path: Path) -> None:
     assert found["actors after a restart"] == found["new actors"] == 2
     assert found["returned"] == found["asked of the successor"]
     assert found["all ended"]
+
+
+def test_queue_starts_a_helper_whose_sandboxes_end_with_it(tmp_path: Path) -> None:
+    found = run_script("programs", tmp_path)
+    if "skip" in found:
+        pytest.skip(found["skip"])  # this machine runs no sandboxes
+    assert found["actors at first"] == 1
+    assert found["all of the helper ended"]
+    assert (found["correct"], found["scored"]) == (20, 21)
+    assert found["helpers left"] == 0

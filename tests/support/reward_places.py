@@ -1,7 +1,11 @@
-"""Scores responses on a Ray cluster of two nodes, loses one node and the reward actor, and prints what it saw.
+"""Scores responses on a Ray cluster, loses a node, a helper or the reward actor, and prints what it saw.
 
-`python -m tests.support.reward_places FOLDER`. The last line of output is JSON. The script is a process of its own,
-because Ray reads the token of a cluster when it is first imported.
+`python -m tests.support.reward_places nodes FOLDER` loses one of two nodes, and then the reward actor.
+`python -m tests.support.reward_places programs FOLDER` runs programs in sandboxes. Their queue starts a helper, which
+is killed, and started again.
+
+The last line of output is JSON. The script is a process of its own, because Ray reads the token of a cluster when it is
+first imported.
 """
 
 from __future__ import annotations
@@ -14,16 +18,34 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from tokenizers import Tokenizer
 
 from rollflow.flows.ray_cluster.ray_head import RayHead, RayNode
+from rollflow.storage.records import Outcome
+from rollflow.tasks.run.cluster_config import RewardActorsConfig
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.config import CodeReward, ImportReward, RewardConfig
 
 WAIT_SECONDS = 180.0
+QUICK, SLOW = "print(7)", "import time\ntime.sleep(6)\nprint(7)"
+CASES = {"cases": [{"stdin": "", "stdout": "7"}]}
+PROGRAMS = 20
+SANDBOXED = 3  # processes of a helper that runs a program: its own, a worker, and at least one of the sandbox
+CONFIGS: dict[str, tuple[RewardConfig, RewardActorsConfig]] = {
+    "nodes": (
+        ImportReward(path="tests.support.reward_places:score_when", workers=2, deadline_seconds=WAIT_SECONDS),
+        RewardActorsConfig(min=2),
+    ),
+    "programs": (
+        CodeReward(case_seconds=60.0, deadline_seconds=WAIT_SECONDS, fenced=False, at_once=1),
+        RewardActorsConfig(max=2, grow_seconds=1.0, idle_seconds=3.0),
+    ),
+}
 
 
 def score_when(response: str, reference: Mapping[str, Any]) -> Score:
@@ -70,6 +92,14 @@ class Scoring:
             return await self.count_actors() == count
 
         await wait_until(has_count)
+
+    async def await_status(self, true: Callable[[Any], bool]) -> Any:
+        """Wait until a function of the status is true, and return the status."""
+        actor: Any = self.actor
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not true(status := await actor.status.remote()):
+                await asyncio.sleep(0.1)
+        return status
 
     def ask(self, count: int, until: Path) -> list[asyncio.Future[Score]]:
         """Ask for the scores of further responses, which wait for a file."""
@@ -160,6 +190,39 @@ async def score_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
     return found
 
 
+async def run_programs(folder: Path, node: RayNode) -> dict[str, Any]:
+    """Let the queue of programs start a helper, and kill the helper while its sandboxes run."""
+    scoring, tokenizer = Scoring(folder), Tokenizer.from_file(str(folder / "run/policy/tokenizer.json"))
+    scoring.start()
+    quick, slow = (ScoreRequest(tokenizer.encode(text).ids, CASES) for text in (QUICK, SLOW))
+    first = await scoring.client.score(quick)
+    if first.outcome is Outcome.UNPARSABLE:
+        return {"skip": first.reason}
+    found = {"actors at first": (await scoring.await_status(lambda status: status.scored == 1)).actors}
+    waiting = [asyncio.ensure_future(scoring.client.score(slow)) for _ in range(PROGRAMS)]
+    await scoring.await_actors(2)
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not (helper := await find_helper()) or len(find_workers(helper)) < SANDBOXED:
+            await asyncio.sleep(0.1)
+    lost = find_workers(helper)
+    os.kill(helper, signal.SIGKILL)
+    found["all of the helper ended"] = await await_end(lost)
+    async with asyncio.timeout(2 * WAIT_SECONDS):
+        found["correct"] = sum(score.outcome is Outcome.CORRECT for score in await asyncio.gather(*waiting))
+    found["scored"] = (await scoring.await_status(lambda status: status.actors == 1)).scored
+    found["helpers left"] = await find_helper()
+    return found
+
+
+async def find_helper() -> int:
+    """Return the process of a living helper, or 0."""
+    import ray
+
+    states = (await asyncio.to_thread(ray._private.state.actors)).values()
+    alive = [one for one in states if one["ActorClassName"] == "RewardHelper" and one["State"] == "ALIVE"]
+    return int(alive[0]["Pid"]) if alive else 0
+
+
 async def pid_of(actor: Any) -> int:
     """Return the process of an actor."""
     import ray
@@ -168,35 +231,33 @@ async def pid_of(actor: Any) -> int:
     return int(state["Pid"])
 
 
-def prepare(folder: Path) -> None:
-    """Write a run whose scorer is `score_when`."""
+def prepare(folder: Path, reward: RewardConfig, actors: RewardActorsConfig) -> None:
+    """Write a run with these rewards."""
     from rollflow.storage.objects import open_store
     from rollflow.tasks.policies.config import ColdStart
     from rollflow.tasks.policies.folder import build_cold_folder
     from rollflow.tasks.prompts.config import ReasoningGymPrompts
-    from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
+    from rollflow.tasks.run.cluster_config import ClusterConfig
     from rollflow.tasks.run.config import RunConfig
-    from rollflow.tasks.scorers.config import ImportReward
     from tests.support.described import describe
 
     store = open_store(str(folder / "run"))
-    reward = ImportReward(path="tests.support.reward_places:score_when", workers=2, deadline_seconds=WAIT_SECONDS)
-    actors = ClusterConfig(reward_actors=RewardActorsConfig(min=2), lease_seconds=0)
-    describe(store, "places", RunConfig(prompts=(ReasoningGymPrompts(),), reward=reward, cluster=actors))
-    for name, data in build_cold_folder(ColdStart(), ["1"]).items():
+    cluster = ClusterConfig(reward_actors=actors, lease_seconds=0)
+    describe(store, "places", RunConfig(prompts=(ReasoningGymPrompts(),), reward=reward, cluster=cluster))
+    for name, data in build_cold_folder(ColdStart(), [QUICK, SLOW]).items():
         store.put(f"policy/{name}", data)
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    mode, folder = sys.argv[1], Path(sys.argv[2])
     head = RayHead(folder / "ray", cpus=2)
     os.environ.update(head.env)
     with head, RayNode(head, cpus=2) as node:
         from rollflow.flows.ray_cluster import cluster
 
-        prepare(folder)
+        prepare(folder, *CONFIGS[mode])
         cluster.attach(head.address, "places", deadline_seconds=60)
-        print(json.dumps(asyncio.run(score_on_two_nodes(folder, node))))
+        print(json.dumps(asyncio.run((score_on_two_nodes if mode == "nodes" else run_programs)(folder, node))))
 
 
 if __name__ == "__main__":
