@@ -26,7 +26,7 @@ def run_script(mode: str, tmp_path: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.support.reward_places", mode, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return dict(json.loads((tmp_path / "found.json").read_text()))
 
 
 def test_lost_node_costs_no_score(tmp_path: Path) -> None:

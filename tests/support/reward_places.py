@@ -1,11 +1,11 @@
-"""Scores responses on a Ray cluster, loses a node, a helper or the reward actor, and prints what it saw.
+"""Scores responses on a Ray cluster, loses a node, a helper or the reward actor, and writes what it saw.
 
 `python -m tests.support.reward_places nodes FOLDER` loses one of two nodes, and then the reward actor.
 `python -m tests.support.reward_places programs FOLDER` runs programs in sandboxes. Their queue starts a helper, which
 is killed, and started again.
 
-The last line of output is JSON. The script is a process of its own, because Ray reads the token of a cluster when it is
-first imported.
+The result is `FOLDER/found.json`. The script is a process of its own, because Ray reads the token of a cluster when it
+is first imported.
 """
 
 from __future__ import annotations
@@ -127,16 +127,19 @@ async def await_end(processes: Sequence[psutil.Process]) -> bool:
     """Wait until processes have ended; return whether all have."""
 
     async def have_ended() -> bool:
-        return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes)
+        return not any(map(is_alive, processes))
 
-    with contextlib.suppress(TimeoutError, psutil.NoSuchProcess):
+    with contextlib.suppress(TimeoutError):
         await wait_until(have_ended)
-    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in list_living(processes))
+    return not any(map(is_alive, processes))
 
 
-def list_living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that exist."""
-    return [one for one in processes if one.is_running()]
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; a process that nobody has waited for has ended."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def score_on_two_nodes(folder: Path, node: RayNode) -> dict[str, Any]:
@@ -257,7 +260,8 @@ def main() -> None:
 
         prepare(folder, *CONFIGS[mode])
         cluster.attach(head.address, "places", deadline_seconds=60)
-        print(json.dumps(asyncio.run((score_on_two_nodes if mode == "nodes" else run_programs)(folder, node))))
+        found = asyncio.run((score_on_two_nodes if mode == "nodes" else run_programs)(folder, node))
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 - A helper starts on the node with the fewest reward actors, of the nodes that may run them.
 - The reward actor's record of test cases (`CaseAnchors`) contains what all helpers learn, and each helper learns what
   the record contains. With a lost helper, what it learned and counted in the last `EXCHANGE_SECONDS` is lost.
-- A helper that does not answer for `ANSWER_SECONDS` counts as lost, and is killed.
+- A helper that does not answer for `recovery.answer_seconds` counts as lost, and is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.tasks.actors.placement import actor_options, is_fitting
 from rollflow.tasks.actors.reward_helpers.actor import start_helper
-from rollflow.tasks.actors.reward_helpers.calls import stream_scores
+from rollflow.tasks.actors.reward_helpers.calls import POLL_SECONDS, stream_scores
 from rollflow.tasks.actors.reward_helpers.reports import HelperReport, HelperReports
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
@@ -31,7 +31,6 @@ from rollflow.tasks.scorers.spread.fleet import Helper, HelperFleet
 from rollflow.tasks.scorers.spread.follower import QueueFollower
 from rollflow.tasks.scorers.spread.spread import PlaceLost, SpreadScorer
 
-ANSWER_SECONDS = 30.0  # longest time, in seconds, that a call of a helper may take
 START_SECONDS = 600.0  # longest time, in seconds, until a helper has started, which includes the wait for a node
 CLOSE_SECONDS = 5.0  # longest time, in seconds, that a helper gets to end its worker processes
 
@@ -88,6 +87,8 @@ class RayHelper(Helper):
 
     def __init__(self, owner: HelperOwner) -> None:
         self._owner = owner
+        # a call may wait `POLL_SECONDS` for a score
+        self._answer_seconds = owner.context.config.recovery.answer_seconds + POLL_SECONDS
         self._actor: Any = None
         self._node = ""
         self._known = {name: CaseAnchors() for name in owner.anchors}  # what the helper knows of the anchors
@@ -116,12 +117,12 @@ class RayHelper(Helper):
 
     async def _send(self, requests: Sequence[ScoreRequest]) -> AsyncIterator[list[tuple[int, Score]]]:
         with _lost_helpers():
-            async for found in stream_scores(self._actor, requests, ANSWER_SECONDS):
+            async for found in stream_scores(self._actor, requests, self._answer_seconds):
                 yield found
 
     async def exchange(self) -> None:
         """Exchange what is known about test cases, and read the helper's report."""
-        report: HelperReport = await self._call(self._actor.exchange.remote(self._select_news()), ANSWER_SECONDS)
+        report: HelperReport = await self._call(self._actor.exchange.remote(self._select_news()), self._answer_seconds)
         for name, news in report.anchors.items():
             self._known[name].merge_rows(news.rows)
         self._owner.reports.note(self, report)
