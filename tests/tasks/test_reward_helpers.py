@@ -7,11 +7,8 @@ import json
 import pickle
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,8 +17,6 @@ from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.storage.token_arrays import Int32s
-from rollflow.tasks.actors.reward import RewardActor
-from rollflow.tasks.actors.reward_helpers import owner
 from rollflow.tasks.actors.reward_helpers.actor import RewardHelper
 from rollflow.tasks.actors.reward_helpers.reports import HelperReport, HelperReports
 from rollflow.tasks.prompts.config import ReasoningGymPrompts
@@ -35,7 +30,6 @@ from rollflow.tasks.scorers.code.deadlines import name_row
 from rollflow.tasks.scorers.concurrent import ConcurrentPool
 from rollflow.tasks.scorers.config import AdaptiveDeadline, CodeReward, ExactReward, RewardConfig
 from rollflow.tasks.scorers.judge.config import JudgeReward
-from rollflow.tasks.scorers.spread import fleet
 from rollflow.tasks.scorers.spread.spread import list_slots
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
@@ -54,9 +48,9 @@ class FakeWorkers(RewardHelper):
         return pool
 
 
-def context_of(folder: Path, reward: RewardConfig, actors: RewardActorsConfig | None = None) -> RunContext:
+def context_of(folder: Path, reward: RewardConfig) -> RunContext:
     store = open_store(str(folder / "run"))
-    cluster = ClusterConfig(reward_actors=actors or RewardActorsConfig(max=3))
+    cluster = ClusterConfig(reward_actors=RewardActorsConfig(max=3))
     describe(store, "helpers", RunConfig(prompts=(ReasoningGymPrompts(),), reward=reward, cluster=cluster))
     store.put("policy/config.json", b"{}")
     return RunContext(str(folder / "run"), folder / "cache")
@@ -96,90 +90,6 @@ async def test_helpers_learn_anchors_from_each_other(tmp_path: Path) -> None:
     assert report.worker_seconds > 0
     await one.close()
     await other.close()
-
-
-class Handle:
-    """Stands for the handle of a helper's Ray actor, in the process of the test. `dead` is set by `ray.kill`."""
-
-    def __init__(self, context: RunContext) -> None:
-        self.helper, self.dead, self.scored = FakeWorkers(context), False, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(self._call(name, given)))
-
-    async def _call(self, name: str, given: tuple[Any, ...]) -> Any:
-        if self.dead:
-            raise ray.exceptions.ActorDiedError
-        self.scored += len(given[0]) if name == "score" else 0
-        return await getattr(self.helper, name)(*given)
-
-
-class FakeReward(RewardActor):
-    """A reward actor whose workers report the anchors that they got."""
-
-    def _build_scorer(self) -> Scorer:
-        pool = super()._build_scorer()
-        assert isinstance(pool, ConcurrentPool)
-        pool._command = [sys.executable, "-c", WORKER]
-        return pool
-
-
-@pytest.fixture
-def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
-    """Start helpers in this process; return their handles."""
-    started = list[Handle]()
-
-    def start(context: RunContext, node: str | None) -> Handle:
-        assert node == "there"
-        started.append(Handle(context))
-        return started[-1]
-
-    nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": 1.0}} for name in ("here", "there")]
-    monkeypatch.setattr(owner, "start_helper", start)
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    monkeypatch.setattr(ray, "kill", lambda handle: setattr(handle, "dead", True))
-    return started
-
-
-async def ask_actor(actor: RewardActor, count: int) -> list[Score]:
-    """Have responses scored by the reward actor."""
-    verdicts = await actor.score([(Int32s.of([number]).data, ROW, "", (), (), True) for number in range(count)])
-    found = dict(verdicts.scores)
-    while verdicts.ticket is not None:
-        verdicts = await actor.await_more(verdicts.ticket)
-        assert not found.keys() & dict(verdicts.scores).keys()
-        found |= dict(verdicts.scores)
-    return [Score.of_columns(found[place]) for place in range(count)]
-
-
-@pytest.mark.long
-async def test_reward_actor_shares_responses_with_a_helper(
-    tmp_path: Path, handles: list[Handle], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "EXCHANGE_SECONDS", 0.01)
-    monkeypatch.setattr(fleet, "FIRST_PAUSE", 0.01)
-    reward = CodeReward(adaptive=AdaptiveDeadline())
-    actor = FakeReward(context_of(tmp_path, reward, RewardActorsConfig(min=2)))
-    serving = asyncio.create_task(actor.run())
-    async with asyncio.timeout(HANG_SECONDS):
-        while (await actor.status()).actors < 2:
-            await asyncio.sleep(0.01)
-        assert len(await ask_actor(actor, 20)) == 20
-        assert 0 < handles[0].scored < 20
-        while (status := await actor.status()).kills < 20:  # the early kills at both places
-            await asyncio.sleep(0.01)
-        assert (status.scored, status.kills) == (20, 20)
-        handles[0].dead = True
-        assert len(await ask_actor(actor, 20)) == 20  # those of the lost helper are scored elsewhere
-        while len(handles) < 2 or (await actor.status()).actors < 2:
-            await asyncio.sleep(0.01)
-        assert (await actor.status()).scored == 40
-        await actor.finish()
-        assert await serving == 40
-    assert all(handle.dead for handle in handles)
-    for handle in handles:
-        await handle.helper.close()
 
 
 REPORTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=30)
