@@ -122,7 +122,7 @@ def _add_run_ends(commands: Commands) -> None:
 
     stop = commands.add(
         "stop",
-        "End a run at its next policy version, or at once (`resume` continues it)",
+        "End a run at its next version, or at once (`resume` continues it)",
         "The command works from any machine that reaches the run's storage.",
         "rollflow stop --now",
     )
@@ -203,7 +203,7 @@ def _add_proving(commands: Commands) -> None:
 
     replay = commands.add(
         "replay",
-        "Train a policy version again and compare its weights with the recorded ones",
+        "Train a version again and compare its weights with the recorded ones",
         "The version is trained from the version before it, on its recorded batch. Exit code 1: the weights differ.",
         "rollflow replay --all",
     )
