@@ -183,23 +183,40 @@ class BoxSession:
         self._workspace = workspace
         self._opened = opened | {"session": str(number), "cwd": "."}
         self._turn = asyncio.Lock()
+        self._stopping: asyncio.Task[None] | None = None  # waits for the end of a run that was cancelled
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
         """Run code in the session; see `SandboxSession.run`."""
         async with self._turn:
+            await self._wait_stopped()
             most, began = self._workspace.output_bytes, time.monotonic()
             request = self._opened | {"do": "run", "code": code, "timeout": timeout, "most": most}
+            running = asyncio.create_task(self._workspace.ask(request, seconds=timeout))
             try:
-                found, output = await self._workspace.ask(request, seconds=timeout)
+                found, output = await asyncio.shield(running)
             except GuestEnded as ended:
                 return SessionResult(ended.end, KILLED, b"", time.monotonic() - began, str(ended))
+            except asyncio.CancelledError:
+                self._stopping = asyncio.create_task(self._stop(running))
+                raise
         return SessionResult(ProgramEnd(found["end"]), found["code"], output, found["seconds"], found["lost"])
 
     async def close(self) -> None:
         """End the session; see `SandboxSession.close`."""
         with contextlib.suppress(SandboxFailed, GuestEnded):
             async with self._turn:
+                await self._wait_stopped()
                 await self._workspace.ask(self._opened | {"do": "close"})
+
+    async def _stop(self, running: asyncio.Task[Any]) -> None:
+        """Interrupt the code of a run that was cancelled, and wait for its end."""
+        stopping = self._workspace.ask(self._opened | {"do": "stop"})
+        await asyncio.gather(stopping, running, return_exceptions=True)
+
+    async def _wait_stopped(self) -> None:
+        """Wait for the end of a run that was cancelled, because the session runs one piece of code at a time."""
+        if self._stopping is not None:
+            await asyncio.wait([self._stopping])
 
 
 class GuestConnection:

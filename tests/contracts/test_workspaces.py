@@ -16,6 +16,7 @@ from rollflow.tasks.sandboxes.base import (
     SessionKind,
     Workspace,
 )
+from rollflow.tasks.sandboxes.workspace import BoxWorkspace
 from tests.support.sandbox_kinds import KINDS, SMALL, start_kind
 from tests.support.sandbox_processes import list_sandbox_processes
 
@@ -129,6 +130,41 @@ async def test_commands_files_and_sessions_work_side_by_side(workspace: Workspac
     assert (await workspace.exec(Program(command=["no-such-command"], timeout=LONG))).return_code == 127
     await workspace.upload("go", b"gone")
     assert (await waiting).output == b"gone"
+    assert await workspace.is_alive()
+
+
+@pytest.mark.parametrize("kind", SessionKind)
+async def test_session_goes_on_after_a_cancelled_run(workspace: Workspace, kind: SessionKind) -> None:
+    """Code that a caller stopped waiting for is interrupted, and the session keeps its state."""
+    is_shell = kind is SessionKind.SHELL
+    session = await workspace.open_session(kind)
+    await session.run("x=5" if is_shell else "x = 5", LONG)
+    shell = "touch begun; sleep 5; touch ended"
+    python = "import os, time; open('begun', 'w').close(); time.sleep(5); open('ended', 'w').close()"
+    for _ in range(2):
+        running = asyncio.create_task(session.run(shell if is_shell else python, LONG))
+        async with asyncio.timeout(LONG):
+            while not (await workspace.exec(Program(command=["test", "-e", "begun"], timeout=LONG))).succeeded:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        found = await session.run("echo $x; rm begun" if is_shell else "print(x); os.remove('begun')", LONG)
+        assert (found.output.split()[-1], found.lost) == (b"5", "")
+        ended = await workspace.exec(Program(command=["test", "-e", "ended"], timeout=LONG))
+        assert not (ended.succeeded and isinstance(workspace, BoxWorkspace))
+
+
+async def test_session_closes_after_a_cancelled_run(workspace: Workspace) -> None:
+    session = await workspace.open_session()
+    await session.run("x=5", LONG)
+    running = asyncio.create_task(session.run("trap '' INT; touch begun; sleep 600", 5.0))
+    async with asyncio.timeout(LONG):
+        while not (await workspace.exec(Program(command=["test", "-e", "begun"], timeout=LONG))).succeeded:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await session.close()
     assert await workspace.is_alive()
 
 

@@ -129,6 +129,15 @@ class SandboxGuest:
             raise OSError(errno.EBUSY, "the session is running other code")
         return (yield from session.run(request))
 
+    def do_stop(self, request: Header, _: bytes) -> Work:
+        """Interrupt the code that a session runs, as at its deadline."""
+        if (session := self._sessions.get(request["session"])) and session.is_busy:
+            session.is_stopped = True
+            work, fds, _until = self._works[session.request]
+            self._works[session.request] = (work, fds, 0.0)
+        yield from ()
+        return {}, b""
+
     def do_close(self, request: Header, _: bytes) -> Work:
         """End a session."""
         if session := self._sessions.get(request["session"]):

@@ -4,7 +4,8 @@ A session reads code from one pipe, and writes the number and the exit code of e
 commands of a shell do not inherit. The output of a command can therefore not be mistaken for the end of a run.
 
 If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, and its state is kept. A session
-that ignores the interrupt is killed, and the next run starts a new session.
+that ignores the interrupt is killed, and the next run starts a new session. The same happens to a run that its caller
+stops.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ class GuestSession:
         self._number = self._last = 0  # number of the current run, and exit code of the previous run
         self._statement = bytearray()
         self._is_over = False  # True if no process has the write end of the pipe for exit codes any more
-        self.is_busy = False
+        self.is_busy = self.is_stopped = False
+        self.request = 0  # number of the request whose code runs
 
     def run(self, request: Header) -> Work:
         """Run code in the session; yield what the run waits for, and return the header and the body of the answer."""
-        self.is_busy, began = True, time.monotonic()
+        self.is_busy, self.is_stopped, self.request, began = True, False, request["number"], time.monotonic()
         try:
             if self._process is None:
                 yield from self._start(request)
@@ -163,6 +165,8 @@ class GuestSession:
         end, process, limit, stops = "exited", self._process, deadline, 0
         before = set(list_descendants([process.pid]))
         while True:
+            if self.is_stopped and end == "exited":
+                limit = time.monotonic()
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 data = data[os.write(fd, data) :] if data else data
             ready = yield [*process.fds, self._statuses], min(limit, time.monotonic() + SOON) if data else limit
