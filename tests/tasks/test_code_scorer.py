@@ -212,15 +212,16 @@ def test_scored_program_is_the_last_python_block(response: str, program: str | N
     assert find_program(response, fenced=True) == program
 
 
-async def test_all_or_nothing_gives_0_unless_all_cases_pass() -> None:
-    scorer = CodeScorer(CodeReward(all_or_nothing=True))
-    try:
-        await scorer.start()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    score = await judge(scorer, ADD, CASES["call"], {"call": "add", "args": [1, 1], "expected": 3})
+async def test_all_or_nothing_ends_at_the_first_failure(scorer: CodeScorer) -> None:
+    """The later test cases would end the program by a time-out."""
+    strict = CodeScorer(CodeReward(all_or_nothing=True), await scorer.start())
+    calls = [{"call": "add", "args": [n, n], "expected": 2 * n} for n in range(4)]
+    program = "def add(a, b):\n    while a == 3: pass\n    return a + b if a != 2 else 0"
+    score = await judge(strict, program, *calls)
     assert (score.value, score.outcome, score.parts) == (0.0, Outcome.PARTIAL, {"passed": 0.5})
-    await scorer.close()
+    assert score.reason == "2 of 4 cases; case 3: AssertionError: 0; 1 cases did not run"
+    assert (await judge(strict, ADD, *calls)).value == 1.0
+    assert (await judge(strict, program, calls[2], calls[3])).outcome is Outcome.WRONG
 
 
 @pytest.mark.parametrize(

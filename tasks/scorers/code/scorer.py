@@ -2,10 +2,10 @@
 
 The reference of a response has a column `cases` with the test cases (see the module `cases`). The value of a score is
 the share of test cases that the program passes. With `reward.all_or_nothing`, the value is 1 if the program passes all
-test cases, otherwise 0. A failure that the program may have caused, such as a timeout, makes its test case fail. If a
-sandbox fails, its test case runs again, up to `TRIES` times in all. If all tries fail, the outcome of the response is
-"unjudged". If a sandbox without isolation ends at each try, the test case fails, because the program may have ended the
-sandbox.
+test cases, otherwise 0, and no test case runs after the first that fails. A failure that the program may have caused,
+such as a timeout, makes its test case fail. If a sandbox fails, its test case runs again, up to `TRIES` times in all.
+If all tries fail, the outcome of the response is "unjudged". If a sandbox without isolation ends at each try, the test
+case fails, because the program may have ended the sandbox.
 
 With `reward.adaptive`, the deadlines of test cases follow the measured times of correct programs (see the module
 `deadlines`). If an adaptive deadline ended a program, the score's reason says so, and the part "deadline" has the
@@ -79,9 +79,11 @@ class CodeScorer:
                 result = replace(result, reason=f"{result.reason}, its adaptive deadline")
                 early.append(seconds)
             results.append(result)
+            if self._config.all_or_nothing and not result.passed:
+                break
         if clock and all(result.passed for result in results):
             clock.report.seconds = {number: result.seconds for number, result in enumerate(results)}
-        score = self._sum_up(results)
+        score = self._sum_up(results, len(cases))
         return replace(score, parts={**score.parts, "deadline": min(early)}) if early else score
 
     def _compute_deadline(self, clock: CaseClock | None, number: int) -> float:
@@ -112,18 +114,23 @@ class CodeScorer:
         return self._sandboxes
 
     async def close(self) -> None:
-        """End all sandboxes."""
-        if self._sandboxes:
-            await self._sandboxes.close()
+        """End all sandboxes; the next response starts new ones."""
+        sandboxes, self._sandboxes = self._sandboxes, None
+        if sandboxes:
+            await sandboxes.close()
 
-    def _sum_up(self, results: Sequence[CaseResult]) -> Score:
+    def _sum_up(self, results: Sequence[CaseResult], count: int) -> Score:
+        """Return the score of a program from the results of its test cases, of which there are `count`. Test cases that
+        did not run count as not passed.
+        """
         passed = sum(result.passed for result in results)
-        share = passed / len(results)
-        value = float(passed == len(results)) if self._config.all_or_nothing else share
+        share = passed / count
+        value = float(passed == count) if self._config.all_or_nothing else share
         first = next((f"case {n}: {result.reason}" for n, result in enumerate(results, 1) if not result.passed), "")
-        reason = f"{passed} of {len(results)} cases; {first}" if first else f"all {passed} cases"
+        rest = f"; {count - len(results)} cases did not run" if len(results) < count else ""
+        reason = f"{passed} of {count} cases; {first}{rest}" if first else f"all {passed} cases"
         ends = [result.end for result in results if not result.passed]
-        return Score(value, reason, _outcome(passed, len(results), ends), {"passed": share})
+        return Score(value, reason, _outcome(passed, count, ends), {"passed": share})
 
 
 def _outcome(passed: int, count: int, ends: Sequence[ProgramEnd]) -> Outcome:
