@@ -57,7 +57,7 @@ from rollflow.tasks.run.scorer_trial import try_own_scorers
 from rollflow.tasks.run.user_code import check_own_parts
 from rollflow.tasks.sandboxes.config import SandboxConfig, ServerSandbox
 from rollflow.tasks.sandboxes.trial import try_sandboxes
-from rollflow.tasks.scorers.config import CodeReward, CompositeReward, name_section
+from rollflow.tasks.scorers.config import CodeReward, split_scorers
 
 VOCABULARY_TEXTS = 2000
 
@@ -251,14 +251,9 @@ def _list_sandboxes(config: RunConfig) -> dict[str, SandboxConfig]:
     returned once.
     """
     found = dict[str, SandboxConfig]()
-    for name, reward in config.scorers.items():
-        section = name_section(name)
-        parts = {section: reward}
-        if isinstance(reward, CompositeReward):
-            parts = {f"{section}.parts.{part}.scorer": one.scorer for part, one in reward.parts.items()}
-        for place, one in parts.items():
-            if isinstance(one, CodeReward) and one.sandbox not in found.values():
-                found[place] = one.sandbox
+    for section, reward in split_scorers(config.scorers).items():
+        if isinstance(reward, CodeReward) and reward.sandbox not in found.values():
+            found[section] = reward.sandbox
     return found
 
 

@@ -45,6 +45,7 @@ from rollflow.storage.records import GroupKey, Trajectory
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.response_reader import ResponseReader
 from rollflow.tasks.run.restore import name_of
 
 SHOWN = 12  # Largest number of response groups that a list names; further groups are only counted.
@@ -284,11 +285,11 @@ def _show_trajectories(
     one = chosen[0]
     table.add_row("question", Text(context.tokenizer.decode(prompt_tokens(one))))
     if sample is None:
-        return _group_table(context, chosen, batch.number)
+        return _group_table(context, key, chosen, batch.number)
     parts = split_turns(one)
     several = any(part.author == "environment" for part in parts)
     if not several:
-        table.add_row("response", Text(_decode_response(context, one)))
+        table.add_row("response", Text(ResponseReader(context).read(key.prompt, one)))
     table.add_row("tokens", f"{one.response_tokens}: {_describe_spans(one)}")
     table.add_row("log-probs", _describe_logprobs([value for part in parts for value in part.logprobs]))
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
@@ -341,7 +342,7 @@ def _describe_logprobs(values: Sequence[float]) -> str:
     return f"mean {sum(values) / len(values):.2f}, lowest {min(values):.2f}" if values else "none"
 
 
-def _group_table(context: RunContext, trajectories: Sequence[Trajectory], number: int) -> Table:
+def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Trajectory], number: int) -> Table:
     table = Table(title="trajectories", title_justify="left")
     optional: dict[str, Callable[[Trajectory], str]] = {
         "reward parts": _describe_parts,
@@ -350,16 +351,12 @@ def _group_table(context: RunContext, trajectories: Sequence[Trajectory], number
     shown = {name: cell for name, cell in optional.items() if any(map(cell, trajectories))}
     for name in ("sample", "reward", *shown, "ending", "staleness", "tokens", "response"):
         table.add_column(name, justify="right" if name in ("sample", "reward", "staleness", "tokens") else "left")
+    reader = ResponseReader(context)
     for t in trajectories:
-        stale, response = str(number - t.started_version), Text(_decode_response(context, t), overflow="ellipsis")
+        stale, response = str(number - t.started_version), Text(reader.read(key.prompt, t), overflow="ellipsis")
         cells = [cell(t) for cell in shown.values()]
         table.add_row(str(t.sample), f"{t.reward:g}", *cells, t.ending.value, stale, str(t.response_tokens), response)
     return table
-
-
-def _decode_response(context: RunContext, trajectory: Trajectory) -> str:
-    chosen = [token for token, mask in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if mask]
-    return context.tokenizer.decode_response(chosen, context.config.reward.special_tokens)
 
 
 def _describe_spans(trajectory: Trajectory) -> str:

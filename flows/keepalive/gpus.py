@@ -11,7 +11,6 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import VllmEngineConfig
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.reward_models import list_models, model_gpus
-from rollflow.tasks.scorers.config import name_section
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def _count_model_gpus(config: RunConfig, have: float) -> float:
     """
     needed = model_gpus(config)
     if needed and needed >= have:
-        section = next(name_section(name) for name, reward in list_models(config).items() if reward.gpus)
+        section = next(section for section, reward in list_models(config).items() if reward.gpus)
         cure = "engines and learner need GPUs, too; lower gpus or workers, or set gpus = 0 to score on CPUs"
         raise ConfigError(f"{section}.gpus: the reward models need {needed:g} GPUs of the cluster's {have:g}; {cure}")
     return needed

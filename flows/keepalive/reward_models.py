@@ -38,12 +38,12 @@ class ModelKeepers:
         self._names = model_names(context.config)
         self._threads = [self._start_keeper(name, *place) for name, place in self._names.items()]
 
-    def _start_keeper(self, name: str, scorer: str, number: int) -> threading.Thread:
+    def _start_keeper(self, name: str, section: str, number: int) -> threading.Thread:
         model = WatchedActor[RewardStatus](
             name=name,
-            start=partial(start_model, self._context, scorer, number),
+            start=partial(start_model, self._context, section, number),
             redone=lambda status: ("the responses that it had not scored yet", 0),
-            patience=list_models(self._context.config)[scorer].deadline_seconds,
+            patience=list_models(self._context.config)[section].deadline_seconds,
         )
         keeper = ActorKeeper(self._context, model, self._log)
         # A daemon thread does not delay the end of a flow that has failed.

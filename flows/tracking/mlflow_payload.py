@@ -20,9 +20,9 @@ from rollflow.flows.views.parameters import without_secrets
 from rollflow.flows.views.turns import prompt_tokens
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.policies import PolicyVersion
-from rollflow.storage.records import Trajectory
 from rollflow.tasks.rollout.evaluation import read_evaluation
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.response_reader import ResponseReader
 
 PACKAGES = ("rollflow", "torch", "transformers", "vllm", "deepspeed", "ray", "prefect", "mlflow", "pyarrow", "numpy")
 SAMPLES = 32  # Number of rows in MLflow's table of sample responses.
@@ -178,18 +178,13 @@ def _sample_responses(context: RunContext, version: PolicyVersion) -> dict[str, 
     file = context.batches.read_commit(version.batch_entry).file
     groups = TrajectoryBatch.from_bytes(context.batches.read(file)).groups()
     every = [(group, sample) for group in groups for sample in group.trajectories][:: max(1, len(groups) // 8)]
-    rows = every[:SAMPLES]
+    rows, reader = every[:SAMPLES], ResponseReader(context)
     return {
         "version": [version.number for _ in rows],
         "domain": [group.domain for group, _ in rows],
         "prompt": [context.tokenizer.decode(prompt_tokens(sample)) for _, sample in rows],
-        "response": [_decode_response(context, sample) for _, sample in rows],
+        "response": [reader.read(group.key.prompt, sample) for group, sample in rows],
         "reward": [sample.reward for _, sample in rows],
         "reason": [sample.reason for _, sample in rows],
         "tokens": [sample.response_tokens for _, sample in rows],
     }
-
-
-def _decode_response(context: RunContext, one: Trajectory) -> str:
-    tokens = [token for token, mask in zip(one.tokens, one.loss_mask, strict=True) if mask]
-    return context.tokenizer.decode_response(tokens, context.config.reward.special_tokens)

@@ -22,6 +22,7 @@ import ray
 
 from rollflow.storage.errors import RollflowError, StoreFailed, Unreachable
 from rollflow.storage.run_records.case_anchors import CaseAnchors, anchors_path, read_anchors
+from rollflow.storage.run_records.judge_usage import JudgeUsage, judge_usage_path, read_judge_usage
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts, counts_path, read_counts
 from rollflow.tasks.actors.gauges import Gauges
 from rollflow.tasks.actors.lease import Lease
@@ -40,12 +41,15 @@ from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest
-from rollflow.tasks.scorers.config import has_adaptive_deadlines, name_section
+from rollflow.tasks.scorers.config import has_adaptive_deadlines, list_remote, name_section
+from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.spread.spread import SpreadScorer, list_slots
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-SAVE_SECONDS = 30.0  # seconds between two times at which the `CaseAnchors` and counts of second verdicts are stored
+SAVE_SECONDS = (
+    30.0  # seconds between two times at which `CaseAnchors`, `SecondVerdictCounts` and `JudgeUsage` are stored
+)
 
 
 class RewardActor:
@@ -67,6 +71,7 @@ class RewardActor:
         # name of a scorer with adaptive deadlines -> what the run has learned about its test cases
         self._anchors: dict[str, CaseAnchors] = {}
         self._counts: dict[str, SecondVerdictCounts] = {}  # name of a scorer that judges responses again -> its counts
+        self._judges: dict[str, JudgeUsage] = {}  # config section of a judge -> how much the run has used the judge
         self._stored: dict[str, bytes] = {}  # path of a stored record -> the record
         self._saving: asyncio.Task[None] | None = None
         self._helpers: HelperOwner | None = None
@@ -76,7 +81,7 @@ class RewardActor:
     @property
     def _workers(self) -> int:
         """Number of responses, or of calls of reward models, that can be scored at the same time."""
-        return sum(reward.workers for reward in self.context.config.scorers.values())
+        return sum(reward.scoring_slots for reward in self.context.config.scorers.values())
 
     async def begin(self) -> None:
         """Start the scorers before the Prefect flow of the reward stage calls `run`."""
@@ -92,10 +97,12 @@ class RewardActor:
         """
         self._attended = True
         scorer = await self._scorer.get()
-        await scorer.serve(self._finished)
-        if self._helpers:
-            await self._helpers.close()
-        await self._store_records()
+        try:
+            await scorer.serve(self._finished)
+            if self._helpers:
+                await self._helpers.close()
+        finally:
+            await self._store_records()
         return scorer.usage.scored
 
     async def _start(self) -> Scorer:
@@ -105,7 +112,7 @@ class RewardActor:
         if config.cluster.reward_actors.most > 1:
             scorer = SpreadScorer(scorer, list_slots(scorer, config.scorers))
             self._helpers = HelperOwner(self.context, self._anchors, self._counts, scorer)
-        if self._anchors or self._counts:
+        if self._anchors or self._counts or self._judges:
             self._saving = asyncio.create_task(self._keep_records())
         spare_collector()
         return scorer
@@ -116,7 +123,11 @@ class RewardActor:
             self._anchors[name] = read_anchors(self.context.store, name_section(name))
         for name in (name for name, config in scorers.items() if config.second_verdict_share):
             self._counts[name] = read_counts(self.context.store, name_section(name))
-        scorer = build_scorers(scorers, self.context.policy_folder, RayCopies, self._anchors, self._counts)
+        for section, judge in list_remote(scorers).items():
+            if isinstance(judge, JudgeReward):
+                self._judges[section] = read_judge_usage(self.context.store, section)
+        folder, known = self.context.policy_folder, (self._anchors, self._counts, self._judges)
+        scorer = build_scorers(scorers, folder, RayCopies, *known)
         # the run goes on without this record of the scorers' versions
         with contextlib.suppress(RollflowError, OSError):
             for change in record_scorers(self.context):
@@ -130,12 +141,14 @@ class RewardActor:
             await self._store_records()
 
     async def _store_records(self) -> None:
-        """Store how long test cases take (`CaseAnchors`), and the counts of second verdicts, if they have changed.
+        """Store how long test cases take (`CaseAnchors`), the counts of second verdicts, and how much the judges were
+        used, if they have changed.
 
         If storage fails, the next call of `_store_records` stores the records.
         """
         records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}
         records |= {counts_path(name_section(name)): one.encode() for name, one in self._counts.items()}
+        records |= {judge_usage_path(section): one.encode() for section, one in self._judges.items()}
         for path, record in records.items():
             if record != self._stored.get(path):
                 with contextlib.suppress(Unreachable, StoreFailed):

@@ -35,11 +35,13 @@ MODEL = "reward-model"
 class ModelActor:
     """Ray actor that runs one copy of a reward model."""
 
-    def __init__(self, context: RunContext, scorer: str, lease: Lease | None = None) -> None:
-        """Create the actor without reading storage, so that `status` can report that the actor waits for storage."""
+    def __init__(self, context: RunContext, section: str, lease: Lease | None = None) -> None:
+        """Create the actor of the reward model in the config section `section`, without reading storage, so that
+        `status` can report that the actor waits for storage.
+        """
         if lease:
             lease.hold(MODEL)
-        self.context, self._scorer = context, scorer
+        self.context, self._section = context, section
         self._classifier: AsyncOnce[Classifier] = AsyncOnce(self._load)
         self._thread = ThreadPoolExecutor(1)
         self._ended: asyncio.Future[None] | None = None
@@ -100,7 +102,7 @@ class ModelActor:
         self._graded += count
 
     async def _load(self) -> Classifier:
-        classifier: Classifier = await self._in_thread(load_model, self.context, self._scorer)
+        classifier: Classifier = await self._in_thread(load_model, self.context, self._section)
         await self._in_thread(classifier.try_out)
         return classifier
 
@@ -110,33 +112,42 @@ class ModelActor:
 
 
 def model_names(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """Return the names of the Ray actors of all reward models, each with its scorer and the number of the copy."""
+    """Return the names of the Ray actors of all reward models, each with its config section and the number of the
+    copy.
+    """
     return {
-        model_name(scorer, number): (scorer, number)
-        for scorer, reward in list_models(config).items()
+        model_name(section, number): (section, number)
+        for section, reward in list_models(config).items()
         for number in range(reward.workers)
     }
 
 
-def model_name(scorer: str, number: int) -> str:
-    """Return the name of the Ray actor of one copy of a reward model."""
-    return "-".join(filter(None, [MODEL, scorer, str(number)]))
+def model_name(section: str, number: int) -> str:
+    """Return the name of the Ray actor of one copy of a reward model.
+
+    It is "reward-model-0" for `[reward]`, "reward-model-taste-0" for `[rewards.taste]`, and
+    "reward-model-taste.parts.style-0" for the part `style` of `[rewards.taste]`.
+    """
+    _, _, place = section.partition(".")
+    if "." in place:
+        place = place.removesuffix(".scorer")
+    return "-".join(filter(None, [MODEL, place, str(number)]))
 
 
-def start_model(context: RunContext, scorer: str, number: int) -> Any:
+def start_model(context: RunContext, section: str, number: int) -> Any:
     """Start the Ray actor of one copy of a reward model, or find the actor if it is running."""
-    reward = list_models(context.config)[scorer]
+    reward = list_models(context.config)[section]
     placed = actor_options(context.config, "reward", float(reward.cpus), gpus=reward.gpus)
-    options = {"name": model_name(scorer, number), "lifetime": "detached", "get_if_exists": True}
+    options = {"name": model_name(section, number), "lifetime": "detached", "get_if_exists": True}
     remote = ray.remote(ModelActor).options(max_concurrency=256, **options, **placed)
-    return remote.remote(context, scorer, Lease.of(context))
+    return remote.remote(context, section, Lease.of(context))
 
 
 class RayCopies(ModelCopies):
     """Handles of the copies of a run's reward model. The copies are found by the names of their Ray actors."""
 
-    def __init__(self, scorer: str) -> None:
-        self._scorer = scorer
+    def __init__(self, section: str) -> None:
+        self._section = section
         self._actors: dict[int, Any] = {}
 
     async def start(self) -> None:
@@ -147,10 +158,10 @@ class RayCopies(ModelCopies):
         if number in self._actors:
             return
         try:
-            actor = await asyncio.to_thread(ray.get_actor, model_name(self._scorer, number))
+            actor = await asyncio.to_thread(ray.get_actor, model_name(self._section, number))
             await actor.begin.remote()
         except (ray.exceptions.RayError, ValueError) as error:  # `ValueError` means that no actor has this name
-            raise ModelAway(f"{model_name(self._scorer, number)} is away ({_first_line(error)})") from None
+            raise ModelAway(f"{model_name(self._section, number)} is away ({_first_line(error)})") from None
         self._actors[number] = actor
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:
@@ -159,7 +170,7 @@ class RayCopies(ModelCopies):
             grades: list[Grade] = await self._actors[number].grade.remote(list(conversations))
         except ray.exceptions.RayError as error:
             self._actors.pop(number, None)
-            raise ModelAway(f"{model_name(self._scorer, number)} is lost ({_first_line(error)})") from None
+            raise ModelAway(f"{model_name(self._section, number)} is lost ({_first_line(error)})") from None
         return grades
 
 

@@ -28,8 +28,7 @@ from rollflow.tasks.run.cluster_config import ClusterConfig
 from rollflow.tasks.runtime.names import RecipeName
 from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
-from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig, name_section
-from rollflow.tasks.scorers.judge.config import JudgeReward
+from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig, list_remote, name_section
 
 Refusals = Iterator[PydanticCustomError]
 
@@ -241,10 +240,9 @@ class RunConfig(Section):
         if cold and cold.context <= self.engine.max_new_tokens:
             cure = f"it must be below policy.cold_start.context = {cold.context}; lower it, or raise the context"
             yield refusal("engine.max_new_tokens", self.engine.max_new_tokens, cure)
-        for name, scorer in self.scorers.items():
-            if cold and isinstance(scorer, JudgeReward):
-                cure = "a cold start measures its accuracy without a judge; set policy.path to a trained policy"
-                yield refusal(f"{name_section(name)}.kind", scorer.kind, cure)
+        for section, scorer in list_remote(self.scorers).items() if cold else ():
+            cure = "a cold start compares its responses with answers, without a judge or a reward model; set "
+            yield refusal(f"{section}.kind", scorer.kind, f"{cure}policy.path to a trained policy")
 
     def _rollout(self) -> Refusals:
         rollout = self.rollout

@@ -142,14 +142,15 @@ def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
 def explain_fixed(config: RunConfig, key: str) -> str:
     """Return why a config key, or a section that contains the key, can never change; "" if the key may change."""
     place: Any = config
-    for name in key.split("."):
+    names = key.split(".")
+    for depth, name in enumerate(names):
         if isinstance(place, Mapping):  # a section whose keys are names that the user chose, such as `rewards`
             place = place.get(name)
             continue
         if not isinstance(place, Section):
             break
         if why := _find_reason(type(place), name):
-            return why
+            return "" if place.permits_change(".".join(names[depth:])) else why
         place = getattr(place, name, None)
     return ""
 

@@ -7,7 +7,8 @@ from typing import Any
 from rollflow.tasks.policies.cold_start import HeldOutAccuracy, generate_answers
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import close_thread_runner, judge_correct
+from rollflow.tasks.scorers.config import name_section
+from rollflow.tasks.scorers.verifier import close_in_thread, judge_correct
 
 
 class HeldOutJudge:
@@ -17,16 +18,16 @@ class HeldOutJudge:
     def __init__(self, context: RunContext) -> None:
         self._config, self._tokenizer = context.config, context.tokenizer
         self._prompts, decode = context.prompts().held_out(), context.tokenizer.decode_response
-        self._judges = {
-            name: judge_correct(build_verifier(reward), reward, decode) for name, reward in self._config.scorers.items()
-        }
+        scorers = self._config.scorers
+        self._verifiers = {name: build_verifier(reward, name_section(name)) for name, reward in scorers.items()}
+        self._judges = {name: judge_correct(self._verifiers[name], reward, decode) for name, reward in scorers.items()}
 
     def __enter__(self) -> HeldOutJudge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the sandboxes that ran the programs in the answers."""
-        close_thread_runner()
+        """End what the verifiers keep, such as the sandboxes that ran the programs in the answers."""
+        close_in_thread(self._verifiers.values())
 
     def __call__(self, model: Any) -> HeldOutAccuracy:
         """Return the accuracy of a model on the held-out prompts."""

@@ -30,12 +30,12 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.config import (
-    CompositeReward,
     ExactReward,
     MathsReward,
     ReasoningGymReward,
     RewardConfig,
     name_section,
+    split_scorer,
 )
 from rollflow.tasks.scorers.reference_process import ReferenceChecker
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, score_response
@@ -143,9 +143,7 @@ class _Judgeable:
         if wrong := self._find_name_fault(reference):
             return wrong
         reward, section = _find_reward(self.config, self.source, reference), self._name_section(reference)
-        if not isinstance(reward, CompositeReward):
-            return self.find(reward, section, reference)
-        parts = ((f"{section}.parts.{name}.scorer", part.scorer) for name, part in reward.parts.items())
+        parts = split_scorer(section, reward).items()
         return next((fault for place, part in parts if (fault := self.find(part, place, reference))), None)
 
     def _name_section(self, reference: Mapping[str, Any]) -> str:

@@ -190,7 +190,7 @@ class Rejudging:
                 f"environment.kind = {config.environment.kind!r}: the environment computed the rewards, and its "
                 'episodes cannot be repeated; only runs with environment.kind = "single-turn" can be judged again'
             )
-        self._context, self._scorers = context, config.scorers
+        self._context, self._config, self._scorers = context, config, config.scorers
         self._prompts: RunPrompts = context.prompts()
 
     async def run(self, versions: Sequence[int], report: RejudgeReport, progress: Progress) -> None:
@@ -202,7 +202,7 @@ class Rejudging:
         Raises:
             ConfigError: a scorer cannot score any response, or a prompt names a scorer that the config lacks.
         """
-        scorer = build_scorers(self._scorers, self._context.policy_folder, local_copies(self._context, self._scorers))
+        scorer = build_scorers(self._scorers, self._context.policy_folder, local_copies(self._context, self._config))
         await scorer.start()
         serving = asyncio.create_task(scorer.serve(asyncio.Event()))  # ends only with an error
         try:

@@ -1,12 +1,15 @@
 """Stores the reward models of a run: their files are copied into the run's storage and hashed when the run starts.
 
-reward_models/reward/config.json      the model of [reward]
-reward_models/rewards.taste/...       the model of [rewards.taste]
+reward_models/reward/config.json                 the model of [reward]
+reward_models/rewards.taste/...                  the model of [rewards.taste]
+reward_models/reward.parts.style.scorer/...      the model of [reward.parts.style.scorer], a part of a composite reward
+
+Config, Ray actors and storage name a reward model by its config section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +20,7 @@ from rollflow.storage.objects.disk import map_file
 from rollflow.tasks.policies.optional_libraries import disable_optional_libraries
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, fetch_folder
-from rollflow.tasks.scorers.config import RewardConfig, name_section
+from rollflow.tasks.scorers.config import list_remote
 from rollflow.tasks.scorers.model.config import ModelReward
 from rollflow.tasks.scorers.model.copies import LocalCopy, ModelCopies
 from rollflow.tasks.scorers.model.folder import find_model, read_model
@@ -29,8 +32,9 @@ FOLDER = "reward_models"
 
 
 def list_models(config: RunConfig) -> dict[str, ModelReward]:
-    """Return the reward models that a run uses, by the names of the scorers that use them."""
-    return {name: reward for name, reward in config.scorers.items() if isinstance(reward, ModelReward)}
+    """Return the reward models that a run uses, by their config sections."""
+    remote = list_remote(config.scorers)
+    return {section: reward for section, reward in remote.items() if isinstance(reward, ModelReward)}
 
 
 def model_gpus(config: RunConfig) -> float:
@@ -49,11 +53,7 @@ def check_models(config: RunConfig, download: bool) -> Iterator[str]:
     Raises:
         ConfigError: a reward model cannot be used; the message names the key and says what the user must change.
     """
-    for name, reward in list_models(config).items():
-        section = name_section(name)
-        if config.policy.cold_start is not None:
-            cure = "a cold start is judged by answers, which a reward model does not know; set policy.path"
-            raise ConfigError(f'{section}.kind = "model": {cure}')
+    for section, reward in list_models(config).items():
         if reward.deadline_seconds >= (patience := config.rollout.patience_seconds):
             cure = f"the run fails after rollout.patience_seconds = {patience:g} without a score; choose less"
             raise ConfigError(f"{section}.deadline_seconds = {reward.deadline_seconds:g}: {cure}")
@@ -75,44 +75,43 @@ def check_pinned(config: RunConfig, context: RunContext) -> None:
     Raises:
         ConfigError: a reward model is not in the run's storage.
     """
-    for name, reward in list_models(config).items():
-        if not any(stored.path.startswith(f"{_prefix(name)}/") for stored in context.created.models):
+    for section, reward in list_models(config).items():
+        if not any(stored.path.startswith(f"{_prefix(section)}/") for stored in context.created.models):
             cure = "a run stores its reward models at its start, and this run has none for the scorer; start a new run"
-            raise ConfigError(f"{name_section(name)}.path = {reward.path!r}: {cure}")
+            raise ConfigError(f"{section}.path = {reward.path!r}: {cure}")
 
 
 def read_models(config: RunConfig) -> dict[str, Data]:
     """Return the files of a run's reward models, by their paths in the run's storage."""
     return {
-        f"{_prefix(name)}/{file}": data
-        for name, reward in list_models(config).items()
-        for file, data in read_model(reward, name_section(name)).items()
+        f"{_prefix(section)}/{file}": data
+        for section, reward in list_models(config).items()
+        for file, data in read_model(reward, section).items()
     }
 
 
-def local_copies(
-    context: RunContext, scorers: Mapping[str, RewardConfig] | None = None
-) -> Callable[[str], ModelCopies | None]:
-    """Return a function from the name of a scorer to the run's reward model, loaded in this process.
+def local_copies(context: RunContext, config: RunConfig | None = None) -> Callable[[str], ModelCopies | None]:
+    """Return a function from the config section of a reward model to the run's reward model, loaded in this process.
 
-    `scorers` are the config sections of the scorers, by default those of the run. A scorer whose reward model is not
-    stored with the run gets None, and reads the model from the folder in the config.
+    `config` is the config of the scorers, by default that of the run. A reward model that is not stored with the run
+    gets None, and is read from the folder in the config.
     """
-    sections = context.config.scorers if scorers is None else scorers
+    models = list_models(config or context.config)
 
-    def find(name: str) -> ModelCopies | None:
-        reward, own = sections[name], list_models(context.config).get(name)
-        if not isinstance(reward, ModelReward) or own is None or own.path != reward.path:
+    def find(section: str) -> ModelCopies | None:
+        reward, own = models[section], list_models(context.config).get(section)
+        if own is None or own.path != reward.path:
             return None
-        return LocalCopy(partial(load_model, context, name, reward))
+        return LocalCopy(partial(load_model, context, section, reward))
 
     return find
 
 
-def load_model(context: RunContext, scorer: str, reward: ModelReward | None = None) -> Classifier:
-    """Load the reward model of a scorer from the run's storage, and check its files against the hashes in the log.
+def load_model(context: RunContext, section: str = "reward", reward: ModelReward | None = None) -> Classifier:
+    """Load a reward model from the run's storage, and check its files against the hashes in the log.
 
-    `reward` is the config section of the scorer, by default the section in the run's config.
+    `section` is the config section of the reward model, and `reward` are its keys, by default those in the run's
+    config.
 
     Raises:
         Corrupt: a file of the reward model was altered since the start of the run.
@@ -121,20 +120,20 @@ def load_model(context: RunContext, scorer: str, reward: ModelReward | None = No
     disable_optional_libraries()
     from rollflow.tasks.scorers.model.classifier import Classifier
 
-    reward = reward or list_models(context.config)[scorer]
-    return Classifier(reward, _fetch_model(context, scorer), name_section(scorer), context.created_at)
+    reward = reward or list_models(context.config)[section]
+    return Classifier(reward, _fetch_model(context, section), section, context.created_at)
 
 
-def _fetch_model(context: RunContext, scorer: str) -> Path:
-    """Return a folder on this node with the files of the reward model that a scorer uses."""
-    folder = fetch_folder(context, _prefix(scorer), FOLDER, name_section(scorer))
+def _fetch_model(context: RunContext, section: str) -> Path:
+    """Return a folder on this node with the files of the reward model in a config section."""
+    folder = fetch_folder(context, _prefix(section), FOLDER, section)
     for stored in context.created.models:
-        if stored.path.startswith(f"{_prefix(scorer)}/"):
+        if stored.path.startswith(f"{_prefix(section)}/"):
             path = folder / stored.path.rpartition("/")[2]
             if not path.exists() or hash_pieces(split_buffers(map_file(path))) != stored.sha256:
                 raise Corrupt(f"{context.store.uri}/{stored.path}, a file of the reward model, is missing or altered")
     return folder
 
 
-def _prefix(scorer: str) -> str:
-    return f"{FOLDER}/{name_section(scorer)}"
+def _prefix(section: str) -> str:
+    return f"{FOLDER}/{section}"

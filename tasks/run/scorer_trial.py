@@ -17,7 +17,14 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_scorer
 from rollflow.tasks.scorers.base import FAILED, Score, ScoreRequest
-from rollflow.tasks.scorers.config import CompositeReward, ImportReward, RewardConfig, name_section
+from rollflow.tasks.scorers.config import (
+    CompositeReward,
+    ImportReward,
+    RewardConfig,
+    name_part,
+    name_section,
+    split_scorer,
+)
 
 # number of prompts that are read to find prompts for each scorer, and number of answers that each scorer is tried on
 SEEN, TRIED = 64, 3
@@ -32,35 +39,42 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
         ConfigError: a scorer fails on every answer, and the message says how; or a scorer gives values to tokens, and
             the run's objective cannot use them.
     """
-    own = {name: reward for name, reward in config.scorers.items() if _has_own_code(reward)}
+    own = [(name, *found) for name, reward in config.scorers.items() for found in _list_tried(name, reward)]
     if not own or not isinstance(config.environment, SingleTurnEnvironment):
         return []
     found, notes = [prompts.find(index) for index in range(SEEN)], list[str]()
-    for name, reward in own.items():
+    for name, section, reward in own:
         asked = [(prompt, question.answer) for prompt, question in found if prompt.scorer == name and question.answer]
         if asked:
             # a thread of its own, because the caller may be in an event loop
             with ThreadPoolExecutor(1) as pool, _silence():
-                scores = pool.submit(asyncio.run, _score(name, reward, asked[:TRIED], tokenizer)).result()
-            notes += _describe_failures(name, reward, asked[0][0], scores)
+                scores = pool.submit(asyncio.run, _score(section, reward, asked[:TRIED], tokenizer)).result()
+            notes += _describe_failures(section, reward, asked[0][0], scores)
             if any(score.has_token_values for score in scores):
                 check_token_rewards(config.train.objective)
     return notes
 
 
-def _has_own_code(reward: RewardConfig) -> bool:
-    parts = [part.scorer for part in reward.parts.values()] if isinstance(reward, CompositeReward) else [reward]
-    return any(isinstance(part, ImportReward) for part in parts)
+def _list_tried(name: str, reward: RewardConfig) -> list[tuple[str, RewardConfig]]:
+    """Return what is tried of a scorer, with its config section: the whole scorer, or, if a part is a judge or a reward
+    model, only the user-defined parts.
+    """
+    section = name_section(name)
+    if isinstance(reward, CompositeReward) and reward.is_mixed:
+        parts = {name_part(section, part): scorer for part, scorer in reward.part_scorers.items()}
+        return [(place, scorer) for place, scorer in parts.items() if isinstance(scorer, ImportReward)]
+    is_own = any(isinstance(scorer, ImportReward) for scorer in split_scorer(section, reward).values())
+    return [(section, reward)] if is_own else []
 
 
 async def _score(
-    name: str, reward: RewardConfig, asked: Sequence[tuple[Prompt, str]], tokenizer: PolicyTokenizer
+    section: str, reward: RewardConfig, asked: Sequence[tuple[Prompt, str]], tokenizer: PolicyTokenizer
 ) -> list[Score]:
     """Score the answers one after another, each within the deadline of the scorer."""
-    scorer = build_scorer(reward, tokenizer.folder, name_section(name))
+    scorer = build_scorer(reward, tokenizer.folder, section)
     await scorer.start()
     try:
-        requests = [ScoreRequest(tokenizer.encode_response(said), prompt.reference, name) for prompt, said in asked]
+        requests = [ScoreRequest(tokenizer.encode_response(said), prompt.reference) for prompt, said in asked]
         return await scorer.score(requests)
     finally:
         await scorer.close()
@@ -84,9 +98,9 @@ def _has_failed(score: Score) -> bool:
     return score.value <= 0 and FAILED in score.reason and score.outcome is not Outcome.UNJUDGED
 
 
-def _describe_failures(name: str, reward: RewardConfig, prompt: Prompt, scores: Sequence[Score]) -> list[str]:
+def _describe_failures(section: str, reward: RewardConfig, prompt: Prompt, scores: Sequence[Score]) -> list[str]:
     """Return a note if no answer could be judged; raise `ConfigError` if the scorer raised an error on every answer."""
-    said, section = scores[0].reason, name_section(name)
+    said = scores[0].reason
     key = f"{section}.path = {reward.path!r}" if isinstance(reward, ImportReward) else f"{section}.kind = 'composite'"
     which = f"the right answers to the first {len(scores)} questions"
     if all(_has_failed(score) for score in scores):

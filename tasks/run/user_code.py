@@ -17,7 +17,7 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.imports import code_of
 from rollflow.tasks.runtime.sections import Imported
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.config import CompositeReward, ImportReward
+from rollflow.tasks.scorers.config import ImportReward, split_scorers
 
 
 def check_own_parts(config: RunConfig) -> None:
@@ -26,8 +26,8 @@ def check_own_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: a user-defined part cannot be imported or built; the message says what the user must change.
     """
-    for section, reward in config.scorer_sections.items():
-        if isinstance(reward, ImportReward | CompositeReward):
+    for section, reward in split_scorers({"": config.reward, **config.rewards}).items():
+        if isinstance(reward, ImportReward):
             build_verifier(reward, section)
     if isinstance(config.train.objective, ImportObjective):
         build_objective(config.train.objective)
@@ -47,13 +47,7 @@ def own_code(config: RunConfig) -> dict[str, str]:
     sections = {"train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
     named = {f"environment.tools.{name}": tool for name, tool in config.environment.tool_parts.items()}
-    scorers = {
-        f"{section}.parts.{name}.scorer": part.scorer
-        for section, reward in config.scorer_sections.items()
-        if isinstance(reward, CompositeReward)
-        for name, part in reward.parts.items()
-    }
-    parts = {**config.scorer_sections, **sections, **sources, **named, **scorers}
+    parts = {**split_scorers({"": config.reward, **config.rewards}), **sections, **sources, **named}
     return {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
 
 

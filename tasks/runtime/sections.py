@@ -32,6 +32,10 @@ class Section(BaseModel):
     fixed: ClassVar[Mapping[str, str]] = {}
     renames: ClassVar[Renames] = Renames()  # old names of keys and values in the section
 
+    def permits_change(self, key: str) -> bool:
+        """Return whether `key`, which is or belongs to a fixed key of the section, may change all the same."""
+        return False
+
     @model_validator(mode="before")
     @classmethod
     def _with_new_names(cls, tree: Any) -> Any:

@@ -7,6 +7,7 @@ scorer has its own module.
     judge        asks a language model behind an OpenAI-compatible endpoint
     routed       several scorers, of which each prompt names one
     model        a reward model, whose copies are actors
+    composite    several scorers, whose scores are the parts of one score
     versioned    adds the version to the scores of a scorer without worker processes
     second_verdicts    judges a share of the responses again, to count verdicts that differ
 
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.judge_usage import JudgeUsage
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.tasks.scorers.base import Scorer
 from rollflow.tasks.scorers.config import (
@@ -35,6 +37,8 @@ from rollflow.tasks.scorers.config import (
     ReasoningGymReward,
     RegexReward,
     RewardConfig,
+    has_adaptive_deadlines,
+    name_part,
     name_section,
 )
 from rollflow.tasks.scorers.judge.config import JudgeReward
@@ -44,32 +48,31 @@ from rollflow.tasks.scorers.verifier import Verifier
 if TYPE_CHECKING:
     from rollflow.tasks.scorers.model.copies import ModelCopies
 
+FindCopies = Callable[[str], "ModelCopies | None"]
+
 
 def build_scorers(
     configs: Mapping[str, RewardConfig],
     policy_folder: Path,
-    copies: Callable[[str], ModelCopies | None] | None = None,
+    copies: FindCopies = lambda section: None,
     anchors: Mapping[str, CaseAnchors] | None = None,
     counts: Mapping[str, SecondVerdictCounts] | None = None,
+    usages: Mapping[str, JudgeUsage] | None = None,
 ) -> Scorer:
     """Build all scorers of a run (`RunConfig.scorers`) as one scorer, without starting it.
 
     Args:
-        copies: A function that returns the copies of a reward model, given the name of its scorer. anchors: Measured
-        program times that decide the adaptive deadlines of test cases, by the name of the scorer. counts: Counts of
-        second verdicts, by the name of a scorer that judges a share of its responses again.
+        copies: A function that returns the copies of a reward model, given its config section; if the function returns
+        None, the reward model is loaded in this process.
+        anchors: Measured program times that decide the adaptive deadlines of test cases, by the name of the scorer.
+        counts: Counts of second verdicts, by the name of a scorer that judges a share of its responses again.
+        usages: The tokens that each judge has used before, by its config section.
 
     Raises:
         ConfigError: a user-defined function does not exist on this machine.
     """
     scorers = {
-        name: build_scorer(
-            config,
-            policy_folder,
-            name_section(name),
-            copies(name) if copies and config.kind == "model" else None,
-            (anchors or {}).get(name),
-        )
+        name: build_scorer(config, policy_folder, name_section(name), copies, (anchors or {}).get(name), usages)
         for name, config in configs.items()
     }
     scorers = {name: _add_version(scorer, configs[name], name_section(name)) for name, scorer in scorers.items()}
@@ -100,13 +103,14 @@ def build_scorer(
     config: RewardConfig,
     policy_folder: Path,
     section: str = "reward",
-    copies: ModelCopies | None = None,
+    copies: FindCopies = lambda section: None,
     anchors: CaseAnchors | None = None,
+    usages: Mapping[str, JudgeUsage] | None = None,
 ) -> Scorer:
     """Build the scorer that the config section `[section]` describes, without starting it.
 
-    The scorer decodes responses with the tokenizer in `policy_folder`. If `copies` is None, a reward model is loaded in
-    this process.
+    The scorer decodes responses with the tokenizer in `policy_folder`. The other arguments are those of
+    `build_scorers`, but `anchors` are those of this scorer.
 
     Raises:
         ConfigError: the user-defined function that the section names does not exist on this machine.
@@ -114,12 +118,14 @@ def build_scorer(
     if isinstance(config, JudgeReward):
         from rollflow.tasks.scorers.judge.scorer import JudgeScorer
 
-        return JudgeScorer(config, policy_folder, section)
+        return JudgeScorer(config, policy_folder, section, (usages or {}).get(section))
     from rollflow.tasks.scorers.concurrent import ConcurrentPool
     from rollflow.tasks.scorers.pool import RewardPool
 
     if isinstance(config, ModelReward):
-        return _build_model_scorer(config, policy_folder, section, copies)
+        return _build_model_scorer(config, policy_folder, section, copies(section))
+    if isinstance(config, CompositeReward) and config.is_mixed:
+        return _build_composite_scorer(config, policy_folder, section, copies, anchors, usages)
     # Importing a user-defined verifier here reports a failed import before any worker process starts.
     if (
         isinstance(config, ImportReward | CodeReward | CompositeReward)
@@ -137,6 +143,31 @@ def _build_model_scorer(config: ModelReward, policy_folder: Path, section: str, 
 
     local = LocalCopy(functools.partial(open_classifier, config, section))
     return ModelScorer(config, PolicyTokenizer(policy_folder).decode_response, copies or local)
+
+
+def _build_composite_scorer(
+    config: CompositeReward,
+    policy_folder: Path,
+    section: str,
+    copies: FindCopies,
+    anchors: CaseAnchors | None,
+    usages: Mapping[str, JudgeUsage] | None,
+) -> Scorer:
+    from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+    from rollflow.tasks.scorers.composite import CompositeScorer
+
+    scorers = {
+        name: build_scorer(
+            part,
+            policy_folder,
+            name_part(section, name),
+            copies,
+            anchors if has_adaptive_deadlines(part) else None,
+            usages,
+        )
+        for name, part in config.part_scorers.items()
+    }
+    return CompositeScorer(config, scorers, PolicyTokenizer(policy_folder).decode_response)
 
 
 def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
@@ -157,7 +188,8 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
         case CodeReward():
             from rollflow.tasks.scorers.code.scorer import CodeScorer
 
-            return Verifier(CodeScorer(config).score, is_async=True)
+            scorer = CodeScorer(config)
+            return Verifier(scorer.score, is_async=True, end=scorer.close)
         case MathsReward():
             from rollflow.tasks.scorers.text.maths import maths
 
@@ -191,8 +223,11 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
 
 
 def _build_composite(config: CompositeReward, section: str) -> Verifier:
-    from rollflow.tasks.scorers.composite import CompositeScorer
+    from rollflow.tasks.scorers.composite import CompositeVerifier
 
-    places = {name: f"{section}.parts.{name}.scorer" for name in config.parts}
-    parts = {name: build_verifier(config.parts[name].scorer, place) for name, place in places.items()}
-    return CompositeScorer(config, parts).build()
+    if config.is_mixed:
+        raise ConfigError(
+            f"{section}.kind = 'composite': a part is a judge or a reward model, which scores no text alone"
+        )
+    parts = {name: build_verifier(part.scorer, name_part(section, name)) for name, part in config.parts.items()}
+    return CompositeVerifier(config, parts).build()

@@ -39,7 +39,7 @@ FAILED = " failed: "  # the text between the code's name and the error, in the r
 MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts of a score, and of characters in a part's name
 
 # the fields of a `Score` in order, with the token values as hexadecimal float32
-ScoreColumns = tuple[float, str, str, dict[str, float], float, str, str]
+ScoreColumns = tuple[float, str, str, dict[str, float], float, str, str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Score:
     `parts` optionally maps names to the numbers from which the value of the score was computed. A missing `outcome` is
     derived from the value of the score: "correct" for 1 or more, "wrong" for 0 or less, and "partial" between 0 and 1.
     `seconds` is the time that scoring the response took. `version` is the version of the scorer (see the module
-    `version`), which a verifier does not set. `failed` is True if user code, such as a verifier, failed on the
-    response. `to_columns` omits `failed`.
+    `version`), which a verifier does not set. `failed` is True if the scorer failed on the response: user code raised
+    an error, the deadline passed, or the worker process died.
 
     `token_values` has one number for each token of the response, or None for a token without a value. `step_values`
     lists the steps of the response as pairs: the number of characters of the scored text up to the end of the step, and
@@ -76,13 +76,15 @@ class Score:
     def to_columns(self) -> ScoreColumns:
         """Return the score as plain values, which are quick to pickle and can be written as JSON."""
         values = Float32s.of(self.token_values).data.hex()  # type: ignore[arg-type]  # checked values are numbers
-        return self.value, self.reason, str(self.outcome), dict(self.parts), self.seconds, self.version, values
+        columns = self.value, self.reason, str(self.outcome), dict(self.parts), self.seconds, self.version, values
+        return *columns, self.failed
 
     @classmethod
     def of_columns(cls, columns: Sequence[Any]) -> Score:
         """Build a score from the result of `to_columns`; raise `ValueError` or `TypeError` for any other input."""
-        value, reason, outcome, parts, seconds, version, values = (*columns, "", "")[:7]
-        return cls(value, reason, Outcome(outcome), parts, seconds, version, token_values=_read_values(values))
+        value, reason, outcome, parts, seconds, version, values, failed = (*columns, "", "", "")[:8]
+        known = _read_values(values)
+        return cls(value, reason, Outcome(outcome), parts, seconds, version, bool(failed), token_values=known)
 
     @property
     def has_token_values(self) -> bool:
@@ -265,7 +267,7 @@ def is_failure(score: Score) -> bool:
 
 def timeout_score(seconds: float, value: float) -> Score:
     """Return the score, with the given value, of a response that was not scored within `seconds`."""
-    return Score(value, f"deadline: no verdict in {seconds:g} s", Outcome.TIMEOUT, seconds=seconds)
+    return Score(value, f"deadline: no verdict in {seconds:g} s", Outcome.TIMEOUT, seconds=seconds, failed=True)
 
 
 def make_storable(text: str, longest: int) -> str:

@@ -150,6 +150,11 @@ class RewardBase(Section):
         return self.workers
 
     @property
+    def scoring_slots(self) -> int:
+        """Number of responses, or of calls of reward models, that can be scored at the same time."""
+        return self.workers
+
+    @property
     def compares_group(self) -> bool:
         """True if the score of a response depends on the other responses to the same prompt."""
         return False

@@ -1,4 +1,4 @@
-"""The verifier `composite`, which combines the scores of several verifiers.
+"""The reward `composite`, which combines the scores of several scorers, its parts.
 
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 
@@ -8,22 +8,77 @@ sum of the negative weights, because otherwise the policy could learn to make a 
 
 Values of tokens and steps are combined in the same way: the weighted values of all parts are added, and a response
 whose value is not the sum of its parts has none.
+
+    CompositeVerifier   all parts are verifiers, which run in one worker process, one after the other
+    CompositeScorer     a part is a judge or a reward model, so each part is a scorer of its own:
+
+                        parts in worker processes --> required judges and models --> other judges and models
+
+`CompositeScorer` asks the scorers of each step together, and ends after the step that decides the score: a part could
+not be judged, its scorer failed, or a required part is not correct. So no judge is asked about a response without need.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollflow.storage.records import Outcome
-from rollflow.tasks.scorers.base import MOST_PARTS, Score, failure_score, validate_score
-from rollflow.tasks.scorers.config import CompositeReward
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.scorers.base import (
+    MOST_PARTS,
+    Score,
+    Scorer,
+    ScoreRequest,
+    ScorerUsage,
+    failure_score,
+    validate_score,
+)
+from rollflow.tasks.scorers.config import REMOTE, CompositeReward
+from rollflow.tasks.scorers.several import SeveralScorers
 from rollflow.tasks.scorers.token_values import shift_steps
-from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold, find_answer
+from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold, find_answer, finish_score
+
+Decode = Callable[[Sequence[int], bool], str]
 
 
-class CompositeScorer:
+def combine_scores(config: CompositeReward, scores: Mapping[str, Score]) -> Score:
+    """Combine the scores of the parts into the score of a response. A part without a score was not asked, because the
+    scores of the other parts decide (`is_decided`).
+
+    Raises:
+        ValueError: the parts have values for different numbers of tokens.
+    """
+    found = {name: scores[name] for name in config.parts if name in scores}
+    parts = {name: score.value for name, score in found.items()}
+    for name, score in found.items():
+        parts |= {f"{name}.{inner}": value for inner, value in score.parts.items()}
+    parts = dict(list(parts.items())[:MOST_PARTS])
+    reason = "; ".join(f"{name}: {score.reason}" for name, score in found.items())
+    if any(score.outcome is Outcome.UNJUDGED for score in found.values()):
+        return Score(0.0, reason, Outcome.UNJUDGED, parts)
+    if failed := next((score for score in found.values() if score.failed), None):
+        return Score(config.failure_value, failed.reason, failed.outcome, parts)
+    for name in config.requires:
+        if name in found and found[name].outcome is not Outcome.CORRECT:
+            return Score(0.0, f"{name} is not correct; {reason}", found[name].outcome, parts)
+    value = sum(config.parts[name].weight * score.value for name, score in found.items())
+    outcome = _join_outcomes([score.outcome for score in found.values()])
+    return Score(value, reason, outcome, parts, **_add_values(config, found))
+
+
+def is_decided(config: CompositeReward, scores: Mapping[str, Score]) -> bool:
+    """Return whether the scores of some parts decide the score of the response, whatever the other parts would say."""
+    if any(score.failed or score.outcome is Outcome.UNJUDGED for score in scores.values()):
+        return True
+    return any(name in scores and scores[name].outcome is not Outcome.CORRECT for name in config.requires)
+
+
+class CompositeVerifier:
     """Scores responses with several verifiers, whose scores are the parts of one score. See the module's docstring."""
 
     def __init__(self, config: CompositeReward, verifiers: Mapping[str, Verifier]) -> None:
@@ -36,12 +91,18 @@ class CompositeScorer:
         asynchronous.
         """
         if any(verifier.scores_several for verifier in self._verifiers.values()):
-            return Verifier(self.score_later, is_async=True, takes_tokens=True)
-        return Verifier(self.score, takes_tokens=True)
+            return Verifier(self.score_later, is_async=True, takes_tokens=True, end=self.close)
+        return Verifier(self.score, takes_tokens=True, end=self.close)
+
+    async def close(self) -> None:
+        """Close the verifiers of all parts."""
+        for verifier in self._verifiers.values():
+            await verifier.close()
 
     def score(self, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
         """Score a response with verifiers that are all synchronous functions."""
-        return self.add_up({name: self._score_part(name, response, reference, tokens) for name in self._verifiers})
+        scores = {name: self._score_part(name, response, reference, tokens) for name in self._verifiers}
+        return combine_scores(self._config, scores)
 
     async def score_later(self, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
         """Score a response with one verifier after another. Verifiers may be asynchronous."""
@@ -55,40 +116,7 @@ class CompositeScorer:
                 scores[name] = self._check(name, found, response)
             except Exception as error:  # noqa: BLE001 - a part is user code, whose error is the reason for this score
                 scores[name] = failure_score(name, error)
-        return self.add_up(scores)
-
-    def add_up(self, scores: Mapping[str, Score]) -> Score:
-        """Combine the scores of all reward parts into the score of a response."""
-        parts = {name: score.value for name, score in scores.items()}
-        for name, score in scores.items():
-            parts |= {f"{name}.{inner}": value for inner, value in score.parts.items()}
-        parts = dict(list(parts.items())[:MOST_PARTS])
-        reason = "; ".join(f"{name}: {score.reason}" for name, score in scores.items())
-        if any(score.outcome is Outcome.UNJUDGED for score in scores.values()):
-            return Score(0.0, reason, Outcome.UNJUDGED, parts)
-        if failed := next((score for score in scores.values() if score.failed), None):
-            return Score(self._config.failure_value, failed.reason, failed.outcome, parts)
-        for name in self._config.requires:
-            if scores[name].outcome is not Outcome.CORRECT:
-                return Score(0.0, f"{name} is not correct; {reason}", scores[name].outcome, parts)
-        value = sum(self._config.parts[name].weight * score.value for name, score in scores.items())
-        outcome = _join_outcomes([score.outcome for score in scores.values()])
-        return Score(value, reason, outcome, parts, **self._add_values(scores))
-
-    def _add_values(self, scores: Mapping[str, Score]) -> dict[str, Any]:
-        """Add the weighted values of tokens and steps of all reward parts.
-
-        Raises:
-            ValueError: the parts have values for different numbers of tokens.
-        """
-        weighted = [(self._config.parts[name].weight, score) for name, score in scores.items()]
-        rows = [[(weight, value) for value in score.token_values] for weight, score in weighted if score.token_values]
-        if len({len(row) for row in rows}) > 1:
-            raise ValueError(f"the parts have token values for {', '.join(str(len(row)) for row in rows)} tokens")
-        return {
-            "token_values": [_add_weighted(values) for values in zip(*rows, strict=True)],
-            "step_values": [(end, weight * value) for weight, score in weighted for end, value in score.step_values],
-        }
+        return combine_scores(self._config, scores)
 
     def _score_part(self, name: str, response: str, reference: Mapping[str, Any], tokens: Sequence[int] = ()) -> Score:
         try:
@@ -104,6 +132,86 @@ class CompositeScorer:
 
     def _answer(self, name: str, response: str) -> str:
         return answer_of(response, self._config.parts[name].scorer.answer)
+
+
+class CompositeScorer(SeveralScorers):
+    """Scores responses with several scorers, whose scores are the parts of one score. See the module's docstring."""
+
+    def __init__(self, config: CompositeReward, scorers: Mapping[str, Scorer], decode: Decode) -> None:
+        """Store the scorers, by the names of the reward parts in the config. The function `decode` converts tokens to
+        text, with or without special tokens.
+        """
+        super().__init__(scorers)
+        self._config, self._decode = config, decode
+        remote = [name for name, part in config.parts.items() if isinstance(part.scorer, REMOTE)]
+        required = [name for name in remote if name in config.requires]
+        steps = [[name for name in config.parts if name not in remote], required]
+        steps.append([name for name in remote if name not in required])
+        self._steps = [step for step in steps if step]
+        self._tasks: set[asyncio.Task[Score]] = set()
+        self._scored = self._timeouts = 0
+
+    @property
+    def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
+        """The counters of responses, and the seconds of all parts."""
+        return ScorerUsage(self._scored, self._timeouts, super().usage.busy_seconds)
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
+        """Begin to score responses, and return a future of each score, in the order of the requests.
+
+        A future raises `ConfigError` if the scorer of a part can score no response at all.
+        """
+        tasks = [asyncio.get_running_loop().create_task(self._score(request)) for request in requests]
+        for task in tasks:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return list[asyncio.Future[Score]](tasks)
+
+    async def close(self) -> None:
+        """End the tasks that wait for scores, and close all scorers."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().close()
+
+    async def _score(self, request: ScoreRequest) -> Score:
+        started = time.perf_counter()
+        try:
+            text = self._decode(list(Int32s.of(request.tokens)), self._config.special_tokens)
+        except (TypeError, ValueError, OverflowError) as error:  # raised if an environment passed an invalid request
+            return failure_score("request", error)
+        scores = dict[str, Score]()
+        for step in self._steps:
+            futures = [self.scorers[name].submit([request])[0] for name in step]
+            scores |= zip(step, await asyncio.gather(*futures), strict=True)
+            if is_decided(self._config, scores):
+                break
+        score = finish_score(self._combine(scores), self._config, text, len(request.tokens))
+        self._scored += 1
+        self._timeouts += score.outcome is Outcome.TIMEOUT
+        return replace(score, seconds=time.perf_counter() - started)
+
+    def _combine(self, scores: Mapping[str, Score]) -> Score:
+        try:
+            return validate_score("composite reward", combine_scores(self._config, scores))
+        except ValueError as error:
+            return failure_score("composite reward", error)
+
+
+def _add_values(config: CompositeReward, scores: Mapping[str, Score]) -> dict[str, Any]:
+    """Add the weighted values of tokens and steps of all reward parts.
+
+    Raises:
+        ValueError: the parts have values for different numbers of tokens.
+    """
+    weighted = [(config.parts[name].weight, score) for name, score in scores.items()]
+    rows = [[(weight, value) for value in score.token_values] for weight, score in weighted if score.token_values]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"the parts have token values for {', '.join(str(len(row)) for row in rows)} tokens")
+    return {
+        "token_values": [_add_weighted(values) for values in zip(*rows, strict=True)],
+        "step_values": [(end, weight * value) for weight, score in weighted for end, value in score.step_values],
+    }
 
 
 def _add_weighted(values: Sequence[tuple[float, float | None]]) -> float | None:

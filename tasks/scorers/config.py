@@ -174,13 +174,15 @@ PartConfig = Annotated[
     | MathsReward
     | ChoiceReward
     | RegexReward
-    | InstructionsReward,
+    | InstructionsReward
+    | JudgeReward
+    | ModelReward,
     Field(discriminator="kind"),
 ]
-SHARED = (
-    *("at_once", "deadline_seconds", "format", "judge_tries", "length_penalty", "max_unjudged"),
-    *("second_verdict_share", "special_tokens", "start_seconds", "workers"),
-)
+REMOTE = (JudgeReward, ModelReward)  # scorers that run in no worker process
+# keys that only the composite reward sets, for all its parts; and those for its parts in worker processes
+SHARED = ("format", "judge_tries", "length_penalty", "max_unjudged", "second_verdict_share", "special_tokens")
+SHARED_BY_WORKERS = ("at_once", "deadline_seconds", "start_seconds", "workers")
 
 
 # names that no part of a composite reward may have, because other parts of a score have them
@@ -197,12 +199,18 @@ class CompositePart(Section):
         default=ExactReward(), description="scorer of this reward part, with the keys of its kind"
     )
 
+    @property
+    def shared_keys(self) -> list[str]:
+        """The keys of the part's scorer that the composite reward sets."""
+        names = SHARED if isinstance(self.scorer, REMOTE) else (*SHARED, *SHARED_BY_WORKERS)
+        return [name for name in names if name in type(self.scorer).model_fields]
+
     @model_validator(mode="after")
-    def _shares_workers(self) -> Self:
-        for name in SHARED:
-            info = type(self.scorer).model_fields.get(name)
-            if info is not None and getattr(self.scorer, name) != info.get_default(call_default_factory=True):
-                cure = f"the parts share their workers; set {name} of the composite reward for all of them"
+    def _leaves_shared_keys(self) -> Self:
+        for name in self.shared_keys:
+            info = type(self.scorer).model_fields[name]
+            if getattr(self.scorer, name) != info.get_default(call_default_factory=True):
+                cure = f"the parts share this key; set {name} of the composite reward for all of them"
                 refuse(f"scorer.{name}", getattr(self.scorer, name), cure)
         return self
 
@@ -239,6 +247,57 @@ class CompositeReward(RewardBase):
         misses its deadline.
         """
         return sum(min(0.0, part.weight) for part in self.parts.values())
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if a part is a judge or a reward model. Each part then is a scorer of its own, and the parts in worker
+        processes have worker processes of their own.
+        """
+        return any(isinstance(part.scorer, REMOTE) for part in self.parts.values())
+
+    @property
+    def part_scorers(self) -> dict[str, PartConfig]:
+        """The scorers of the parts, with the shared keys of the composite reward, but without its penalties."""
+        return {
+            name: part.scorer.model_copy(
+                update={key: getattr(self, key) for key in part.shared_keys if key not in RESERVED}
+            )
+            for name, part in self.parts.items()
+        }
+
+    @property
+    def worker_processes(self) -> int:
+        """Number of worker processes of all parts."""
+        if not self.is_mixed:
+            return self.workers
+        return sum(scorer.worker_processes for scorer in self.part_scorers.values())
+
+    @property
+    def scoring_slots(self) -> int:
+        """Number of responses, or of calls of reward models, that can be scored at the same time, over all parts."""
+        return sum(scorer.workers for scorer in self.part_scorers.values()) if self.is_mixed else self.workers
+
+    @property
+    def compares_group(self) -> bool:
+        """True if a part is a judge that compares the responses to a prompt with each other."""
+        return any(part.scorer.compares_group for part in self.parts.values())
+
+    def permits_change(self, key: str) -> bool:
+        """Return whether a key below the fixed key `parts` may change: of a judge or a reward model, the keys that may
+        change in a section of its own, too.
+        """
+        match key.split("."):
+            case ["parts", name, "scorer", changed, *_] if name in self.parts:
+                scorer = self.parts[name].scorer
+                return isinstance(scorer, REMOTE) and changed not in scorer.fixed
+        return False
+
+    @model_validator(mode="after")
+    def _judges_again(self) -> Self:
+        """Refuse to train on unjudged responses, because a judge or a reward model may be away."""
+        if self.is_mixed and not self.judge_tries:
+            refuse("judge_tries", 0, "a part is a judge or a reward model, which may be away; choose 1 or more")
+        return self
 
     @model_validator(mode="after")
     def _names_parts(self) -> Self:
@@ -282,7 +341,32 @@ def name_section(name: str) -> str:
     return f"rewards.{name}" if name else "reward"
 
 
+def split_scorer(section: str, config: RewardConfig) -> dict[str, RewardConfig]:
+    """Return the scorer in the config section `section`, by this section. In place of a composite reward, return the
+    scorers of its parts, by their sections.
+    """
+    if not isinstance(config, CompositeReward):
+        return {section: config}
+    return {name_part(section, name): part.scorer for name, part in config.parts.items()}
+
+
+def split_scorers(scorers: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
+    """Return scorers, given by name, by their config sections, with the parts of a composite reward in its place."""
+    split = (split_scorer(name_section(name), config) for name, config in scorers.items())
+    return {section: config for parts in split for section, config in parts.items()}
+
+
+def list_remote(scorers: Mapping[str, RewardConfig]) -> dict[str, JudgeReward | ModelReward]:
+    """Return the judges and reward models among scorers, given by name, and among their parts, by config section."""
+    return {section: one for section, one in split_scorers(scorers).items() if isinstance(one, REMOTE)}
+
+
+def name_part(section: str, part: str) -> str:
+    """Return the config section of the scorer of a part, for the composite reward in the config section `section`."""
+    return f"{section}.parts.{part}.scorer"
+
+
 def has_adaptive_deadlines(config: RewardConfig) -> bool:
     """Return whether the deadlines of a scorer's test cases adapt to the measured times of correct programs."""
-    scorers = [part.scorer for part in config.parts.values()] if isinstance(config, CompositeReward) else [config]
+    scorers = split_scorer("", config).values()
     return any(isinstance(scorer, CodeReward) and scorer.adaptive is not None for scorer in scorers)

@@ -1,4 +1,7 @@
-"""Imports a user-defined verifier, a function in one of the forms that the module `verifier` lists."""
+"""Imports a user-defined verifier, a function in one of the forms that the module `verifier` lists.
+
+A function may have an attribute `close`: a function without arguments that ends what the verifier keeps between calls.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,10 @@ def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier
     more = {"tokens": ()} if (takes_tokens := _takes_tokens(function, config)) else {}
     build_part(section, config, lambda: inspect.signature(function).bind("", {}, **more, **config.options))
     several = _read_element(read_return_type(function)) is not None
-    own = functools.partial(function, **config.options)
-    return Verifier(own, several, inspect.iscoroutinefunction(function), takes_tokens)
+    own, end = functools.partial(function, **config.options), getattr(function, "close", None)
+    if end is not None and not callable(end):
+        raise ConfigError(f"{section}.path = {config.path!r}: its attribute close is no function; make it a function")
+    return Verifier(own, several, inspect.iscoroutinefunction(function), takes_tokens, end)
 
 
 def _takes_tokens(function: FunctionType, config: ImportReward) -> bool:

@@ -8,16 +8,21 @@
 
 A user-defined verifier with a further argument `tokens` gets the tokens of the response, or of each of the responses.
 If a verifier raises an error, the response gets the score of `base.failure_score`.
+
+A verifier that keeps processes or connections between two calls has a function `end`, which ends them. A process that
+uses a verifier itself and lives on, such as the learner during a cold start, closes the verifier; a worker process just
+ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +44,7 @@ class Verifier:
     takes_several: bool = False
     is_async: bool = False
     takes_tokens: bool = False
+    end: Callable[[], Any] | None = None  # synchronous or asynchronous
 
     @property
     def scores_several(self) -> bool:
@@ -72,6 +78,11 @@ class Verifier:
     def _pass_tokens(self, tokens: Sequence[Any]) -> dict[str, Any]:
         return {"tokens": list(tokens)} if self.takes_tokens else {}
 
+    async def close(self) -> None:
+        """End what the verifier keeps between two calls. A closed verifier may be used again."""
+        if self.end is not None and inspect.isawaitable(ended := self.end()):
+            await ended
+
 
 def runner_of_thread() -> asyncio.Runner:
     """Return this thread's `asyncio.Runner`. The event loop of the runner stays open, because a verifier may keep
@@ -83,10 +94,13 @@ def runner_of_thread() -> asyncio.Runner:
     return runner
 
 
-def close_thread_runner() -> None:
-    """Close this thread's `asyncio.Runner`, if there is one, which ends the processes of the runner's event loop."""
-    if hasattr(_THREAD, "runner"):
-        _THREAD.runner.close()
+def close_in_thread(verifiers: Iterable[Verifier]) -> None:
+    """Close verifiers that this thread has called, and then the thread's `asyncio.Runner`."""
+    try:
+        for verifier in verifiers:
+            runner_of_thread().run(verifier.close())
+    finally:
+        runner_of_thread().close()
         del _THREAD.runner
 
 

@@ -16,7 +16,6 @@ import ast
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from rollflow.tasks.runtime.imports import code_of
 from rollflow.tasks.runtime.sections import Imported
-from rollflow.tasks.scorers.config import CompositeReward, RewardConfig
+from rollflow.tasks.scorers.config import REMOTE, CompositeReward, RewardConfig, split_scorer
 
 LENGTH = 12  # number of hexadecimal digits of a scorer's version
 # config keys that do not affect scores
@@ -40,7 +39,7 @@ EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source fil
 SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("text/choice.py", "text/marked.py"),
     "code": ("code/scorer.py", "code/cases.py", "code/deadlines.py", "code/guest.py"),
-    "composite": ("composite.py",),
+    "composite": ("composite.py", "several.py"),
     "exact": ("exact.py",),
     "import": (),
     "instructions": ("text/instructions.py", "text/constraints.py", "text/language.py"),
@@ -82,25 +81,24 @@ def describe_scorer(config: RewardConfig, section: str = "reward") -> Descriptio
     Raises:
         ConfigError: a user-defined function cannot be imported.
     """
-    kinds = dict(_list_scorers(config))
+    kinds = {"": config, **split_scorer("", config)}
     files = sorted({*EVERY, *(file for one in kinds.values() for file in SOURCES.get(one.kind, ()))})
     libraries = sorted({name for one in kinds.values() for name in LIBRARIES.get(one.kind, ())})
     return {
-        "keys": config.model_dump(mode="json", exclude={**dict.fromkeys(OPERATIONS, True), **_OF_PARTS}),
+        "keys": _dump_keys(config),
         "code": {file: _hash_file(file) for file in files},
         "own_code": {place: code_of(section + place, one) for place, one in kinds.items() if isinstance(one, Imported)},
         "libraries": {"python": platform.python_version(), **{name: _find_package(name) for name in libraries}},
     }
 
 
-def _list_scorers(config: RewardConfig) -> Iterator[tuple[str, RewardConfig]]:
-    """Yield a scorer and, for a composite scorer, the scorers of its parts, each with its position in the config
-    section.
-    """
-    yield "", config
-    if isinstance(config, CompositeReward):
-        for name, part in config.parts.items():
-            yield f".parts.{name}.scorer", part.scorer
+def _dump_keys(config: RewardConfig) -> Description:
+    """Return the config keys that affect scores. Parts in worker processes set no other keys."""
+    found = config.model_dump(mode="json", exclude={**dict.fromkeys(OPERATIONS, True), **_OF_PARTS})
+    for name, part in config.parts.items() if isinstance(config, CompositeReward) else ():
+        if isinstance(part.scorer, REMOTE):
+            found["parts"][name]["scorer"] = part.scorer.model_dump(mode="json", exclude=OPERATIONS)
+    return found
 
 
 def _hash_file(file: str) -> str:

@@ -153,7 +153,7 @@ class WorkerPool(Scorer):
 
     def _settle_dead(self, job: ScoringJob) -> None:
         """Score a response on which two worker processes died."""
-        self._settle(job, Score(self._config.unread_value, DIED_TWICE, Outcome.KILLED))
+        self._settle(job, Score(self._config.unread_value, DIED_TWICE, Outcome.KILLED, failed=True))
 
     def _settle(self, job: ScoringJob, score: Score) -> None:
         self.usage.scored += 1

@@ -19,7 +19,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.trajectories import TrajectoryStore
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.scorers import build_verifier
-from rollflow.tasks.scorers.verifier import close_thread_runner, score_response
+from rollflow.tasks.scorers.verifier import close_in_thread, score_response
 from tests.support.waiting import RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
@@ -76,4 +76,4 @@ def assert_scores_are_right(context: RunContext, rows: list[dict[str, Any]]) -> 
             again = score_response(verifiers[prompt.scorer], "all", decode(made), prompt.reference)
             assert (again.value, str(again.outcome)) == (pytest.approx(row["reward"]), row["outcome"]), row
     finally:
-        close_thread_runner()
+        close_in_thread(verifiers.values())

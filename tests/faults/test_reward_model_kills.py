@@ -75,7 +75,7 @@ def test_run_survives_kills_of_its_reward_model(tmp_path: Path) -> None:
 
 def check_rewards(context: RunContext) -> None:
     """Check that every trained response has the probability that the run's model gives it, and that rewards differ."""
-    classifier, prompts, tokenizer = load_model(context, ""), context.prompts(), context.tokenizer
+    classifier, prompts, tokenizer = load_model(context), context.prompts(), context.tokenizer
     rewards = set[float]()
     for version in range(1, context.config.versions + 1):
         entry = context.policies.find(version).batch_entry

@@ -31,7 +31,7 @@ from rollflow.tasks.scorers.code.deadlines import (
 )
 from rollflow.tasks.scorers.code.guest import ASKS
 from rollflow.tasks.scorers.code.scorer import CodeScorer
-from rollflow.tasks.scorers.composite import CompositeScorer
+from rollflow.tasks.scorers.composite import CompositeVerifier
 from rollflow.tasks.scorers.config import (
     AdaptiveDeadline,
     CodeReward,
@@ -291,7 +291,7 @@ def test_restart_continues_with_the_stored_deadline_times() -> None:
 async def score_composite(desk: Desk) -> Score:
     parts = {"code": CompositePart(scorer=CodeReward(case_seconds=30.0, adaptive=ADAPTIVE)), "text": CompositePart()}
     verifiers = {"code": Verifier(desk.scorer.score, is_async=True), "text": Verifier(lambda *_: 1.0)}
-    composite = CompositeScorer(CompositeReward(parts=parts), verifiers)
+    composite = CompositeVerifier(CompositeReward(parts=parts), verifiers)
     CLOCK.set(CaseClock(name_row(ROW), {0: 2.0}))
     return await composite.score_later("4 7", ROW)
 

@@ -23,7 +23,7 @@ from rollflow.tasks.run.user_code import check_own_parts, own_code
 from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.scorers.base_config import Format, LengthPenalty
-from rollflow.tasks.scorers.composite import CompositeScorer
+from rollflow.tasks.scorers.composite import combine_scores
 from rollflow.tasks.scorers.concurrent import ConcurrentPool
 from rollflow.tasks.scorers.config import CompositeReward, ExactReward, ImportReward
 from rollflow.tasks.scorers.pool import RewardPool
@@ -141,7 +141,7 @@ async def test_response_that_stops_its_scorer_gets_the_lowest_score(pool: type[W
 def test_unjudged_part_leaves_the_response_unjudged() -> None:
     config = CompositeReward.model_validate({"parts": {"maths": ANSWER, "own": part("one")}, "requires": ["maths"]})
     scores = {"maths": Score(0.0), "own": Score(0.0, "no connection", Outcome.UNJUDGED)}
-    found = CompositeScorer(config, {}).add_up(scores)
+    found = combine_scores(config, scores)
     assert (found.value, found.outcome) == (0.0, Outcome.UNJUDGED)
     assert found.reason.endswith("own: no connection")
 

@@ -25,7 +25,6 @@ from rollflow.flows.keepalive.placement import needed_cpus
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.records import Outcome
-from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import explain_fixed
 from rollflow.tasks.run.reward_models import check_models, check_pinned, load_model
 from rollflow.tasks.runtime.clock import run_virtual
@@ -465,9 +464,8 @@ def test_deadline_is_shorter_than_the_patience_of_the_run(one: Path) -> None:
 
 
 def test_cold_start_has_no_reward_model(one: Path) -> None:
-    config = RunConfig.model_validate({"reward": {"kind": "model", "path": str(one)}})
-    with pytest.raises(ConfigError, match=r'reward\.kind = "model": a cold start is judged by answers'):
-        list(check_models(config, download=False))
+    with pytest.raises(ConfigError, match=r"reward\.kind = 'model': a cold start compares its responses with answers"):
+        parse_config({"reward": {"kind": "model", "path": str(one)}})
 
 
 @pytest.mark.long
@@ -476,15 +474,14 @@ def test_run_records_the_hashes_of_its_reward_models(
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     context = prepare_small(tmp_path, reward={"kind": "model", "path": str(one)})
-    [grade] = load_model(context, "").grade([(CHAT, "2")])
+    [grade] = load_model(context).grade([(CHAT, "2")])
     assert grade == Classifier(config_of(one), one).grade([(CHAT, "2")])[0]
     names = {stored.path.rpartition("/")[2] for stored in context.created.models}
     assert {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert audit(context.store, deep=True).clean
     check_pinned(context.config, context)
-    other = parse_config(
-        {"rewards": {"taste": {"kind": "model", "path": str(one)}}, "prompts": [{"kind": "sorting", "reward": "taste"}]}
-    )
+    tree = {"policy": {"path": "p"}, "prompts": [{"kind": "sorting", "reward": "taste"}]}
+    other = parse_config({**tree, "rewards": {"taste": {"kind": "model", "path": str(one)}}})
     with pytest.raises(ConfigError, match=r"rewards\.taste\.path = .*: a run stores its reward models at its start"):
         check_pinned(other, context)
 
@@ -493,7 +490,7 @@ def test_run_records_the_hashes_of_its_reward_models(
     data[-1] ^= 1
     context.store.put(path, bytes(data))
     with pytest.raises(Corrupt, match="a file of the reward model, is missing or altered"):
-        load_model(context, "")
+        load_model(context)
     assert any(path in found.where for found in audit(context.store, deep=True).violations)
 
 

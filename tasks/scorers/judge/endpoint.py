@@ -14,7 +14,8 @@ asked later. The judge was not away then, and the response may have made it writ
 overtaken `judge_tries` times raises `LateVerdict`. Lost connections and other errors of the endpoint prove nothing.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
-up. When the run must end, the event `failed` is set, and each further call raises the error.
+up. The budget counts the tokens of earlier processes, too, if the caller knows them; the first verdict is that of this
+process. When the run must end, the event `failed` is set, and each further call raises the error.
 
 The endpoint's API key appears in no error message.
 """
@@ -28,11 +29,11 @@ import json
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollflow.storage.errors import ConfigError, RollflowError
 from rollflow.storage.records import Outcome
+from rollflow.storage.run_records.judge_usage import JudgeUsage
 from rollflow.tasks.scorers.base import Unjudged
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.judge.prompts import JudgeQuestion, Verdict
@@ -43,15 +44,6 @@ REFUSED_CONTENT = (400, 413, 422)  # HTTP statuses that may mean a response that
 LATE = (408, 504)  # HTTP statuses that mean that the endpoint gave up waiting for the judge
 MOST_OVERTAKEN = 10_000  # largest number of overtaken questions that are remembered
 LONGEST_ANSWER = 200  # largest number of characters of an endpoint's answer in an error message
-
-
-@dataclass(slots=True)
-class JudgeUsage:
-    """Counters of a judge's endpoint: answered calls, valid verdicts, and tokens as the endpoint reports them."""
-
-    calls: int = 0
-    verdicts: int = 0
-    tokens: int = 0
 
 
 class NoVerdict(RollflowError):
@@ -73,8 +65,10 @@ class LateAnswer(Unjudged):
 class Endpoint:
     """Sends questions to a judge. See the module's docstring."""
 
-    def __init__(self, config: JudgeReward, section: str) -> None:
+    def __init__(self, config: JudgeReward, section: str, used: JudgeUsage | None = None) -> None:
+        """Store the config; the tokens of calls are added to `used`."""
         self._config, self._section = config, section
+        self._has_verdict = False
         self._places = asyncio.Semaphore(config.at_once)
         self._limiter: Any = None
         self._client: Any = None
@@ -84,7 +78,7 @@ class Endpoint:
         self._newest_answered = -1  # number of the newest call that gave a verdict
         self._overtaken: OrderedDict[str, int] = OrderedDict()  # question -> how often it was overtaken
         self.failed = asyncio.Event()
-        self.usage = JudgeUsage()
+        self.usage = used or JudgeUsage()
 
     async def open(self) -> None:
         """Create the HTTP client, without making a call.
@@ -168,6 +162,7 @@ class Endpoint:
             self.usage.verdicts += 1
             self._newest_answered = max(self._newest_answered, began)
             self._overtaken.pop(key, None)
+            self._has_verdict = True
             return verdict
 
     def _note_late(self, key: str, began: int, said: str) -> Exception:
@@ -224,7 +219,7 @@ class Endpoint:
         said = f"status {status}: {self._quote(text)}"
         if status in LATE:
             return LateAnswer(f"the judge refused a call with {said}")
-        if status not in REFUSED or self.usage.verdicts:
+        if status not in REFUSED or self._has_verdict:
             return self._give_up(f"the judge refused a call with {said}", may_be_response=status in REFUSED_CONTENT)
         key = "model" if status == 404 else "token_env"
         cure = "correct the key, the address or the model"
@@ -232,7 +227,7 @@ class Endpoint:
 
     def _give_up(self, said: str, *, may_be_response: bool) -> Exception:
         """Return the error for a question without a verdict."""
-        return NoVerdict(said) if may_be_response and self.usage.verdicts else Unjudged(said)
+        return NoVerdict(said) if may_be_response and self._has_verdict else Unjudged(said)
 
     def _check_budget(self) -> None:
         """Raise an error if the endpoint has failed or the token budget is used up."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollflow.storage.records import Outcome
+from rollflow.storage.run_records.judge_usage import JudgeUsage
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.scorers.base import (
     LONGEST_REASON,
@@ -60,9 +61,12 @@ EMPTY = Score(0.0, "the response has no text to judge", Outcome.UNPARSABLE)
 class JudgeScorer(Scorer):
     """Scores responses by a judge. See the module's docstring."""
 
-    def __init__(self, config: JudgeReward, policy_folder: Path, section: str = "reward") -> None:
+    def __init__(
+        self, config: JudgeReward, policy_folder: Path, section: str = "reward", used: JudgeUsage | None = None
+    ) -> None:
+        """Create a scorer that adds the judge's tokens to `used`, which may have the tokens of earlier processes."""
         self._config, self._folder = config, policy_folder
-        self._endpoint = Endpoint(config, section)
+        self._endpoint = Endpoint(config, section, used)
         self._cache: OrderedDict[str, asyncio.Task[list[Verdict]]] = OrderedDict()
         self._tasks: set[asyncio.Task[Score]] = set()
         self._tokenizer: PolicyTokenizer | None = None

@@ -21,7 +21,7 @@ from rollflow.tasks.scorers import build_scorer, build_verifier
 from rollflow.tasks.scorers.base import Score, ScoreRequest, is_failure, validate_score
 from rollflow.tasks.scorers.config import ImportReward, RewardConfig
 from rollflow.tasks.scorers.token_values import place_values
-from rollflow.tasks.scorers.verifier import Verifier, score_response
+from rollflow.tasks.scorers.verifier import Verifier, close_in_thread, score_response
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, reach_from_workers
 
 ODD = ("", " ", "none", "-1", "1e999", "\N{SUPERSCRIPT TWO}", "1 7", "\x00", "9" * 400, '{"answer": 17}', "a\nb")
@@ -81,10 +81,13 @@ class ScorerContract:
         """Score responses, one after another, as a worker does; `seconds` is left out, because it differs."""
 
         def score_all() -> list[Score]:
-            return [
-                score_response(partial(verify, tokens=self.encode(response)), "all", response, case.reference)
-                for response in responses
-            ]
+            try:
+                return [
+                    score_response(partial(verify, tokens=self.encode(response)), "all", response, case.reference)
+                    for response in responses
+                ]
+            finally:
+                close_in_thread([verify])
 
         scores = call_bounded(score_all, "a scorer", self.hang_seconds)
         return [replace(score, seconds=0.0) for score in scores]
@@ -120,8 +123,15 @@ class ScorerContract:
         sentence = "each response must get one score, in order, the same as if it were scored alone"
         alone = self.score(verify, case, *responses)
 
+        async def call() -> list[Any]:
+            try:
+                references = [case.reference] * len(responses)
+                return await verify.call(responses, references, self.encode_all(responses))
+            finally:
+                await verify.close()
+
         def score_together() -> list[Any]:
-            return asyncio.run(verify.call(responses, [case.reference] * len(responses), self.encode_all(responses)))
+            return asyncio.run(call())
 
         try:
             together = call_bounded(score_together, "a scorer", self.hang_seconds)
@@ -135,7 +145,10 @@ class ScorerContract:
             return  # a worker gives the function one call at a time
 
         def list_calls() -> list[str]:
-            return list_blocking_calls(lambda: verify(case.right, case.reference, self.encode(case.right)))
+            try:
+                return list_blocking_calls(lambda: verify(case.right, case.reference, self.encode(case.right)))
+            finally:
+                close_in_thread([verify])
 
         blocking = call_bounded(list_calls, "a scorer", self.hang_seconds)
         assert not blocking, f"an asynchronous scorer must await and never block, but it called {blocking}"

@@ -1,0 +1,46 @@
+"""Stores how much a judge (a language model that scores responses) has been used: `judge_usage/<section>.json` for each
+judge.
+
+After a restart, the reward actor (the Ray actor that scores responses) continues to count from the stored numbers, so
+that the token budget of a judge covers the whole run. The reward actor stores the numbers at intervals, so the last
+calls before the actor was killed may be missing. A missing or damaged record counts as no use.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.objects.base import ObjectStore
+
+
+@dataclass(slots=True)
+class JudgeUsage:
+    """Counters of a judge's endpoint: answered calls, valid verdicts, and tokens as the endpoint reports them."""
+
+    calls: NonNegativeInt = 0
+    verdicts: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+
+    def encode(self) -> bytes:
+        """Return the record as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+
+RECORD: TypeAdapter[JudgeUsage] = TypeAdapter(JudgeUsage)
+
+
+def judge_usage_path(section: str) -> str:
+    """Return the path where the use of the judge in the given section of the config is stored."""
+    return f"judge_usage/{section}.json"
+
+
+def read_judge_usage(run: ObjectStore, section: str) -> JudgeUsage:
+    """Return the stored use of a judge; a missing or damaged record counts as no use."""
+    try:
+        return RECORD.validate_json(run.get(judge_usage_path(section)))
+    except (Missing, Corrupt, ValidationError):
+        return JudgeUsage()

@@ -1,0 +1,28 @@
+"""The record of a judge's use: what is stored is read again, and a damaged record counts as no use."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.run_records.judge_usage import JudgeUsage, judge_usage_path, read_judge_usage
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(uuid.uuid4().hex)
+
+
+def test_stored_usage_is_read_again(store: MemoryStore) -> None:
+    used = JudgeUsage(3, 2, 700)
+    store.put(judge_usage_path("reward.parts.style.scorer"), used.encode())
+    assert read_judge_usage(store, "reward.parts.style.scorer") == used
+    assert read_judge_usage(store, "reward") == JudgeUsage()
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"tokens": -1}', b'{"tokens": "many"}', b'{"tokens": NaN}'])
+def test_damaged_usage_counts_as_none(store: MemoryStore, record: bytes) -> None:
+    store.put(judge_usage_path("reward"), record)
+    assert read_judge_usage(store, "reward") == JudgeUsage()

@@ -1,0 +1,110 @@
+"""The budget of a judge over restarts of the reward actor, whose actors run in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.objects import open_store
+from rollflow.storage.run_records.judge_usage import read_judge_usage
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.actors import reward
+from rollflow.tasks.actors.reward import RewardActor
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.scorers.base import Score
+from tests.support.described import describe
+from tests.support.judge_server import JudgeServer, Reply, judge_server, verdict
+from tests.support.waiting import HANG_SECONDS
+
+BUDGET = 500  # tokens, of which the server counts 100 for each call
+
+
+def context_of(folder: Path, scorer: Mapping[str, Any]) -> RunContext:
+    store = open_store(str(folder / "run"))
+    config = RunConfig.model_validate({"policy": {"path": "p"}, "reward": scorer})
+    describe(store, "budget", config)
+    for name, data in build_cold_folder(ColdStart(), ["1 + 1 = 2"]).items():
+        store.put(f"policy/{name}", data)
+    return RunContext(str(folder / "run"), folder / "cache")
+
+
+def judge_of(server: JudgeServer, **keys: Any) -> dict[str, Any]:
+    keys = {"budget_tokens": BUDGET, "cache_entries": 0, "at_once": 1, "call_seconds": HANG_SECONDS, **keys}
+    return {"kind": "judge", "url": server.url, "model": "m", **keys}
+
+
+async def ask(actor: RewardActor, *texts: str) -> list[Score]:
+    tokenizer = actor.context.tokenizer
+    packed = [Int32s.of(tokenizer.encode_response(text)).data for text in texts]
+    verdicts = await actor.score([(tokens, {}, "", (), (), True) for tokens in packed])
+    found = list(verdicts.scores)
+    while verdicts.ticket is not None:
+        verdicts = await actor.await_more(verdicts.ticket)
+        found += verdicts.scores
+    return [Score.of_columns(columns) for _, columns in sorted(found)]
+
+
+async def end(actor: RewardActor) -> None:
+    """End the actor without any further record, as a kill does."""
+    if actor._saving:
+        actor._saving.cancel()
+    await (await actor._scorer.get()).close()
+
+
+@pytest.mark.parametrize("section", ["reward", "reward.parts.style.scorer"])
+async def test_budget_holds_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
+    with judge_server(lambda *_: verdict(score=5)) as server:
+        judge = judge_of(server)
+        parts = {"kind": "composite", "parts": {"style": {"scorer": judge}}}
+        context = context_of(tmp_path, judge if section == "reward" else parts)
+        for used in (200, 400):
+            actor = RewardActor(context)
+            await ask(actor, f"1 {used}", f"2 {used}")
+            async with asyncio.timeout(HANG_SECONDS):
+                while read_judge_usage(context.store, section).tokens < used:
+                    await asyncio.sleep(0.01)
+            await end(actor)
+        actor = RewardActor(context)
+        serving = asyncio.create_task(actor.run())
+        with pytest.raises(ConfigError, match=rf"^{section}\.budget_tokens = 500: the judge has used 500 tokens"):
+            await ask(actor, "7", "8", "9")
+        with pytest.raises(ConfigError, match="budget_tokens"):
+            await asyncio.wait_for(serving, HANG_SECONDS)
+        await end(actor)
+        assert len(server.bodies) == 5
+        assert read_judge_usage(context.store, section).tokens == 500
+
+
+async def test_end_of_the_run_stores_what_was_used(tmp_path: Path) -> None:
+    with judge_server(lambda *_: verdict(score=5)) as server:
+        context = context_of(tmp_path, judge_of(server))
+        actor = RewardActor(context)
+        serving = asyncio.create_task(actor.run())
+        await ask(actor, "5")
+        await actor.finish()
+        assert await asyncio.wait_for(serving, HANG_SECONDS) == 1
+        assert read_judge_usage(context.store, "reward").tokens == 100
+
+
+async def test_wrong_key_after_a_restart_ends_the_run(tmp_path: Path) -> None:
+    """The first verdict of this process decides, because the key may be another one than before."""
+    with judge_server(lambda *_: verdict(score=5)) as server:
+        context = context_of(tmp_path, judge_of(server))
+        actor = RewardActor(context)
+        await ask(actor, "5")
+        await actor._store_records()
+        await end(actor)
+        server.behave = lambda *_: Reply("no such key", 401)
+        again = RewardActor(context)
+        with pytest.raises(ConfigError, match=r"^reward\.token_env"):
+            await ask(again, "6")
+        await end(again)
