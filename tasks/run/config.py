@@ -265,7 +265,8 @@ class RunConfig(Section):
         if self.evaluation.engine == "lent" and replicas < 2:
             cure = f'with engine.replicas = {replicas} no engine would be left to generate; set "own" or "transformers"'
             yield refusal("evaluation.engine", self.evaluation.engine, cure)
-        yield from self.cluster.reward_actors.find_idle(self.scorer_workers)
+        spread = sum(scorer.worker_processes for scorer in self.scorers.values() if scorer.has_helpers)
+        yield from self.cluster.reward_actors.find_idle(spread)
         place = urlsplit(self.tracking.uri or "")
         if place.password:
             cure = (

@@ -150,6 +150,11 @@ class RewardBase(Section):
         return self.workers
 
     @property
+    def has_helpers(self) -> bool:
+        """True if helpers of the reward actor may score responses, too (see the folder `spread`)."""
+        return self.worker_processes > 0
+
+    @property
     def scoring_slots(self) -> int:
         """Number of responses, or of calls of reward models, that can be scored at the same time."""
         return self.workers

@@ -273,6 +273,11 @@ class CompositeReward(RewardBase):
         return sum(scorer.worker_processes for scorer in self.part_scorers.values())
 
     @property
+    def has_helpers(self) -> bool:
+        """True unless a part is a judge or a reward model, which have limits of their own."""
+        return not self.is_mixed
+
+    @property
     def scoring_slots(self) -> int:
         """Number of responses, or of calls of reward models, that can be scored at the same time, over all parts."""
         return sum(scorer.workers for scorer in self.part_scorers.values()) if self.is_mixed else self.workers

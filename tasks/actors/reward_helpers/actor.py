@@ -84,8 +84,8 @@ class RewardHelper:
 
     @property
     def _pools(self) -> list[str]:
-        """Names of the scorers with worker processes."""
-        return [name for name, config in self.context.config.scorers.items() if config.worker_processes]
+        """Names of the scorers with worker processes that helpers run, too."""
+        return [name for name, config in self.context.config.scorers.items() if config.has_helpers]
 
     async def _start(self) -> Scorer:
         scorer = await asyncio.to_thread(self._build_scorer)
