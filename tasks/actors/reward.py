@@ -47,9 +47,7 @@ from rollflow.tasks.scorers.spread.spread import SpreadScorer, list_slots
 
 REWARD = "reward"
 AGAIN_SECONDS = 0.2
-SAVE_SECONDS = (
-    30.0  # seconds between two times at which `CaseAnchors`, `SecondVerdictCounts` and `JudgeUsage` are stored
-)
+SAVE_SECONDS = 30.0  # seconds between two times at which the records of `_store_records` are stored
 
 
 class RewardActor:
