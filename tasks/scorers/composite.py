@@ -39,7 +39,7 @@ from rollflow.tasks.scorers.base import (
     validate_score,
 )
 from rollflow.tasks.scorers.config import REMOTE, CompositeReward
-from rollflow.tasks.scorers.several import SeveralScorers
+from rollflow.tasks.scorers.routed import SeveralScorers
 from rollflow.tasks.scorers.token_values import shift_steps
 from rollflow.tasks.scorers.verifier import Verifier, answer_of, apply_threshold, find_answer, finish_score
 

@@ -39,7 +39,7 @@ EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source fil
 SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("text/choice.py", "text/marked.py"),
     "code": ("code/scorer.py", "code/cases.py", "code/deadlines.py", "code/guest.py"),
-    "composite": ("composite.py", "several.py"),
+    "composite": ("composite.py", "routed.py"),
     "exact": ("exact.py",),
     "import": (),
     "instructions": ("text/instructions.py", "text/constraints.py", "text/language.py"),
