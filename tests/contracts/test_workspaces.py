@@ -152,7 +152,8 @@ async def test_session_goes_on_after_a_cancelled_run(workspace: Workspace, kind:
         found = await session.run("echo $x; rm begun" if is_shell else "print(x); os.remove('begun')", LONG)
         assert (found.output.split()[-1], found.lost) == (b"5", "")
         ended = await workspace.exec(Program(command=["test", "-e", "ended"], timeout=LONG))
-        assert not (ended.succeeded and isinstance(workspace, BoxWorkspace))
+        # a shell that is interrupted between two commands runs the second one
+        assert is_shell or not (ended.succeeded and isinstance(workspace, BoxWorkspace))
 
 
 async def test_session_closes_after_a_cancelled_run(workspace: Workspace) -> None:
