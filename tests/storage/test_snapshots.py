@@ -112,7 +112,7 @@ def test_log_snapshot_of_other_log_rules_is_ignored(store: Counting) -> None:
     (newest,) = store.list("log_snapshots")
     tree = open_sealed(store.get(newest))
     assert tree["fold"] == FOLD
-    with pytest.raises(ValueError, match="another version of the rules"):
+    with pytest.raises(ValueError, match="another version of the log's rules"):
         snapshots.from_bytes(seal_tree(tree | {"fold": FOLD + 1}))
     with pytest.raises(ValueError, match="the object was altered"):
         snapshots.from_bytes(json.dumps(tree).encode())
