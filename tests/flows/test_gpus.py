@@ -81,7 +81,7 @@ def test_too_few_gpus_are_refused(asked: tuple[int, int, int], nodes: list[float
 def test_gpu_shares_never_exceed_the_number_of_gpus(
     replicas: int, width: int, ranks: int, nodes: list[float], evaluation: str
 ) -> None:
-    """Either all roles that need whole GPUs get them at the same time, or the config is rejected."""
+    """The roles that need whole GPUs all get them at the same time. With too few GPUs, the config is rejected."""
     config = config_of(replicas, width, ranks, evaluation)
     engines = replicas + (evaluation == "own" or replicas == 1)
     try:

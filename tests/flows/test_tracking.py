@@ -104,8 +104,8 @@ def test_resumed_run_logs_no_mlflow_metric_twice(
 
 @pytest.mark.slow
 def test_log_hashes_in_mlflow_are_never_replaced(place: TrackingPlace) -> None:
-    """Neither the first tracker nor a later supervisor's tracker replaces anchors; runs with other keys have their own
-    anchors.
+    """MLflow keeps hashes of log entries (anchors). The tracker of a later supervisor does not replace them. A run with
+    another key has anchors of its own.
     """
     first = Tracker(place, "run-anchored", PARAMETERS, key="anchored-1")
     first.log_anchor(Anchor(0, "a" * 64))

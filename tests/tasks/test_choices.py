@@ -156,8 +156,9 @@ def test_preempted_group_keeps_its_random_lengths() -> None:
 
 @pytest.mark.long
 def test_batch_waits_for_a_prompt_after_max_preemptions() -> None:
-    """Of 10 groups the first 4 make a batch, so the longest would wait forever. If all 10 are awaited, the last ones
-    wait for only two more batches."""
+    """The first 4 of 10 groups make a batch, so the group with the longest responses would wait forever. After
+    `max_preemptions`, the batch waits for this group.
+    """
     common: dict[str, Any] = {"versions": 60, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     common["choices"] = {"redundant_groups": 6, **DROP}
     starving, _ = ran(**common | {"choices": common["choices"] | {"max_preemptions": 10**6}})

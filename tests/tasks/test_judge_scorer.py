@@ -425,7 +425,7 @@ async def test_judge_is_asked_once_about_equal_responses(folder: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["verdict", "rubric", "pairwise"])
 async def test_second_verdict_asks_the_judge_again(folder: Path, mode: str) -> None:
-    """It neither reads nor changes the cache, and its tokens count."""
+    """A second verdict does not use the cache of verdicts, and its tokens count for the budget."""
     replies = {"verdict": verdict(score=7), "rubric": verdict(sound=True), "pairwise": verdict(winner="first")}
     rubric = {"sound": RubricItem(text="It is sound.")} if mode == "rubric" else {}
     with judge_server(lambda *_: replies[mode]) as server:

@@ -80,7 +80,7 @@ CHANGES: list[Callable[[Path], None]] = [
 def test_run_uses_its_stored_copy_of_a_changed_prompt_file(
     tmp_path: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One more line between stop and resume would change the question of 89 of 90 indices."""
+    """The prompt file changes before the resume. One added line would already change 89 of 90 questions."""
     context, file = prepared(tmp_path)
     before = asked(context)
     change(file)

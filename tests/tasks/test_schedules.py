@@ -167,7 +167,7 @@ def test_random_schedule_with_all_faults_passes_the_audit(case: Case) -> None:
 @given(cases(**WAITING, **TIMES))
 @example(Case(async_ratio=2.0, groups=2, slots=5, speeds=(1.0, 3.0), slowing=0.5, batches=8, on_stale="wait"))
 def test_on_stale_wait_drops_no_group_of_responses(case: Case) -> None:
-    """Neither groups at the bound, nor groups that would exceed a batch there."""
+    """With `on_stale = "wait"`, the run waits for a group that is at the bound of staleness, and does not drop it."""
     assert not ran(case).discards.keys() - {DiscardReason.FILTERED}
 
 

@@ -86,7 +86,7 @@ def test_synchronous_step_takes_the_sum_of_rollout_and_training() -> None:
 
 
 def test_asynchronous_step_takes_as_long_as_its_slower_stage() -> None:
-    """One slot, constant lengths: 6 responses of 5 s are 30 s of rollout; training takes 12 or 40 s in parallel."""
+    """One engine slot generates 6 responses of 5 s in 30 s. Training takes 12 s or 40 s at the same time."""
     for seconds, step in ((12.0, 30.0), (40.0, 40.0)):
         one = hardware(
             engines={"count": 1, "max_concurrent_requests": 1},
