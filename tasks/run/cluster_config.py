@@ -86,7 +86,9 @@ class RewardActorsConfig(Section):
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.most < self.min:
-            refuse("max", self.max, f"max is smaller than min = {self.min}; raise max or lower min")
+            refuse(
+                "cluster.reward_actors.max", self.max, f"max is smaller than min = {self.min}; raise max or lower min"
+            )
         return self
 
 

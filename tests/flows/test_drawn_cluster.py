@@ -59,6 +59,11 @@ runtime_env = st.dictionaries(
     max_size=3,
 )
 
+count = st.integers(-1, 5) | st.just(2**70)
+reward_actors = st.fixed_dictionaries(
+    {}, optional={"min": count, "max": count, "grow_seconds": seconds, "idle_seconds": seconds}
+)
+
 
 def or_nonsense(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Draw a valid value of a key in four cases of five, and any value in the fifth."""
@@ -72,6 +77,7 @@ section = st.fixed_dictionaries(
         "placement": or_nonsense(placement),
         "env": or_nonsense(st.dictionaries(names, values, max_size=2)),
         "runtime_env": or_nonsense(runtime_env),
+        "reward_actors": or_nonsense(reward_actors),
     },
 )
 
