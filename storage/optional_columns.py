@@ -20,7 +20,7 @@ from rollflow.storage.arrow_rows import build_offsets
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.records import Branch, Outcome, Trajectory
-from rollflow.storage.token_arrays import Float32s, Int16s, Int32s, TokenArray, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, Int32s, Int64s, TokenArray, TokenSets
 
 FOREIGN = pa.struct([("position", pa.int32()), ("length", pa.int32()), ("kind", pa.utf8()), ("sha256", pa.utf8())])
 COLUMNS = (
@@ -33,9 +33,15 @@ COLUMNS = (
     pa.field("foreign_parts", pa.list_(FOREIGN)),
     pa.field("scorer_version", pa.dictionary(pa.int16(), pa.utf8())),  # each version string is stored once in a batch
     pa.field("token_rewards", pa.list_(pa.float32())),
+    pa.field("turn_states", pa.list_(pa.int64())),
 )
 NAMES = tuple(field.name for field in COLUMNS)
-NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {pa.int16(): Int16s, pa.int32(): Int32s, pa.float32(): Float32s}
+NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {
+    pa.int16(): Int16s,
+    pa.int32(): Int32s,
+    pa.int64(): Int64s,
+    pa.float32(): Float32s,
+}
 NOTHING = (None,) * len(NAMES)
 
 Arrays = Mapping[str, pa.Array]
@@ -118,6 +124,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "foreign_parts": _read_placed,
     "scorer_version": str,
     "token_rewards": Float32s.of,
+    "turn_states": Int64s.of,
 }
 
 

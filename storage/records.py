@@ -154,6 +154,9 @@ class Branch(NamedTuple):
     position: int  # number of tokens at the start that both trajectories have in common
 
 
+UNNAMED_STATE = 0  # stands for the state of a turn whose environment state has no name
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode: a prompt and a response, T tokens together, with the reward.
@@ -165,14 +168,16 @@ class Trajectory:
     `tokens`, `loss_mask`, `logprobs` and `versions`, of length T, are token arrays.
 
     A field of the trajectory that is None was not recorded. The field `turn_starts` lists the position of the first
-    sampled token of each turn. The field `routed_experts` lists, for each of the T tokens, the experts to which the
-    token was routed in every layer, with -1 for an unknown expert. The field `foreign_parts` lists the parts that are
-    not tokens, such as images; at the positions of these parts `tokens[t]` is `NO_TOKEN`. The field `kept_tokens` has
-    one set of tokens for each token t: the candidates among which the sampler chose token t after top-k and top-p. In
-    `kept_tokens`, the set of token t is empty if the sampler chose among all tokens, or if the policy did not sample
-    token t. The field `scorer_version` is the version of the scorer that gave the reward. The field `token_rewards` has
-    one number for each of the T tokens: the reward of that token, which counts in addition to `reward`, or NaN for a
-    token without a reward of its own. Only sampled tokens have token rewards.
+    sampled token of each turn. The field `turn_states` has one 64-bit hash for each turn: the environment state in
+    which the turn acted, or `UNNAMED_STATE` for a turn whose state the environment did not name. The field
+    `routed_experts` lists, for each of the T tokens, the experts to which the token was routed in every layer, with -1
+    for an unknown expert. The field `foreign_parts` lists the parts that are not tokens, such as images; at the
+    positions of these parts `tokens[t]` is `NO_TOKEN`. The field `kept_tokens` has one set of tokens for each token t:
+    the candidates among which the sampler chose token t after top-k and top-p. In `kept_tokens`, the set of token t is
+    empty if the sampler chose among all tokens, or if the policy did not sample token t. The field `scorer_version` is
+    the version of the scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens:
+    the reward of that token, which counts in addition to `reward`, or NaN for a token without a reward of its own. Only
+    sampled tokens have token rewards.
     """
 
     sample: int
@@ -195,6 +200,7 @@ class Trajectory:
     foreign_parts: tuple[PlacedPart, ...] | None = None
     scorer_version: str | None = None
     token_rewards: Sequence[float] | None = None
+    turn_states: Sequence[int] | None = None
 
     @property
     def total_reward(self) -> float:

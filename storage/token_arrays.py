@@ -130,7 +130,7 @@ class Int16s(TokenArray[int]):
 
 
 class Int64s(TokenArray[int]):
-    """Indices of prompts."""
+    """Indices of prompts, or hashes of environment states."""
 
     __slots__ = ()
     code, size = "q", 8

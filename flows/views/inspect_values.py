@@ -102,6 +102,7 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
         "foreign_parts": lambda placed: [{"position": position, **asdict(part)} for position, part in placed],
         "scorer_version": str,
         "token_rewards": lambda rewards: [None if math.isnan(reward) else reward for reward in rewards],
+        "turn_states": list,
     }
     return {name: convert[name](getattr(one, name)) for name in NAMES if getattr(one, name) is not None}
 

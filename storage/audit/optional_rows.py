@@ -39,6 +39,7 @@ class _Rows:
     length_R: Array  # length of the row in tokens
     tokens_T: Array
     mask_T: Array
+    turns_R: Array  # number of turns of the row; 0 if the row's turns are not recorded
     vocabulary: int
 
     @classmethod
@@ -48,7 +49,10 @@ class _Rows:
         length_R = pc.list_value_length(table["tokens"]).to_numpy()
         tokens_T, mask_T = (pc.list_flatten(table[name]).to_numpy() for name in ("tokens", "loss_mask"))
         keys, samples = [GroupKey(*pair) for pair in pairs], table["sample"].to_pylist()
-        return cls(keys, samples, np.cumsum(length_R) - length_R, length_R, tokens_T, mask_T, vocabulary)
+        starts = batch.optional("turn_starts")
+        turns_R = np.zeros(len(batch), np.int64) if starts is None else _lengths(starts)
+        first_R = np.cumsum(length_R) - length_R
+        return cls(keys, samples, first_R, length_R, tokens_T, mask_T, turns_R, vocabulary)
 
     def span(self, row: int) -> slice:
         """Return the slice of the array `tokens_T` that contains the tokens of the given row."""
@@ -213,6 +217,15 @@ def _check_token_rewards(rows: _Rows, column: pa.Array) -> Iterator[Found]:
         yield "lineage", "a token that the policy did not sample has a token reward"
 
 
+def _check_states(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    """Check that there is one state per turn."""
+    wrong = np.flatnonzero(_valid(column) & (_lengths(column) != rows.turns_R))
+    if wrong.size:
+        row = int(wrong[0])
+        what = f"{rows.turns_R[row]} turns and {_lengths(column)[row]} states of turns"
+        yield "altered", f"trajectory {rows.name(row)} has {what}"
+
+
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "reward_parts": _check_parts,
     "outcome": _check_outcomes,
@@ -223,6 +236,7 @@ CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "foreign_parts": _check_foreign,
     "scorer_version": _check_scorers,
     "token_rewards": _check_token_rewards,
+    "turn_states": _check_states,
 }
 
 

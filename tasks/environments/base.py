@@ -64,6 +64,22 @@ class Episode(Protocol):
         The policy did not generate the added tokens and is not trained on them.
         """
 
+    def reward(self, value: float) -> None:
+        """Give the newest turn a reward, in addition to the episode's score. Rewards of the same turn are added.
+
+        The reward belongs to the last token that the policy generated in the turn.
+
+        Raises:
+            ValueError: there is no turn yet, or the value is not a finite number.
+        """
+
+    def enter_state(self, key: str) -> None:
+        """Name the environment state in which the next turn acts.
+
+        An objective can compare turns that acted in equal states. A hash of `key` is stored. The name is used for one
+        turn; a turn without a name is compared with no other turn.
+        """
+
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """End the episode's generation and score these tokens with the prompt's scorer.
 
@@ -80,7 +96,12 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Runs episodes. A single environment object runs all episodes of a run. See the module's docstring."""
+    """Runs episodes. A single environment object runs all episodes of a run. See the module's docstring.
+
+    The start of each turn is recorded if `has_turns` is true, which means that an episode may have several turns.
+    """
+
+    has_turns: bool = True
 
     async def play(self, episode: Episode) -> Score | float | None:
         """Run an episode and return its score as a `Score` or a number. Return None if the episode gets no reward.

@@ -29,6 +29,7 @@ class ImportedEnvironment(Environment):
         """
         self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
         self._name = f"environment {config.path}"
+        self.has_turns = self._own.has_turns
 
     async def play(self, episode: Episode) -> Score | None:
         """Run an episode. If the user-defined environment raises an error, the score is 0."""

@@ -9,6 +9,8 @@ from rollflow.tasks.scorers.base import Score
 class SingleTurn(Environment):
     """Environment in which each episode is one prompt and one response."""
 
+    has_turns = False
+
     async def play(self, episode: Episode) -> Score | None:
         """Generate one response to the prompt, and score the response."""
         generation = await episode.generate()

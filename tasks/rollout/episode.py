@@ -23,9 +23,10 @@ from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
+from rollflow.tasks.environments.turns import TurnRecords
 from rollflow.tasks.rollout.proxy import VersionedGeneration
-from rollflow.tasks.scorers.base import Score, ScoreRequest
-from rollflow.tasks.scorers.token_values import move_to_sampled
+from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
+from rollflow.tasks.scorers.token_values import add_values, move_to_sampled
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 NOTHING = TokenSpan()
@@ -66,6 +67,8 @@ class PlayedEpisode:
     made: TokenSpan = NOTHING
     # one byte per token: 1 for a token that the policy generated, 0 for a token that the environment added
     mask: bytes = b""
+    records: TurnRecords = field(default_factory=TurnRecords)
+    has_turns: bool = False  # True if the environment may have several turns
     turns: int = 0
     generated: int = 0  # number of tokens that the policy generated
     first: VersionedGeneration | None = None
@@ -114,6 +117,14 @@ class PlayedEpisode:
             raise ValueError(f"{count} tokens do not fit into the response, which has room for {self.room} tokens")
         added = TokenSpan(given, Float32s.same(0.0, count), Int32s.same(-1, count))
         self.made, self.mask = self.made + added, self.mask + bytes(count)
+
+    def reward(self, value: float) -> None:
+        """Give the newest turn a reward, as `Episode.reward` specifies."""
+        self.records.add_reward(check_number("the reward of a turn", value))
+
+    def enter_state(self, key: str) -> None:
+        """Name the environment state of the next turn, as `Episode.enter_state` specifies."""
+        self.records.enter_state(key)
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """End generation and score tokens with the prompt's scorer, as `Episode.judge` specifies."""
@@ -172,6 +183,7 @@ class PlayedEpisode:
 
     async def play(self, environment: Environment) -> Score | None:
         """Run the episode in `environment` and return its reward; return None if the episode is no longer wanted."""
+        self.has_turns = environment.has_turns
         score = await self._run_environment(environment)
         if not await self._close():
             return None
@@ -199,14 +211,19 @@ class PlayedEpisode:
             foreign_parts=prompt.placed or None,
             scorer_version=score.version or None,
             token_rewards=self._place_rewards(score),
+            turn_starts=self.records.find_starts(given) if self.has_turns else None,
+            turn_states=self.records.find_states() if self.has_turns else None,
         )
 
     def _place_rewards(self, score: Score) -> Float32s | None:
-        """Return a score's token values for all tokens of the trajectory; None if no sampled token has a value."""
-        if not score.has_token_values:
-            return None
-        values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
-        moved = move_to_sampled(values, np.frombuffer(self.mask, bool))
+        """Return the rewards of all tokens of the trajectory, from the score's token values and the rewards of turns;
+        None if no sampled token has a reward."""
+        moved = None
+        if score.has_token_values:
+            values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
+            moved = move_to_sampled(values, np.frombuffer(self.mask, bool))
+        if self.records.rewards:
+            moved = add_values(moved, self.records.rewards, len(self.mask))
         return None if moved is None else Float32s.same(math.nan, self.prompt.input.length) + moved
 
     def started_version(self, staleness_from: str) -> int:
@@ -255,6 +272,8 @@ class PlayedEpisode:
     def _append_generation(self, started: VersionedGeneration) -> None:
         generation = started.generation
         self.made, self.mask = self.made + generation.made, self.mask + CHOSEN * len(generation.made)
+        if len(generation.made):
+            self.records.add_turn(len(self.mask) - len(generation.made), len(self.mask))
         self.first = self.first or started
         self.turns += 1
         self.generated += len(generation.made)

@@ -178,7 +178,7 @@ def validate_score(who: str, score: Any) -> Score:
             score = Score(score)  # type: ignore[arg-type]
         reason = make_storable(str(score.reason), LONGEST_REASON)
         return Score(
-            _check_number("the score's value", score.value),
+            check_number("the score's value", score.value),
             reason,
             Outcome(score.outcome),
             _check_parts(score.parts),
@@ -189,7 +189,8 @@ def validate_score(who: str, score: Any) -> Score:
         return failure_score(who, error)
 
 
-def _check_number(what: str, value: Any) -> float:
+def check_number(what: str, value: Any) -> float:
+    """Convert a number of user code to a float; raise `TypeError` or `ValueError` unless it is a finite float32."""
     if not isinstance(value, Real):
         raise TypeError(f"{what} is a {type(value).__name__}, not a number")
     number = float(value)
@@ -202,7 +203,7 @@ def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
     if len(parts) > MOST_PARTS:
         raise ValueError(f"the score has {len(parts)} parts, but a score has at most {MOST_PARTS}")
     return {
-        make_storable(str(name), LONGEST_NAME): _check_number(f"the score's part {name!r}", part)
+        make_storable(str(name), LONGEST_NAME): check_number(f"the score's part {name!r}", part)
         for name, part in parts.items()
     }
 
@@ -211,12 +212,12 @@ def _check_tokens(values: Sequence[float | None]) -> Sequence[float]:
     """Convert token values to float32, with NaN for None; token values that are already float32 were checked before."""
     if isinstance(values, Float32s) or not len(values):
         return values if isinstance(values, Float32s) else ()
-    return Float32s.of([math.nan if value is None else _check_number("a token value", value) for value in values])
+    return Float32s.of([math.nan if value is None else check_number("a token value", value) for value in values])
 
 
 def _check_step(step: tuple[int, float]) -> tuple[int, float]:
     end, value = step
-    return operator.index(end), _check_number("a step value", value)
+    return operator.index(end), check_number("a step value", value)
 
 
 class Unjudged(RollflowError):

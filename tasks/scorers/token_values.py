@@ -11,7 +11,7 @@ in one token, the token's value is their sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,15 @@ def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s
     np.add.at(sums_T, sampled[owner], values_T[given])
     found_T[sampled[owner]] = sums_T[sampled[owner]]
     return _to_float32(found_T)
+
+
+def add_values(values: Float32s | None, more: Mapping[int, float], tokens: int) -> Float32s:
+    """Add values of single tokens, by their positions, to the values of all tokens. `values` is None if no token has a
+    value."""
+    sums_T = np.full(tokens, math.nan) if values is None else values.array.astype(np.float64)
+    for at, value in more.items():
+        sums_T[at] = np.nan_to_num(sums_T[at]) + value
+    return _to_float32(sums_T)
 
 
 def _read_values(values: Sequence[float | None], tokens: int) -> np.ndarray:

@@ -156,6 +156,28 @@ ENVIRONMENTS = {
         "test_cancelled_episode_ends",
         "a cancelled episode must end at once",
     ),
+    "rewards no turn": Fault(
+        "class Part(Base):\n    async def play(self, episode):\n        episode.reward(1.0)\n"
+        "        return await super().play(episode)",
+        "test_episode_generates_and_ends_with_a_finite_reward",
+        "an environment must give a finite reward after a generation: the episode has no turn yet",
+    ),
+    "gives an infinite reward": Fault(
+        'class Part(Base):\n    async def end(self, episode, made): episode.reward(float("inf"))',
+        "test_episode_generates_and_ends_with_a_finite_reward",
+        "an environment must give a finite reward after a generation: the reward of a turn is inf",
+    ),
+    "names a state by a number": Fault(
+        "class Part(Base):\n    async def play(self, episode): episode.enter_state(1)",
+        "test_episode_generates_and_ends_with_a_finite_reward",
+        "an environment must name a state by a string: the key of a state is a int, not a string",
+    ),
+    "counts its states": Fault(
+        "class Part(Base):\n    played = 0\n    async def play(self, episode):\n        self.played += 1\n"
+        "        episode.enter_state(str(self.played))\n        return await super().play(episode)",
+        "test_concurrent_episodes_do_not_affect_each_other",
+        "an episode must be the same alone and beside others",
+    ),
 }
 ENVIRONMENT_TEST = """
 class TestPart(EnvironmentContract):

@@ -20,7 +20,7 @@ from rollflow.flows.views.turns import prompt_tokens, split_turns
 from rollflow.storage.model_input import NO_TOKEN, ForeignPart, PlacedPart
 from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.records import Branch, Outcome, StopReason, Trajectory
-from rollflow.storage.token_arrays import Float32s, Int16s, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, Int64s, TokenSets
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.run.context import RunContext
 from tests.support import small_run
@@ -56,6 +56,7 @@ def with_values(of: Trajectory) -> Trajectory:
     )
     if of.sample == 0:
         return more
+    more = replace(more, turn_states=Int64s.of([7, -8]))
     rewards = Float32s.of([0.5 if chosen else math.nan for chosen in of.loss_mask])
     more = replace(more, token_rewards=rewards)
     return replace(more, outcome=Outcome.PARTIAL, reward_parts={"answer": 1.0, "format": 0.25})
@@ -153,6 +154,7 @@ def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.
     first, second, *_ = json.loads(capsys.readouterr().out)["trajectories"]
     assert (second["outcome"], second["reward_parts"]) == ("partial", {"answer": 1.0, "format": 0.25})
     assert [len(second[name]) for name in ("kept_tokens", "turn_starts")] == [len(second["tokens"]), 2]
+    assert second["turn_states"] == [7, -8]
     assert second["token_rewards"] == [0.5 if chosen else None for chosen in second["loss_mask"]]
     assert second["routed_experts"] == [3] * 2 * len(second["tokens"])
     assert {"outcome", "reward_parts", "branch"} & {*first} == {"branch"} & {*second} == set()

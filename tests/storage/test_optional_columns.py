@@ -19,7 +19,7 @@ from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import Branch, Outcome, Trajectory, TrajectoryGroup
-from rollflow.storage.token_arrays import Float32s, Int16s, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, Int64s, TokenSets
 from tests.support.batches import group, ready, staged
 
 TEXT = st.text(max_size=5)
@@ -36,6 +36,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     ),
     "scorer_version": TEXT,
     "token_rewards": st.lists(st.floats(width=32, allow_nan=False) | st.just(math.nan), max_size=6).map(Float32s.of),
+    "turn_states": st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=4).map(Int64s.of),
 }
 ROW = st.fixed_dictionaries({}, optional=VALUES)
 BARE = (group(0), group(1), group(2))
@@ -120,6 +121,7 @@ def test_column_stored_twice_in_a_batch_file_is_corrupt() -> None:
         ("kept_tokens", [[[1], None], None]),
         ("foreign_parts", [None, [{"position": 0, "length": 1, "kind": None, "sha256": ""}]]),
         ("token_rewards", [None, [0.5, None]]),
+        ("turn_states", [None, [5, None]]),
     ],
 )
 def test_null_inside_of_an_optional_value_is_corrupt(name: str, values: list[Any]) -> None:

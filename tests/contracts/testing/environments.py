@@ -18,8 +18,9 @@ from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import build_toolbox
+from rollflow.tasks.environments.turns import TurnRecords
 from rollflow.tasks.policies.renderer import PolicyRenderer
-from rollflow.tasks.scorers.base import Score, is_failure
+from rollflow.tasks.scorers.base import Score, check_number, is_failure
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, run_bounded
 
 PROMPT = Prompt("p", 0, "test", "How many?", ModelInput.of((1, 2, 3)), {"answer": "1"})
@@ -55,6 +56,7 @@ class ScriptedEpisode:
     said: str = "<b:b>"
     response: tuple[int, ...] = ()
     asked: list[str] = field(default_factory=list)
+    records: TurnRecords = field(default_factory=TurnRecords)
     fault: str = ""
 
     @property
@@ -69,6 +71,7 @@ class ScriptedEpisode:
         if self.asked.count("generate") > self.turns or self.room <= 0:
             return None
         tokens = tuple(map(ord, self.said[: min(self.room, max_tokens or self.room)]))
+        self.records.add_turn(len(self.response), len(self.response) + len(tokens))
         self.response += tokens
         return Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
 
@@ -77,6 +80,18 @@ class ScriptedEpisode:
             self._fail(f"an environment must not add more than `room` tokens: {len(tokens)} for a room of {self.room}")
         self.asked.append("add")
         self.response += tuple(tokens)
+
+    def reward(self, value: float) -> None:
+        try:
+            self.records.add_reward(check_number("the reward of a turn", value))
+        except (TypeError, ValueError) as error:
+            self._fail(f"an environment must give a finite reward after a generation: {error}")
+
+    def enter_state(self, key: str) -> None:
+        try:
+            self.records.enter_state(key)
+        except TypeError as error:
+            self._fail(f"an environment must name a state by a string: {error}")
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         return Score(float(sum(tokens) % 7), "scored")
@@ -174,12 +189,13 @@ class EnvironmentContract:
     ) -> None:
         """An environment keeps no state between episodes, because an episode is played again after a crash."""
 
-        def play(together: bool) -> list[tuple[Score | None, tuple[int, ...], list[str]]]:
+        def play(together: bool) -> list[tuple[Score | None, tuple[int, ...], list[str], list[int], dict[int, float]]]:
             episodes = [[self.begin(ports, longest=longest)] for longest in range(1, 30)]
             groups = [[one for [one] in episodes]] if together else episodes
             scores = [score for group in groups for score in self.play(environment, *group)]
             played = [episode for [episode] in episodes]
-            return [(score, one.response, one.asked) for score, one in zip(scores, played, strict=True)]
+            pairs = zip(scores, played, strict=True)
+            return [(score, one.response, one.asked, one.records.states, one.records.rewards) for score, one in pairs]
 
         assert play(together=True) == play(together=False), (
             "an episode must be the same alone and beside others, so keep no state in `self`"

@@ -17,7 +17,7 @@ from rollflow.storage.model_input import ForeignPart, PlacedPart
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.optional_columns import COLUMNS, NAMES
 from rollflow.storage.records import Branch, GroupKey, Outcome, Trajectory, TrajectoryGroup
-from rollflow.storage.token_arrays import Float32s, Int16s, TokenSets
+from rollflow.storage.token_arrays import Float32s, Int16s, Int64s, TokenSets
 from tests.support.audited import found, of_first
 from tests.support.log_runs import changed, committed, group, rebatched, told
 
@@ -32,6 +32,7 @@ CORRECT: dict[str, Any] = {
     "foreign_parts": (),
     "scorer_version": "0123456789ab",
     "token_rewards": Float32s.of([NONE, 0.5, NONE]),
+    "turn_states": Int64s.of([-5]),
 }
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_parts": {"answer": float("nan")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
@@ -52,6 +53,12 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"turn_starts": (0, 1)}, "lineage", "the turns of trajectory 8.0.0 are [0, 1], the policy's tokens begin at [1]"),
     ({"turn_starts": (2,)}, "lineage", "the turns of trajectory 8.0.0 are [2], the policy's tokens begin at [1]"),
     ({"turn_starts": ()}, "lineage", "the turns of trajectory 8.0.0 are [], the policy's tokens begin at [1]"),
+    ({"turn_states": Int64s.of([5])}, "altered", "trajectory 8.0.0 has 0 turns and 1 states of turns"),
+    (
+        {"turn_starts": (1, 2), "turn_states": Int64s.of([5])},
+        "altered",
+        "trajectory 8.0.0 has 2 turns and 1 states of turns",
+    ),
     ({"routed_experts": Int16s.of([1, 2])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 routed experts"),
     ({"routed_experts": Int16s.of([1, 2, -2])}, "lineage", "a routed expert is below -1"),
     ({"kept_tokens": TokenSets.of([[], [2]])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 sets of kept tokens"),
@@ -108,7 +115,8 @@ def test_run_with_image_prompts_passes_the_audit(run: MemoryStore) -> None:
 
 @pytest.mark.parametrize("name", CORRECT)
 def test_audit_accepts_correct_optional_values(run: MemoryStore, name: str) -> None:
-    rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **{name: CORRECT[name]})])
+    needed = {"turn_starts": (1,)} if name == "turn_states" else {}
+    rebatched(run, 3, lambda groups: [groups[0], of_first(groups[1], **{**needed, name: CORRECT[name]})])
     assert found(run) == set()
 
 
