@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rollflow.storage import optional_columns
-from rollflow.storage.arrow_rows import count_rows, join_rows, parts_of
+from rollflow.storage.arrow_rows import count_rows, join_rows, parts_of, view_numbers
 from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import PlacedPart
 from rollflow.storage.records import FinishedGroup, GroupKey, PackedGroup, StopReason, Trajectory, TrajectoryGroup
@@ -143,7 +143,7 @@ class TrajectoryBatch:
     @property
     def total_rewards(self) -> NDArray[np.float64]:
         """The reward of each row, plus all rewards of the row's tokens."""
-        rewards: NDArray[np.float64] = self.table["reward"].to_numpy().astype(np.float64)
+        rewards: NDArray[np.float64] = view_numbers(self.table["reward"]).astype(np.float64)
         column = self.optional("token_rewards")
         of_tokens = [] if column is None else column.to_pylist()
         for row, values in enumerate(of_tokens):

@@ -129,14 +129,16 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
-    """Build one column. Columns of numbers are built by joining bytes; values of other types are few, and are converted
-    one by one."""
+    """Build one column. Columns are built from bytes, because `pa.array` would import pandas into the scheduler's
+    process. Only columns with parts such as images are built by `pa.array`."""
     if pa.types.is_map(kind):
-        return pa.array([None if row is None else list(row.items()) for row in rows], kind)
+        return _maps(kind, rows)
     if pa.types.is_struct(kind):
-        return pa.array([None if row is None else row._asdict() for row in rows], kind)
-    if not pa.types.is_list(kind):
-        return pa.array(rows, kind)
+        fields = zip(*[(0,) * kind.num_fields if row is None else row for row in rows], strict=True)
+        children = [_array(kind[i].type, [NUMBERS[kind[i].type].of(values)]) for i, values in enumerate(fields)]
+        return pa.Array.from_buffers(kind, len(rows), [_validity(rows)], children=children)
+    if pa.types.is_dictionary(kind):
+        return _codes(kind, rows)
     if kind.value_type == FOREIGN:
         return pa.array([None if row is None else list(map(_write_part, row)) for row in rows], kind)
     if kind.value_type in NUMBERS:
@@ -149,6 +151,30 @@ def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
     return _lists(kind, rows, inner)
 
 
+def _maps(kind: pa.MapType, rows: Sequence[Mapping[str, float] | None]) -> pa.Array:
+    """Build a column of maps from text to float64."""
+    keys = _texts([key for row in rows for key in row or ()])
+    items = np.array([value for row in rows for value in (row or {}).values()], np.float64)
+    values = pa.Array.from_buffers(pa.float64(), len(items), [None, pa.py_buffer(items)])
+    pairs = pa.StructArray.from_arrays([keys, values], fields=[kind.key_field, kind.item_field])
+    return _lists(kind, rows, pairs)
+
+
+def _codes(kind: pa.DictionaryType, rows: Sequence[str | None]) -> pa.Array:
+    """Build a column of texts in which each different text is stored once."""
+    places: dict[str, int] = {}
+    numbers = [0 if text is None else places.setdefault(text, len(places)) for text in rows]
+    data = pa.py_buffer(np.array(numbers, str(kind.index_type)))
+    codes = pa.Array.from_buffers(kind.index_type, len(rows), [_validity(rows), data])
+    return pa.DictionaryArray.from_arrays(codes, _texts(list(places)))
+
+
+def _texts(texts: Sequence[str]) -> pa.Array:
+    encoded = [text.encode() for text in texts]
+    offsets = build_offsets(np.array([len(text) for text in encoded], np.int64))
+    return pa.Array.from_buffers(pa.utf8(), len(texts), [None, offsets, pa.py_buffer(b"".join(encoded))])
+
+
 def _write_part(placed: PlacedPart) -> dict[str, Any]:
     return {"position": placed.position, **asdict(placed.part)}
 
@@ -158,11 +184,15 @@ _NO_NUMBERS, _NO_SETS = Int32s(), TokenSets(Int32s(), Int32s())
 
 def _lists(kind: pa.DataType, rows: Sequence[Any], values: pa.Array) -> pa.Array:
     """Build an Arrow column of lists; None becomes a null."""
-    valid = np.packbits([row is not None for row in rows], bitorder="little")
     lengths = [0 if row is None else len(row) for row in rows]
     return pa.Array.from_buffers(
-        kind, len(rows), [pa.py_buffer(valid), build_offsets(np.array(lengths, np.int64))], children=[values]
+        kind, len(rows), [_validity(rows), build_offsets(np.array(lengths, np.int64))], children=[values]
     )
+
+
+def _validity(rows: Sequence[Any]) -> pa.Buffer:
+    """Return Arrow's bitmap of the rows that have a value."""
+    return pa.py_buffer(np.packbits([row is not None for row in rows], bitorder="little"))
 
 
 def _array(kind: pa.DataType, arrays: Iterable[TokenArray[Any]]) -> pa.Array:

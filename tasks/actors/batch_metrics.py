@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from rollflow.storage.arrow_rows import view_numbers
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.log.state import RunState
@@ -49,7 +50,7 @@ def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
     """Compute the mean, over the responses of a batch, of the sum of a response's token rewards, if there are any."""
     if batch.optional("token_rewards") is None:
         return {}
-    return {"token_reward": float((batch.total_rewards - batch.table["reward"].to_numpy()).mean())}
+    return {"token_reward": float((batch.total_rewards - view_numbers(batch.table["reward"])).mean())}
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
@@ -63,7 +64,7 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
     metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)
     if len(domains) < 2:
         return metrics
-    correct, rewards, lengths = _find_correct(batch), batch.table["reward"].to_numpy(), _count_tokens(batch)
+    correct, rewards, lengths = _find_correct(batch), view_numbers(batch.table["reward"]), _count_tokens(batch)
     of_row = np.array(batch.table["domain"].to_pylist())
     for domain in domains:
         if (rows := of_row == domain).any():
@@ -99,8 +100,8 @@ def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
 def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
     """Return, for each response of a batch, the number of tokens that the policy sampled."""
     mask = batch.table["loss_mask"].combine_chunks()
-    ends = np.cumsum(pc.list_value_length(mask).to_numpy())
-    totals = np.concatenate([[0], np.cumsum(mask.flatten().to_numpy(zero_copy_only=False))])
+    ends = np.cumsum(view_numbers(pc.list_value_length(mask)))
+    totals = np.concatenate([[0], np.cumsum(view_numbers(mask.flatten()), dtype=np.int64)])
     counts: npt.NDArray[np.int64] = np.diff(totals[np.concatenate([[0], ends])])
     return counts
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from rollflow.storage.arrow_rows import view_numbers
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.model_input import refuse
 
@@ -47,21 +48,21 @@ class BatchRows:
                 raise refuse(reader="the learner", placed=placed[0])
         table = batch.table
         tokens = _column(table, "tokens")
-        offsets = np.concatenate([[0], np.cumsum(_view(tokens.value_lengths()))]).astype(np.int64)
-        mask = _view(_column(table, "loss_mask").flatten().cast(pa.uint8())).copy()
+        offsets = np.concatenate([[0], np.cumsum(view_numbers(tokens.value_lengths()))]).astype(np.int64)
+        mask = view_numbers(_column(table, "loss_mask").flatten()).copy()
         mask[offsets[:-1]] = 0  # no hidden state predicts the first token of a row
         chosen = np.flatnonzero(mask)
         numbers = {key: i for i, key in enumerate(batch.keys)}
         pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
         return cls(
-            tokens=_view(tokens.flatten()),
+            tokens=view_numbers(tokens.flatten()),
             offsets=offsets,
             chosen=chosen,
             starts=np.searchsorted(chosen, offsets),
-            behaviour=_view(_column(table, "logprobs").flatten())[chosen],
-            versions=_view(_column(table, "versions").flatten())[chosen],
+            behaviour=view_numbers(_column(table, "logprobs").flatten())[chosen],
+            versions=view_numbers(_column(table, "versions").flatten())[chosen],
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
-            rewards=_view(_column(table, "reward")),
+            rewards=view_numbers(_column(table, "reward")),
             branches=None if batch.optional("branch") is None else np.array(batch.branches),
             token_rewards=_read_token_rewards(batch, offsets, chosen),
         )
@@ -87,9 +88,9 @@ def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.
     column = batch.optional("token_rewards")
     if column is None:
         return None
-    is_valid = _view(column.is_valid().cast(pa.uint8())).astype(bool)
+    is_valid = view_numbers(column.is_valid()).astype(bool)
     every = np.full(offsets[-1], np.nan, np.float32)
-    every[np.repeat(is_valid, np.diff(offsets))] = _view(column.flatten())
+    every[np.repeat(is_valid, np.diff(offsets))] = view_numbers(column.flatten())
     found: np.ndarray = every[chosen]
     return found
 
@@ -97,9 +98,3 @@ def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.
 def _column(table: pa.Table, name: str) -> pa.Array:
     column = table[name].combine_chunks()
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-
-
-def _view(values: pa.Array) -> np.ndarray:
-    """Return a numpy view of the numbers in an Arrow array's buffer. Arrow's own method `to_numpy` would import pandas,
-    which would delay the restart of a learner."""
-    return np.from_dlpack(values)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,7 +57,9 @@ def with_values(rows: Sequence[dict[str, Any]]) -> list[TrajectoryGroup]:
 def written(groups: Sequence[TrajectoryGroup]) -> TrajectoryBatch:
     """Write and read a batch; packed and unpacked groups must give the same file."""
     data = TrajectoryBatch.from_groups(groups).to_bytes()
-    assert TrajectoryBatch.from_groups([pack_group(one) for one in groups]).to_bytes() == data
+    packed = TrajectoryBatch.from_groups([pack_group(one) for one in groups])
+    packed.table.validate(full=True)
+    assert packed.to_bytes() == data
     return TrajectoryBatch.from_bytes(data)
 
 
@@ -76,6 +80,30 @@ def test_batch_without_optional_values_keeps_its_bytes() -> None:
     assert pack_group(BARE[0]).optional == {}
     [one, _] = batch.groups()[0].trajectories
     assert {getattr(one, name) for name in optional_columns.NAMES} == {None}
+
+
+WITHOUT_PANDAS = """
+import sys
+from rollflow.storage.batch import TrajectoryBatch, pack_group
+from rollflow.storage.records import Branch
+from rollflow.tasks.actors.batch_metrics import compute_domain_metrics
+from rollflow.tasks.objectives.rows import BatchRows
+from tests.storage.test_optional_columns import BARE, with_values
+values = {"reward_parts": {"a": 1.0}, "outcome": "correct", "scorer_version": "1", "branch": Branch(0, 1)}
+packed = [pack_group(one) for one in with_values([values | {"turn_starts": (1, 2)}, {}])]
+batch = TrajectoryBatch.from_bytes(TrajectoryBatch.from_groups(packed).to_bytes())
+BatchRows.of(batch)
+compute_domain_metrics(batch, ["a", "b"])
+assert batch.total_rewards.shape == (2,)
+assert "pandas" not in sys.modules, "pandas"
+"""
+
+
+def test_batches_are_packed_and_read_without_pandas() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PANDAS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_optional_field_is_tested() -> None:
