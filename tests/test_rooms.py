@@ -71,11 +71,15 @@ MAY: dict[str, set[str]] = {
         *("tasks/learners", "tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/sharding"),
         *("tasks/policies", "tasks/runtime"),
     },
-    "tasks/environments": {"tasks/runtime", "tasks/engines", "tasks/scorers"},
+    "tasks/environments": {"tasks/environments/foreign", "tasks/runtime", "tasks/engines", "tasks/scorers"},
+    "tasks/environments/foreign": {
+        *("tasks/environments", "tasks/environments/guest", "tasks/runtime", "tasks/scorers"),
+    },
+    "tasks/environments/guest": set(),
     "tasks/rollout": {"tasks/runtime", "tasks/engines", "tasks/environments", "tasks/scorers"},
     "tasks/run": {  # the config is made of the rooms' own parts
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
-        *("tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
+        *("tasks/environments/foreign", "tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
     },
     "tasks/simulation": {"tasks/engines", "tasks/rollout", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "tasks/actors": {
@@ -131,6 +135,7 @@ LIBRARIES: dict[str, set[str]] = {
     "sandlock": {"tasks/sandboxes/host"},
     "fastapi": {"tasks/sandboxes/server"},
     "uvicorn": {"tasks/sandboxes/server"},
+    "gymnasium": {"tasks/environments/guest"},
     "langdetect": {"tasks/scorers/text/language"},
     "openai": {"tasks/scorers/judge/endpoint"},
     "aiolimiter": {"tasks/scorers/judge/endpoint"},

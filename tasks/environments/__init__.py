@@ -6,7 +6,13 @@ The module `base` has the contract of all environments. Each kind of environment
 from __future__ import annotations
 
 from rollflow.tasks.environments.base import Environment
-from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, SingleTurnEnvironment
+from rollflow.tasks.environments.config import (
+    EnvironmentConfig,
+    GymnasiumEnvironment,
+    ImportEnvironment,
+    SingleTurnEnvironment,
+    TrlEnvironment,
+)
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
@@ -24,3 +30,11 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.imported import ImportedEnvironment
 
             return ImportedEnvironment(config)
+        case TrlEnvironment():
+            from rollflow.tasks.environments.foreign.trl import TrlEpisodes
+
+            return TrlEpisodes(config)
+        case GymnasiumEnvironment():
+            from rollflow.tasks.environments.foreign.gym import GymnasiumEpisodes
+
+            return GymnasiumEpisodes(config)

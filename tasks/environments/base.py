@@ -80,6 +80,15 @@ class Episode(Protocol):
         turn; a turn without a name is compared with no other turn.
         """
 
+    def replace_prompt(self, tokens: Sequence[int]) -> None:
+        """Let the episode begin with these tokens instead of the prompt's, for example with tools or an observation.
+
+        `room` shrinks by the number of tokens by which the prompt grows.
+
+        Raises:
+            ValueError: the response has begun, or has no room left.
+        """
+
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """End the episode's generation and score these tokens with the prompt's scorer.
 

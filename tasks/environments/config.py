@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section
+from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase, ImportTool
+from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment, TrlEnvironment
+from rollflow.tasks.runtime.sections import Imported
 
-EPISODES = {"kind": "the trajectories in the log are its episodes"}
-
-
-class EnvironmentBase(Section):
-    """Base class of the configs of all kinds of environment."""
-
-    fixed: ClassVar[Mapping[str, str]] = EPISODES
-
-    @property
-    def tool_parts(self) -> Mapping[str, ImportTool]:
-        """The environment's tools, by name. An environment config with tools overrides this property."""
-        return {}
+__all__ = [
+    "EPISODES",
+    "EnvironmentBase",
+    "EnvironmentConfig",
+    "GymnasiumEnvironment",
+    "ImportEnvironment",
+    "ImportTool",
+    "SingleTurnEnvironment",
+    "TrlEnvironment",
+]
 
 
 class SingleTurnEnvironment(EnvironmentBase):
@@ -29,17 +29,6 @@ class SingleTurnEnvironment(EnvironmentBase):
     kind: Literal["single-turn"] = Field(
         "single-turn",
         description="environment with a single turn, in which an episode is one prompt, one response and one reward",
-    )
-
-
-class ImportTool(Imported):
-    """A tool that a user-defined environment offers to the policy."""
-
-    seconds: float = Field(
-        30.0,
-        gt=0,
-        le=LONGEST_SECONDS,
-        description="seconds allowed for one call of the tool; a call that takes longer has failed",
     )
 
 
@@ -61,4 +50,6 @@ class ImportEnvironment(Imported, EnvironmentBase):
         return self.tools
 
 
-EnvironmentConfig = Annotated[SingleTurnEnvironment | ImportEnvironment, Field(discriminator="kind")]
+EnvironmentConfig = Annotated[
+    SingleTurnEnvironment | ImportEnvironment | TrlEnvironment | GymnasiumEnvironment, Field(discriminator="kind")
+]

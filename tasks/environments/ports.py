@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
@@ -47,6 +47,16 @@ class Renderer(Protocol):
             ConfigError: the policy's chat template rejects the messages.
         """
 
+    def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
+        """Return the tokens of a prompt with a text at the end of the last user message, and with the tools' schemas.
+
+        Raises:
+            ConfigError: the policy's chat template rejects the tools.
+        """
+
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Return whether the prompt and the messages after it are rendered with the chat template."""
+
     def parse(self, tokens: Sequence[int]) -> Message:
         """Convert tokens that the policy generated into a message of the assistant."""
 
@@ -64,6 +74,12 @@ class _NoText:
         _refuse()
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        _refuse()
+
+    def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
+        _refuse()
+
+    def is_chat(self, prompt: Prompt) -> bool:
         _refuse()
 
     def parse(self, tokens: Sequence[int]) -> Message:

@@ -18,6 +18,7 @@ from rollflow.tasks.prompts.messages import list_messages
 
 QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, which no template contains
 SYSTEM = "You answer."
+Tool = Mapping[str, Any]  # the JSON schema of a function that the policy may call
 # a difference that changes every field of a date and time
 ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)
 
@@ -29,14 +30,21 @@ class ChatTemplate:
         """Fix the time that the chat template reads at `now`, in seconds since the Unix epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
 
-    def encode(self, asked: Asked, system: str | None) -> list[int]:
+    def encode(self, asked: Asked, system: str | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the prompt tokens of a question, up to the position where the policy's answer begins.
+
+        `tools` are the JSON schemas of the tools that the policy may call.
 
         Raises:
             ConfigError: the chat template rejects the question or the system message.
         """
-        tokens = _attempt(system, lambda: self._apply(list_messages(asked, system), tokenize=True))
+        tokens = _attempt(system, lambda: self._apply(list_messages(asked, system), tokenize=True, tools=tools))
         return [int(token) for token in tokens]
+
+    def writes_tools(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Tool]) -> bool:
+        """Return whether the chat template writes the schemas of tools into the prompt."""
+        rendered = _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools))
+        return all(str(tool["function"]["name"]) in rendered for tool in tools)
 
     def render(self, text: str, system: str | None) -> str:
         """Return the prompt of a question as text."""
@@ -104,9 +112,17 @@ class ChatTemplate:
         names = sorted((name for name in special if name and after.startswith(name)), key=len)
         return special[names[-1]] if found and names else None
 
-    def _apply(self, messages: Sequence[Mapping[str, str]], *, tokenize: bool, generate: bool = True) -> Any:
+    def _apply(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tokenize: bool,
+        generate: bool = True,
+        tools: Sequence[Tool] = (),
+    ) -> Any:
         return self._tokenizer.apply_chat_template(
             messages,
+            tools=list(tools) or None,
             add_generation_prompt=generate,
             tokenize=tokenize,
             return_dict=False,

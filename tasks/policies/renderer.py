@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from rollflow.storage.records import Prompt
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
@@ -26,11 +28,40 @@ class PolicyRenderer:
         Raises:
             ConfigError: the chat template rejects the messages.
         """
-        if prompt.domain not in self._chat_domains:
+        if not self.is_chat(prompt):
             return self._tokenizer.encode_response("".join(message["content"] for message in messages))
         tokens = self._tokenizer.encode_response(self._tokenizer.template.render_after_answer(messages))
         return tokens[1:] if len(response) and list(tokens[:1]) == [response[-1]] else tokens
 
+    def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
+        """Return the tokens of a prompt with a text at the end of the last user message, and with the tools' schemas.
+
+        The tools are written as text if there is no chat template, or if it ignores tools.
+
+        Raises:
+            ConfigError: the chat template rejects the tools.
+        """
+        if not self.is_chat(prompt):
+            added = self._tokenizer.encode_response((describe_tools(tools) if tools else "") + text)
+            return [*prompt.input.flat, *added]
+        *before, last = prompt.messages
+        template = self._tokenizer.template
+        if tools and not template.writes_tools(prompt.messages, tools):
+            text, tools = describe_tools(tools) + text, ()
+        messages = [*before, {**last, "content": last["content"] + text}]
+        return template.encode(messages, None, tools)
+
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Return whether the prompt and the messages after it are rendered with the chat template."""
+        return prompt.domain in self._chat_domains
+
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
         """Convert generated tokens into a chat message of the assistant, without the final stop token."""
         return {"role": "assistant", "content": self._tokenizer.decode_response(tokens)}
+
+
+def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that tells a policy of its tools where the chat template does not."""
+    listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    call = '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>'
+    return f"\nTools:\n{listed}\nTo call a tool, write {call}\n"

@@ -126,6 +126,15 @@ class PlayedEpisode:
         """Name the environment state of the next turn, as `Episode.enter_state` specifies."""
         self.records.enter_state(key)
 
+    def replace_prompt(self, tokens: Sequence[int]) -> None:
+        """Begin the episode with other tokens than the prompt's, as `Episode.replace_prompt` specifies."""
+        given = self._check_tokens(tokens)
+        grown = len(given) - self.prompt.input.length
+        if len(self.made) or grown >= self.room:
+            raise ValueError(f"the prompt cannot grow by {grown} tokens: {len(self.made)} of {self.longest} are used")
+        self.longest -= max(0, grown)
+        self.prompt = replace(self.prompt, input=ModelInput.of(given))
+
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """End generation and score tokens with the prompt's scorer, as `Episode.judge` specifies."""
         self._asked = True

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.environments.foreign.check import check_environment
+from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
@@ -33,6 +35,8 @@ def check_own_parts(config: RunConfig) -> None:
         build_objective(config.train.objective)
     if isinstance(config.environment, ImportEnvironment):
         build_environment(config.environment)
+    if isinstance(config.environment, ForeignEnvironment):
+        check_environment(config.environment)
     build_toolbox(config.environment.tool_parts)
     for source in config.prompts:
         if isinstance(source, ImportPrompts):

@@ -22,12 +22,21 @@ from rollflow.tasks.engines.stop_strings import watch_stops
 from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, ImportTool, SingleTurnEnvironment
+from rollflow.tasks.environments.config import (
+    EnvironmentConfig,
+    GymnasiumEnvironment,
+    ImportEnvironment,
+    ImportTool,
+    SingleTurnEnvironment,
+    TrlEnvironment,
+)
+from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from rollflow.testing.environments import EnvironmentContract, build_ports
+from tests.environments.worlds import GUESTS
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
 from tests.support.user_code import FOLDER, put_in_reach
@@ -39,6 +48,8 @@ CASES: dict[str, EnvironmentConfig] = {
     "tool": ImportEnvironment(
         path="letters.environments:AskTool", tools={"count": ImportTool(path="letters.tools:count")}
     ),
+    "trl": TrlEnvironment(path="letters.guessing:HigherOrLower"),
+    "gymnasium": GymnasiumEnvironment(path="odd_worlds:Walk", folder=str(GUESTS)),
 }
 
 
@@ -62,7 +73,8 @@ class TestEnvironments(EnvironmentContract):
         pipeline = Pipeline(
             MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment, environment_ports=ports
         )
-        run_virtual(pipeline.run())
+        # worker processes live in real time
+        (asyncio.run if isinstance(environment, ForeignEpisodes) else run_virtual)(pipeline.run())
         report = audit(pipeline.store)
         assert report.clean, report.violations
         assert report.versions == 4

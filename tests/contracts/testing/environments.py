@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -92,6 +92,12 @@ class ScriptedEpisode:
             self.records.enter_state(key)
         except TypeError as error:
             self._fail(f"an environment must name a state by a string: {error}")
+
+    def replace_prompt(self, tokens: Sequence[int]) -> None:
+        if self.response:
+            self._fail("an environment must replace the prompt before the first generation")
+        self.asked.append("replace_prompt")
+        self.prompt = replace(self.prompt, input=ModelInput.of(tokens))
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         return Score(float(sum(tokens) % 7), "scored")

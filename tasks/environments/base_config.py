@@ -1,0 +1,34 @@
+"""Defines the base class of the configs of environments, and the config of a tool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section
+
+EPISODES = {"kind": "the trajectories in the log are its episodes"}
+
+
+class EnvironmentBase(Section):
+    """Base class of the configs of all kinds of environment."""
+
+    fixed: ClassVar[Mapping[str, str]] = EPISODES
+
+    @property
+    def tool_parts(self) -> Mapping[str, ImportTool]:
+        """The environment's tools, by name. An environment config with tools overrides this property."""
+        return {}
+
+
+class ImportTool(Imported):
+    """A tool that a user-defined environment offers to the policy."""
+
+    seconds: float = Field(
+        30.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds allowed for one call of the tool; a call that takes longer has failed",
+    )

@@ -1,0 +1,60 @@
+"""Checks, before a run begins, that the environment of a config can be created in a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.environments.foreign.config import ForeignEnvironment
+from rollflow.tasks.environments.foreign.faults import WorldEnded
+from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+
+
+def check_environment(config: ForeignEnvironment) -> None:
+    """Create the environment in a worker process, as an episode does, within the deadlines of the config.
+
+    Raises:
+        ConfigError: the environment cannot be created; the message says what the user must change.
+    """
+    if config.python and not os.access(config.python, os.X_OK):
+        raise ConfigError(
+            f"environment.python = {config.python!r}: there is no such program; write an interpreter's path"
+        )
+    if config.folder and not Path(config.folder).is_dir():
+        raise ConfigError(f"environment.folder = {config.folder!r}: there is no such folder; write a folder's path")
+    errors = list[Exception]()
+
+    def run() -> None:
+        try:
+            asyncio.run(_create(config))
+        except WorldEnded as ended:
+            errors.append(ConfigError(f"environment.{config.part}: {ended}; {_find_cure(str(ended))}"))
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)  # the caller's thread may have an event loop
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+async def _create(config: ForeignEnvironment) -> None:
+    episodes = ForeignEpisodes(config)
+    try:
+        await episodes.describe()
+    finally:
+        await episodes.close()
+
+
+def _find_cure(reason: str) -> str:
+    if "start_seconds" in reason:
+        return "allow more seconds"
+    if "'gymnasium'" in reason:
+        return 'install it with pip install "rollflow[environments]", or in the environment of environment.python'
+    if "ModuleNotFoundError" in reason:
+        return "install the module for the interpreter environment.python, or name its folder in environment.folder"
+    return "correct the environment or its options"

@@ -1,0 +1,68 @@
+"""Plays episodes in an environment with gymnasium's signature.
+
+    prompt + first observation --> ( generate --> action --> step --> observation )* --> the sum of the rewards
+
+With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0.
+
+A response that names no action changes nothing in the environment; the policy reads why, and the turn counts.
+"""
+
+from __future__ import annotations
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.base import Episode
+from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment
+from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
+from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
+from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.scorers.base import LARGEST, Score
+
+
+class GymnasiumEpisodes(ForeignEpisodes):
+    """Plays the episodes of a gymnasium environment. See the module's docstring."""
+
+    _config: GymnasiumEnvironment
+
+    async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
+        _, text = await self._begin(episode, world)
+        episode.enter_state(text or "")
+        self._open_prompt(episode, (), describe_view(text or ""))
+        reason = f"the episode reached max_turns = {self._config.max_turns}"
+        try:
+            for turn in range(1, self._config.max_turns + 1):
+                made = await episode.generate(max_tokens=self._config.turn_tokens)
+                if made is None:
+                    return None
+                said = episode.ports.tokenizer.decode_response(made.tokens)
+                if (seen := await self._step(episode, world, said, progress)) is None:
+                    reason = "the environment ended the episode"
+                    break
+                if turn < self._config.max_turns and not self._add_messages(episode, "user", [seen], describe_view):
+                    reason = "there was no room for another turn"
+                    break
+        except CallFailed as failed:
+            return self._score_error(failed, progress)
+        await world.close()
+        return self._validate(Score(progress.total, reason))
+
+    async def _step(self, episode: Episode, world: World, said: str, progress: Progress) -> str | None:
+        """Do the action that a response names, and return what the policy sees; None if the episode has ended."""
+        answer = await world.step(said)
+        if "invalid" in answer:
+            return f"error: {answer['invalid']}"
+        reward, text = answer.get("reward"), answer.get("text")
+        if not isinstance(reward, int | float) or not isinstance(text, str):
+            raise WorldEnded(Outcome.KILLED, "its process wrote no valid answer to step")
+        if not abs(reward) <= LARGEST:
+            raise CallFailed(f"the reward of a step is {reward}, which is no finite number")
+        episode.enter_state(text)
+        if self._config.rewards == "turns":
+            episode.reward(reward)
+        else:
+            progress.total += reward
+        return None if answer.get("ended") else text
+
+
+def describe_view(text: str) -> str:
+    """Return the text in which a policy without chat template reads an observation."""
+    return f"\n{text}\n"

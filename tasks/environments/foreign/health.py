@@ -1,0 +1,53 @@
+"""Counts what happens in the worker processes of an environment, and decides when the environment counts as broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollflow.storage.errors import ConfigError
+
+
+@dataclass(slots=True)
+class EnvironmentHealth:
+    """Counters of one environment since its creation, and its newest failure.
+
+    A hang is a call that missed its deadline. A kill is a process that this process killed, after a hang or because the
+    episode was not wanted any more. A crash is a process that ended by itself. A failure is an episode that nobody
+    can judge, for a reason that the policy cannot have caused.
+    """
+
+    name: str  # key and value that name the environment in the config
+    max_failures: int
+    episodes: int = 0
+    resets: int = 0
+    steps: int = 0
+    hangs: int = 0
+    kills: int = 0
+    crashes: int = 0
+    failures: int = 0
+    seconds: float = 0.0  # time that the environment's calls took, summed over the episodes
+    failures_in_a_row: int = 0
+    last_failure: str = ""
+
+    def count_success(self) -> None:
+        """Count an episode that was judged."""
+        self.failures_in_a_row = 0
+
+    def count_failure(self, reason: str) -> None:
+        """Count an episode that failed for a reason that the policy cannot have caused."""
+        self.failures += 1
+        self.failures_in_a_row += 1
+        self.last_failure = reason
+
+    def check(self) -> None:
+        """Raise an error if the environment is broken.
+
+        Raises:
+            ConfigError: too many episodes in a row have failed.
+        """
+        if self.failures_in_a_row >= self.max_failures:
+            raise ConfigError(
+                f"environment.{self.name}: {self.failures_in_a_row} episodes in a row failed for reasons that the "
+                f"policy cannot have caused, the last one because {self.last_failure}; correct the environment, or "
+                f"raise environment.max_failures = {self.max_failures}"
+            )

@@ -1,0 +1,155 @@
+"""Plays episodes in worker processes: the base class of the kinds whose environment is not rollflow's.
+
+What the policy cannot have caused makes the episode unjudged, so that its prompt is issued again. What the policy may
+have caused is scored on the state reached; `faults` has the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.storage.records import Outcome, Prompt
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.foreign.config import ForeignEnvironment
+from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
+from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.foreign.pool import WorldPool
+from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.scorers.base import FAILED, LONGEST_FAILURE, Score, make_storable, validate_score
+
+SEED_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """The end of an episode whose environment computes no reward: the tokens to score with the run's scorer."""
+
+    tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class Progress:
+    """The rewards of an episode so far."""
+
+    total: float = 0.0
+
+
+class ForeignEpisodes(Environment):
+    """Plays the episodes of an environment in worker processes. See the module's docstring."""
+
+    def __init__(self, config: ForeignEnvironment) -> None:
+        self._config = config
+        self.health = EnvironmentHealth(config.part, config.max_failures)
+        self._name = f"environment {config.part}"
+        self._pool: WorldPool | None = None
+
+    async def play(self, episode: Episode) -> Score | None:
+        """Run an episode, as `Environment.play` specifies.
+
+        Raises:
+            ConfigError: too many episodes in a row failed for reasons that the policy cannot have caused.
+        """
+        progress = Progress()
+        try:
+            async with self._find_pool().open() as world:
+                found = await self._play(episode, world, progress)
+        except WorldEnded as ended:
+            found = self._score_end(ended, progress)
+        if found is None:
+            return None
+        if isinstance(found, FinalAnswer):  # the process has ended: its place must not wait for a judge
+            self.health.count_success()
+            return await episode.judge(found.tokens)
+        if found.outcome is not Outcome.UNJUDGED:
+            self.health.count_success()
+        return found
+
+    async def close(self) -> None:
+        """End all worker processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def describe(self) -> Mapping[str, Any]:
+        """Create the environment in a worker process, and return the description of its tools.
+
+        Raises:
+            WorldEnded: the environment cannot be created; the message says why.
+        """
+        async with self._find_pool().open() as world:
+            return await world.open(0)
+
+    async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
+        """Run an episode in a process, and keep `progress` up to date; return None if it is not wanted any more."""
+        raise NotImplementedError
+
+    async def _begin(self, episode: Episode, world: World) -> tuple[Mapping[str, Any], str | None]:
+        """Create and reset the environment; return the description of its tools, and the first observation."""
+        seed = find_seed(episode.prompt)
+        described = await world.open(seed)
+        row = {"prompt": list(map(dict, episode.prompt.messages)), **episode.prompt.reference}
+        return described, await world.reset(row, seed)
+
+    def _open_prompt(self, episode: Episode, tools: Sequence[Mapping[str, Any]], text: str) -> None:
+        """Add the tools and the first observation to the prompt.
+
+        Raises:
+            WorldEnded: the prompt leaves no room for a response.
+        """
+        if tools or text:
+            tokens = episode.ports.renderer.render_opening(episode.prompt, tools, make_storable(text, len(text)))
+            try:
+                episode.replace_prompt(tokens)
+            except ValueError as error:
+                why = f"tools and first observation leave no room for a response ({error}); raise engine.max_new_tokens"
+                raise WorldEnded(Outcome.UNJUDGED, why) from None
+
+    def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: Callable[[str], str]) -> bool:
+        """Append messages for the policy; return False if they leave no room for another turn.
+
+        `frame` returns the form of a message for a policy without chat template.
+        """
+        is_chat = episode.ports.renderer.is_chat(episode.prompt)
+        written = [make_storable(text, len(text)) for text in texts]
+        messages = [{"role": role, "content": text if is_chat else frame(text)} for text in written]
+        tokens = episode.ports.renderer.render(episode.prompt, episode.response, messages)
+        if len(tokens) >= episode.room:
+            return False
+        episode.add(tokens)
+        return True
+
+    def _score_end(self, ended: WorldEnded, progress: Progress) -> Score:
+        """Return the score of an episode whose process has ended early."""
+        if ended.is_unjudged:
+            self.health.count_failure(str(ended))
+            return self._fail(0.0, str(ended), Outcome.UNJUDGED)
+        return self._fail(progress.total, str(ended), ended.outcome)
+
+    def _score_error(self, failed: CallFailed, progress: Progress) -> Score:
+        """Return the score of an episode that an error of the user's code has ended."""
+        return self._fail(progress.total, str(failed), Outcome.UNPARSABLE)
+
+    def _fail(self, value: float, reason: str, outcome: Outcome) -> Score:
+        text = make_storable(f"{self._name}{FAILED}{reason}", LONGEST_FAILURE)
+        return Score(value if math.isfinite(value) else 0.0, text, outcome, failed=outcome is not Outcome.UNJUDGED)
+
+    def _validate(self, score: Score) -> Score:
+        return validate_score(self._name, score)
+
+    def _find_pool(self) -> WorldPool:
+        """Return the pool of the running event loop."""
+        if self._pool is None or self._pool.loop is not asyncio.get_running_loop():
+            self._pool = WorldPool(self._config, self.health)
+        return self._pool
+
+
+def find_seed(prompt: Prompt) -> int:
+    """Return the seed of an episode's environment, which is the same for all episodes of a prompt.
+
+    The episodes of a group therefore begin in the same state, and a run is reproducible.
+    """
+    return int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=SEED_BYTES).digest(), "big") >> 1

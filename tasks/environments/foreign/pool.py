@@ -1,0 +1,112 @@
+"""The live episodes of one environment: at most `processes` at a time, the others wait in order of arrival.
+
+A place is free again once the keeper says that the process of the episode has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.foreign.config import ForeignEnvironment
+from rollflow.tasks.environments.foreign.faults import WorldEnded
+from rollflow.tasks.environments.foreign.guest_process import Guest
+from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.foreign.world import World
+
+
+class WorldPool:
+    """The worker processes of an environment, on one event loop. See the module's docstring."""
+
+    def __init__(self, config: ForeignEnvironment, health: EnvironmentHealth) -> None:
+        self._config, self._health = config, health
+        self.loop = asyncio.get_running_loop()
+        self._places = asyncio.Semaphore(config.processes)
+        self._starting = asyncio.Lock()
+        self._guest: Guest | None = None
+        self._numbers = itertools.count()
+        self._is_slow = False  # True once the warning about slow starts was logged
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[World]:
+        """Wait for a place, and start the process of an episode; end the process after the block.
+
+        Raises:
+            WorldEnded: no process can be started.
+            ConfigError: the environment counts as broken.
+        """
+        await self._places.acquire()
+        number, guest = next(self._numbers), None
+        try:
+            self._health.check()
+            guest = await self._start_guest()
+            self._health.episodes += 1
+            world = World(guest, number, self._config, self._health)
+            try:
+                await world.start()
+                yield world
+            finally:
+                world.kill()
+        finally:
+            self._free_place(guest, number)
+
+    async def close(self) -> None:
+        """End all processes."""
+        if self._guest is not None:
+            await self._guest.close()
+
+    def _free_place(self, guest: Guest | None, number: int) -> None:
+        """Free the place of an episode as soon as the process of the episode has ended."""
+        if guest is None or not guest.has_episode(number):
+            self._places.release()
+            return
+
+        def free(_: object) -> None:
+            guest.forget(number)
+            self._places.release()
+
+        guest.end_of(number).add_done_callback(free)
+
+    async def _start_guest(self) -> Guest:
+        """Return the running guest, or start one and wait until the environment is imported."""
+        async with self._starting:
+            if self._guest is None or self._guest.lost.is_set():
+                self._guest = Guest(self._config.python, self._config.spec)
+                try:
+                    await self._guest.start()
+                except OSError as error:
+                    await self._guest.close()
+                    raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None
+            guest = self._guest
+            self._check_ready(await self._wait_ready(guest))
+            return guest
+
+    async def _wait_ready(self, guest: Guest) -> Mapping[str, Any]:
+        seconds = self._config.start_seconds
+        try:
+            async with asyncio.timeout(None if guest.ready.done() else seconds):
+                return await asyncio.shield(guest.ready)
+        except TimeoutError:
+            self._health.hangs += 1
+            await guest.close()
+            raise WorldEnded(Outcome.UNJUDGED, f"the import took more than start_seconds = {seconds:g}") from None
+        finally:
+            if guest.ready.done() and "error" in guest.ready.result():
+                await guest.close()  # the next episode imports the environment again
+
+    def _check_ready(self, found: Mapping[str, Any]) -> None:
+        if "error" in found:
+            raise WorldEnded(Outcome.UNJUDGED, f"the import failed with {found['error']}")
+        if found.get("threads") and not self._is_slow:
+            self._is_slow = True
+            logging.getLogger(__name__).warning(
+                "environment.%s: its import starts %d threads, so each episode imports it again in a new process, "
+                "which is slow; start no thread at the import",
+                self._health.name,
+                found["threads"],
+            )

@@ -1,0 +1,176 @@
+"""The process of one episode, as the event loop sees it: requests with deadlines.
+
+After a missed deadline, or an answer that is none, the process is killed with all that it has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.foreign.config import ForeignEnvironment
+from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, judge_status
+from rollflow.tasks.environments.foreign.guest_process import Guest, decode_line
+from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.guest.wire import LONGEST_LINE, pack_line
+
+CHUNK = 1 << 16
+STATUS_SECONDS = 5.0  # seconds to wait for the wait status of a process that has closed its socket
+OPENING = ("open", "reset")  # requests before the policy has done anything
+
+
+class World:
+    """The environment of one episode, in a process of its own. See the module's docstring."""
+
+    def __init__(self, guest: Guest, number: int, config: ForeignEnvironment, health: EnvironmentHealth) -> None:
+        self._guest, self._number, self._config, self._health = guest, number, config, health
+        self._socket: socket.socket | None = None
+        self._buffer = bytearray()
+        self._left = config.episode_seconds
+        self._is_dead = False
+        self.steps = 0
+
+    async def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            WorldEnded: the keeper of the processes is gone.
+        """
+        try:
+            self._socket = await self._guest.open_episode(self._number)
+        except OSError as error:
+            raise WorldEnded(Outcome.UNJUDGED, f"its process did not start ({error})") from None
+
+    async def open(self, seed: int) -> Mapping[str, Any]:
+        """Create the environment, and return the description of its tools."""
+        return await self._ask({"do": "open", "seed": seed}, self._config.reset_seconds)
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begin the episode with the row of a prompt, and return the first observation."""
+        self._health.resets += 1
+        answer = await self._ask({"do": "reset", "row": dict(row), "seed": seed}, self._config.reset_seconds)
+        return self._read_text(answer)
+
+    async def call(self, name: str, arguments: Any) -> str:
+        """Call a tool and return its result.
+
+        Raises:
+            CallFailed: the tool has raised an error, which the policy may read.
+            WorldEnded: the process had to be killed, or has ended.
+        """
+        answer = await self._step({"do": "call", "name": name, "arguments": arguments})
+        return self._read_text(answer) or ""
+
+    async def step(self, text: str) -> Mapping[str, Any]:
+        """Do the action that a text of the policy names; see `guest.episode`."""
+        return await self._step({"do": "step", "text": text})
+
+    async def reward(self) -> float:
+        """Return the reward that the environment computes for the episode."""
+        value = (await self._step({"do": "reward"})).get("value")
+        if not isinstance(value, int | float):
+            raise self._end(Outcome.KILLED, "its process wrote a reward that is no number")
+        return float(value)
+
+    async def close(self) -> None:
+        """Close the environment; a process that does not close in time is killed."""
+        with contextlib.suppress(CallFailed, WorldEnded):
+            await self._ask({"do": "close"}, self._config.close_seconds)
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started."""
+        if self._socket is not None:
+            self._guest.kill(self._number)
+            self._socket.close()
+            self._socket = None
+
+    async def _step(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._left <= 0:
+            seconds = self._config.episode_seconds
+            raise self._end(Outcome.TIMEOUT, f"its steps took more than {seconds:g} s together")
+        self._health.steps += 1
+        began = time.monotonic()
+        try:
+            return await self._ask(request, min(self._config.step_seconds, self._left))
+        finally:
+            self._left -= time.monotonic() - began
+
+    async def _ask(self, request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+        """Send a request and return the answer."""
+        what = str(request["do"])
+        if self._socket is None:
+            raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
+        limit, began = asyncio.timeout(seconds), time.monotonic()
+        try:
+            async with limit:
+                await asyncio.get_running_loop().sock_sendall(self._socket, pack_line(dict(request)))
+                answer = decode_line(await self._read_line())
+        except TimeoutError:
+            self._health.hangs += 1
+            outcome = Outcome.UNJUDGED if what in OPENING else Outcome.TIMEOUT
+            raise self._end(outcome, f"{what} took more than {seconds:g} s") from None
+        except (EOFError, OSError):
+            raise await self._find_end(what) from None
+        except ValueError:
+            outcome = Outcome.UNJUDGED if what in OPENING else Outcome.KILLED
+            raise self._end(outcome, f"its process wrote no valid answer to {what}") from None
+        finally:
+            self._health.seconds += time.monotonic() - began
+        return self._check(answer, what)
+
+    def _check(self, answer: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+        """Return an answer, or raise the error that the answer reports."""
+        if "fault" in answer:
+            raise self._end(Outcome.UNJUDGED, str(answer["fault"]))
+        if "error" in answer:
+            if what in OPENING:
+                raise self._end(Outcome.UNJUDGED, f"{what} failed with {answer['error']}")
+            raise CallFailed(str(answer["error"]))
+        return answer
+
+    def _read_text(self, answer: Mapping[str, Any]) -> str | None:
+        text = answer.get("text")
+        if text is not None and not isinstance(text, str):
+            raise self._end(Outcome.UNJUDGED, "its process wrote an observation that is no text")
+        return text
+
+    def _end(self, outcome: Outcome, reason: str) -> WorldEnded:
+        """Kill the process and return the error that says why."""
+        self._health.kills += self._socket is not None
+        self.kill()
+        return WorldEnded(outcome, reason)
+
+    async def _find_end(self, what: str) -> WorldEnded:
+        """Return how the process has ended."""
+        try:
+            status = await asyncio.wait_for(asyncio.shield(self._guest.end_of(self._number)), STATUS_SECONDS)
+        except TimeoutError:  # the process closed its socket and goes on
+            return self._end(Outcome.UNJUDGED if what in OPENING else Outcome.KILLED, "its process closed its socket")
+        self._health.crashes += 1
+        self.kill()
+        if self._guest.lost.is_set():
+            return WorldEnded(Outcome.UNJUDGED, "the keeper of the worker processes ended")
+        found = judge_status(status, what)
+        return WorldEnded(Outcome.UNJUDGED, str(found)) if what in OPENING else found
+
+    async def _read_line(self) -> bytes:
+        """Read one line; raise `EOFError` if the process has closed its socket."""
+        loop = asyncio.get_running_loop()
+        assert self._socket is not None
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            if searched > LONGEST_LINE:
+                raise ValueError("the line is too long")
+            part = await loop.sock_recv(self._socket, CHUNK)
+            if not part:
+                raise EOFError
+            self._buffer += part
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line

@@ -1,0 +1,78 @@
+"""Serves one episode: answers rollflow's requests, one a line, with the user's environment.
+
+| request | answer |
+|---|---|
+| `open` | creates the environment; the tools of the policy, and `has_reward` |
+| `reset` with `row` and `seed` | `text`: the first observation or null |
+| `call` with `name` and `arguments` | `text`: the result of a tool; `error`: the policy may read why the call failed |
+| `step` with `text` | `text`, `reward`, `ended`; `invalid` if the text is no action |
+| `reward` | `value`: the reward of the episode |
+| `close` | closes the environment |
+
+The answer `{"error": TEXT}` says that the user's code has raised an error. The answer `{"fault": TEXT}` says that the
+environment cannot be used as it is, which no policy can have caused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import random
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollflow.tasks.environments.guest.gym import GymnasiumGuest
+from rollflow.tasks.environments.guest.trl import TrlGuest
+from rollflow.tasks.environments.guest.wire import EnvironmentFault, Fields, describe_error, pack_line
+
+SEEDS = 2**32  # numpy takes seeds below this number
+
+
+def import_object(path: str) -> Any:
+    """Import the object that an import path "module:name" names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def load_class(spec: Fields) -> dict[str, Any]:
+    """Import all that an environment needs, as the keys of its config name it."""
+    if spec["folder"] not in ("", *sys.path):
+        sys.path.insert(0, spec["folder"])
+    if spec["kind"] == "gymnasium":
+        importlib.import_module("gymnasium")
+    return {key: import_object(spec[key]) for key in ("path", "observe", "act") if spec.get(key)}
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global random generators, whose state is the same in all processes that a template forks."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % SEEDS)
+
+
+def serve_episode(connection: socket.socket, spec: Fields) -> None:
+    """Answer requests until rollflow closes the connection."""
+    guest: Any = None
+
+    def open_guest(request: Fields) -> Fields:
+        nonlocal guest
+        seed_generators(request["seed"])
+        kinds: dict[str, Callable[[Fields, dict[str, Any]], Any]] = {"trl": TrlGuest, "gymnasium": GymnasiumGuest}
+        guest = kinds[spec["kind"]](spec, load_class(spec))
+        described: Fields = guest.describe()
+        return described
+
+    for line in connection.makefile("rb"):
+        request = json.loads(line)
+        do = request.pop("do")
+        try:
+            answer = open_guest(request) if do == "open" else getattr(guest, "do_" + do)(**request)
+        except EnvironmentFault as error:
+            answer = {"fault": str(error)}
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, or exit
+            answer = {"error": describe_error(error)}
+        with contextlib.suppress(BrokenPipeError):
+            connection.sendall(pack_line(answer))

@@ -1,0 +1,118 @@
+"""Adapts an environment with gymnasium's signature: `reset(seed=...)`, `step(action)` and `close()`.
+
+The policy reads an observation as text, and answers with a text that names an action.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields
+
+COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
+WORD = re.compile(r"[^\W_]+(?:[-_'][^\W_]+)*|[^\w\s]")
+
+
+class GymnasiumGuest:
+    """Serves an episode with an environment of gymnasium's signature. See the module's docstring."""
+
+    def __init__(self, spec: Fields, parts: dict[str, Any]) -> None:
+        self._observe, self._act = parts.get("observe"), parts.get("act")
+        self._own = create_environment(spec, parts)
+        if not self._act:
+            self._actions = build_actions(spec["actions"], getattr(self._own, "action_space", None))
+
+    def describe(self) -> Fields:
+        """Return that the environment has no tools, and computes its rewards."""
+        return {"tools": [], "has_reward": True}
+
+    def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
+        """Begin the episode; the column `seed` of a prompt's row takes precedence over the seed of the run."""
+        found, info = self._own.reset(seed=int(row.get("seed", seed)))
+        return {"text": self._describe_state(found, info)}
+
+    def do_step(self, text: str) -> Fields:
+        """Do the action that the policy's text names."""
+        try:
+            action = self._act(text) if self._act else find_action(text, self._actions)
+        except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+            return {"invalid": str(error) or type(error).__name__}
+        found, reward, terminated, truncated, info = self._own.step(action)
+        ended = bool(terminated) or bool(truncated)
+        return {"text": self._describe_state(found, info), "reward": float(reward), "ended": ended}
+
+    def do_close(self) -> Fields:
+        """Close the environment."""
+        self._own.close()
+        return {}
+
+    def _describe_state(self, found: Any, info: Mapping[str, Any]) -> str:
+        """Return the text of a state: from the user's function, or the rendered text, or the observation itself."""
+        if self._observe:
+            return str(self._observe(found, info))[:LONGEST_TEXT]
+        if getattr(self._own, "render_mode", None) == "ansi":
+            found = self._own.render()
+            found = "".join(map(str, found)) if isinstance(found, list) else found
+        return mark_colours(str(found))[:LONGEST_TEXT]
+
+
+def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
+    """Create the environment, with the text renderer if the environment has one and the config names no renderer."""
+    options = dict(spec["options"])
+    if parts.get("path"):
+        factory = parts["path"]
+        modes = (getattr(factory, "metadata", None) or {}).get("render_modes", ())
+        if "ansi" in modes and "render_mode" in inspect.signature(factory).parameters:
+            options.setdefault("render_mode", "ansi")
+        return factory(**options)
+    import gymnasium
+    from gymnasium.envs.registration import load_env_creator
+
+    try:
+        entry = gymnasium.spec(spec["id"]).entry_point
+        creator = load_env_creator(entry) if isinstance(entry, str) else entry
+        if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
+            options.setdefault("render_mode", "ansi")
+        return gymnasium.make(spec["id"], **options)
+    except gymnasium.error.Error as error:
+        raise EnvironmentFault(f"gymnasium cannot make the environment ({error})") from error
+
+
+def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
+    """Return the actions by the words that name them, in lower case; by default the numbers of a discrete space.
+
+    Raises:
+        EnvironmentFault: the actions are not numbers from 0 on, and the config names none.
+    """
+    if given:
+        return {word.lower(): action for word, action in given.items()}
+    count: Any | None = getattr(space, "n", None)
+    if type(space).__name__ != "Discrete" or count is None:
+        what = f"actions = {{}}: the actions of the space {space} have no numbers"
+        raise EnvironmentFault(what + "; set environment.actions or environment.act")
+    start = int(getattr(space, "start", 0))
+    return {str(number): number for number in range(start, start + int(count))}
+
+
+def find_action(text: str, actions: Mapping[str, Any]) -> Any:
+    """Return the action whose word comes last in the text.
+
+    Raises:
+        ValueError: the text names no action.
+    """
+    words: list[str] = WORD.findall(text.lower())
+    found = [word for word in words if word in actions]
+    if found:
+        return actions[found[-1]]
+    longer = [(text.lower().rfind(word), word) for word in actions if " " in word and word in text.lower()]
+    if longer:
+        return actions[max(longer)[1]]
+    raise ValueError("no action; the actions are " + ", ".join(actions))
+
+
+def mark_colours(text: str) -> str:
+    """Write coloured text of a terminal in brackets, because a policy sees no colours."""
+    return COLOURED.sub(r"[\1]", text)

@@ -1,0 +1,89 @@
+"""Adapts a class that follows the contract of TRL's `environment_factory`.
+
+An object of the class serves one episode. `reset(**row)` returns None or a text for the policy. Every other public
+method is a tool; `get_reward()` returns the reward of the episode. Methods may be asynchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollflow.tasks.environments.guest.schema import build_schema
+from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields, describe_error
+
+NO_TOOLS = ("reset", "get_reward")
+
+
+class TrlGuest:
+    """Serves an episode with an object of the user's class. See the module's docstring."""
+
+    def __init__(self, spec: Fields, parts: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._own = parts["path"](**spec["options"])
+        if not callable(getattr(self._own, "reset", None)):
+            raise EnvironmentFault("the class has no method reset; write `def reset(self, **row) -> str | None`")
+        methods = inspect.getmembers(self._own, inspect.ismethod)
+        self._tools: dict[str, Callable[..., Any]] = {
+            name: method for name, method in methods if not name.startswith("_") and name not in NO_TOOLS
+        }
+
+    def describe(self) -> Fields:
+        """Return the schemas of the tools, and whether the class computes the reward."""
+        tools = [build_schema(name, method) for name, method in self._tools.items()]
+        return {"tools": tools, "has_reward": callable(getattr(self._own, "get_reward", None))}
+
+    def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
+        """Begin the episode with the columns of a prompt's row."""
+        found = self._finish(self._own.reset(**select_arguments(self._own.reset, row)))
+        return {"text": None if found is None else read_content(found)}
+
+    def do_call(self, name: str, arguments: Any) -> Fields:
+        """Call a tool. The policy reads an error as the result of the call."""
+        if name not in self._tools:
+            return {"error": "there is no tool {!r}; the tools are {}".format(name, ", ".join(self._tools) or "none")}
+        if not isinstance(arguments, dict):
+            return {"error": "the arguments are not a JSON object"}
+        try:
+            return {"text": read_content(self._finish(self._tools[name](**arguments)))}
+        except EnvironmentFault:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a tool is the user's code, called as the policy wants
+            return {"error": describe_error(error)}
+
+    def do_reward(self) -> Fields:
+        """Compute the reward of the episode."""
+        return {"value": float(self._finish(self._own.get_reward()))}
+
+    def do_close(self) -> Fields:
+        """End the episode; the contract has no method to call."""
+        return {}
+
+    def _finish(self, result: Any) -> Any:
+        """Wait for the result of an asynchronous method."""
+        return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
+
+
+def select_arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(row)
+    return {one.name: row[one.name] for one in parameters if one.name in row}
+
+
+def read_content(found: Any) -> str:
+    """Return the text of an observation or of a tool's result.
+
+    Raises:
+        EnvironmentFault: the result contains an image, or other content that is not text.
+    """
+    if isinstance(found, list) and found and all(isinstance(one, dict) and "type" in one for one in found):
+        others = [str(one["type"]) for one in found if one["type"] != "text"]
+        if others:
+            raise EnvironmentFault(f"the environment returns content of type {others[0]!r}, and a policy reads text")
+        return "".join(str(one.get("text", "")) for one in found)[:LONGEST_TEXT]
+    return str(found)[:LONGEST_TEXT]  # as TRL writes results that are not text

@@ -1,0 +1,176 @@
+"""Environments for tests, good and bad, as a user of TRL or gymnasium writes them: no rollflow, any Python from 3.9."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+
+class Quiet:
+    """An environment with one tool and nothing to say."""
+
+    def reset(self, **row) -> str | None:
+        self.pid = os.getpid()
+        return None
+
+
+class Counter:
+    """Counts to a number; the methods are synchronous and asynchronous tools."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = self.start = start
+
+    def reset(self, prompt: list, answer: str = "") -> str:
+        self.goal = int(answer or 3)
+        return f" Begin at {self.count}."
+
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: the number to add
+        """
+        if number < 0:
+            raise ValueError("the number is negative")
+        self.count += number
+        return str(self.count)
+
+    async def double(self) -> int:
+        """Double the count."""
+        await asyncio.sleep(0)
+        self.count *= 2
+        return self.count
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return float(self.count == self.goal)
+
+
+class Judged(Quiet):
+    """An environment whose episodes the run's scorer scores."""
+
+    def look(self) -> str:
+        """Look around."""
+        return "a room"
+
+
+class Bad:
+    """An environment that fails in the way that `wrong` names, at the place that `where` names."""
+
+    def __init__(self, wrong: str, where: str = "act") -> None:
+        self.wrong, self.where = wrong, where
+        self._fail("init")
+
+    def reset(self, **row) -> None:
+        self._fail("reset")
+
+    def act(self) -> str:
+        """Act."""
+        self._fail("act")
+        return "done"
+
+    def get_reward(self) -> float:
+        self._fail("reward")
+        return 0.5 if self.where != "reward" or self.wrong != "nan" else float("nan")
+
+    def _fail(self, where: str) -> None:
+        if where != self.where:
+            return
+        if self.wrong == "hang":
+            while True:
+                time.sleep(3600)
+        if self.wrong == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            while True:
+                pass
+        if self.wrong == "error":
+            raise RuntimeError("broken world")
+        if self.wrong == "exit":
+            sys.exit(3)
+        if self.wrong == "quit":
+            os._exit(4)
+        if self.wrong == "abort":
+            os.abort()
+        if self.wrong == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.wrong == "garbage":
+            for fd in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(fd, b"\xff{garbage}\n" * 3)
+        if self.wrong == "orphan":
+            orphan = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(3600)"
+            subprocess.run([sys.executable, "-c", orphan], check=True)
+
+
+class Image(Quiet):
+    def look(self) -> list[dict]:
+        """Look around."""
+        return [{"type": "image", "image": "x"}]
+
+
+class Untyped(Quiet):
+    def look(self, where) -> str:
+        """Look.
+
+        Args:
+            where: the place
+        """
+        return where
+
+
+class Undescribed(Quiet):
+    def look(self) -> str:
+        return ""
+
+
+class Discrete:
+    """The action space of `Walk`, which looks like gymnasium's."""
+
+    n, start = 2, 0
+
+
+class Walk:
+    """Gymnasium's signature without gymnasium: walk right to 3; each step gives its number as reward."""
+
+    action_space = Discrete()
+
+    def __init__(self, goal: int = 3, wrong: str = "") -> None:
+        self.goal, self.wrong = goal, wrong
+
+    def reset(self, *, seed=None, options=None):
+        self.place, self.steps = 0, 0
+        return self.place, {"seed": seed, "drawn": random.random()}
+
+    def step(self, action):
+        self.steps += 1
+        if self.wrong == "error" and self.steps == 2:
+            raise RuntimeError("broken world")
+        if self.wrong == "hang" and self.steps == 2:
+            time.sleep(3600)
+        if self.wrong == "infinite":
+            return self.place, float("inf"), False, False, {}
+        self.place += 1 if action == 1 else -1
+        return self.place, float(self.steps), self.place >= self.goal, False, {}
+
+    def close(self) -> None:
+        if self.wrong == "hang at close":
+            time.sleep(3600)
+
+
+def observe_drawn(found, info) -> str:
+    """Return the state and a random number that the environment has drawn."""
+    return "{}/{}".format(info.get("seed"), info.get("drawn"))
+
+
+def act_by_arrow(text: str) -> int:
+    """Return the action of an arrow."""
+    if text not in ("<", ">"):
+        raise ValueError("draw an arrow")
+    return int(text == ">")

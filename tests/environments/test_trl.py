@@ -1,0 +1,115 @@
+"""Tests of environments of kind `trl`, in real worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.foreign.calls import MOST_CALLS, parse_calls
+from tests.environments.worlds import call, play, trl
+
+
+def test_tools_and_reward_of_a_class_are_used() -> None:
+    score, episode, environment = play(trl("Counter"), call("add", number=3), "Done.")
+    assert score is not None
+    assert (score.value, score.outcome) == (1.0, Outcome.CORRECT)
+    assert episode.heard == ["\n<tool_response>3</tool_response>\n"]
+    prompt = "".join(map(chr, episode.prompt.input.flat))
+    assert prompt.startswith("Count.\nTools:\n")
+    assert prompt.endswith(" Begin at 0.")
+    assert '"number": {"type": "integer", "description": "the number to add"}' in prompt
+    assert (environment.health.episodes, environment.health.resets, environment.health.steps) == (1, 1, 2)
+
+
+def test_several_calls_of_a_response_run_in_order() -> None:
+    said = call("add", number=1) + call("double") + call("add", number=1)
+    score, episode, _ = play(trl("Counter"), said, "Done.")
+    assert score is not None
+    assert score.value == 1.0
+    assert "".join(episode.heard).count("<tool_response>") == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        (call("fly"), "error: there is no tool 'fly'; the tools are add, double"),
+        (call("get_reward"), "error: there is no tool 'get_reward'; the tools are add, double"),
+        (call("_fail"), "error: there is no tool '_fail'; the tools are add, double"),
+        (call("add", number=-1), "error: ValueError: the number is negative"),
+        (call("add"), "error: TypeError"),
+        ("<tool_call>{</tool_call>", "error: the call is not JSON"),
+        ("<tool_call>[]</tool_call>", 'error: the call is not an object with "name" and "arguments"'),
+        ('<tool_call>{"name": "add", "arguments": 1}</tool_call>', "error: the arguments are not a JSON object"),
+    ],
+)
+def test_policy_reads_why_its_tool_call_failed(said: str, heard: str) -> None:
+    score, episode, environment = play(trl("Counter"), said, call("add", number=3), "Done.")
+    assert score is not None
+    assert score.value == 1.0
+    assert heard in episode.heard[0]
+    assert environment.health.failures == 0
+
+
+def test_class_without_reward_is_scored_by_the_scorer() -> None:
+    score, episode, _ = play(trl("Judged"), call("look"), "42")
+    assert score is not None
+    assert score.reason == "judged"
+    assert episode.asked[-1] == "judge"
+    assert episode.heard == ["\n<tool_response>a room</tool_response>\n"]
+
+
+def test_episode_ends_after_its_last_turn() -> None:
+    score, episode, _ = play(trl("Counter", max_turns=3), call("add", number=1))
+    assert score is not None
+    assert score.value == 1.0  # the tool calls of the last turn count
+    assert episode.asked.count("generate") == 3
+
+
+def test_unwanted_episode_ends_without_a_score() -> None:
+    score, episode, _ = play(trl("Counter"), call("add", number=1), turns=1)
+    assert score is None
+    assert episode.asked[-1] == "generate"
+
+
+def test_options_and_known_columns_reach_the_class() -> None:
+    _, episode, _ = play(trl("Counter", options={"start": 7}), "Done.")
+    assert "".join(map(chr, episode.prompt.input.flat)).endswith(" Begin at 7.")
+
+
+def test_class_whose_import_starts_threads_is_imported_anew(caplog: pytest.LogCaptureFixture) -> None:
+    score, _, _ = play(trl("Counter", module="threaded_worlds"), call("add", number=3), "Done.")
+    assert score is not None
+    assert score.value == 1.0
+    assert "its import starts 1 threads, so each episode imports it again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("<think>" + call("a") + "</think>" + call("b"), ["b"]),
+        ("<think>" + call("a"), []),
+        (call("a") + " and " + call("b"), ["a", "b"]),
+        ('<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', ["a"]),
+        (call("a")[:-1], []),
+        ("<tool_call>" * 3, []),
+    ],
+)
+def test_tool_calls_are_read_from_a_response(text: str, names: list[str]) -> None:
+    found = parse_calls(text)
+    assert [one.name for one in found] == names
+    assert all(one.arguments == {} for one in found)
+
+
+def test_calls_beyond_the_limit_are_one_error() -> None:
+    found = parse_calls(call("a") * (MOST_CALLS + 5))
+    assert len(found) == MOST_CALLS + 1
+    assert "a turn has at most" in found[-1].fault
+
+
+@pytest.mark.parametrize("body", ["[" * 100_000, '{"name": 1}', "NaN", '{"name": "a", "arguments": "{"}', "\ud800"])
+def test_odd_tool_calls_have_a_fault(body: Any) -> None:
+    [found] = parse_calls(f"<tool_call>{body}</tool_call>")
+    assert found.fault
