@@ -25,7 +25,12 @@ SCORERS = [
 ]
 KINDS = {
     "engine": [{"kind": "vllm"}, {"kind": "transformers"}, {"kind": "timed"}],
-    "environment": [{"kind": "single-turn"}, IMPORT],
+    "environment": [
+        {"kind": "single-turn"},
+        IMPORT,
+        {"kind": "trl", "path": "my_package.parts:Name"},
+        {"kind": "gymnasium", "id": "FrozenLake-v1"},
+    ],
     "reward": [
         {"kind": "reasoning-gym"},
         {"kind": "exact"},

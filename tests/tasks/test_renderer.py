@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
-from rollflow.tasks.policies.renderer import PolicyRenderer
+from rollflow.tasks.policies.renderer import PolicyRenderer, describe_tools
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from tests.support.policy_folders import CHAT, END, OVER, make_tokenizer
 
@@ -62,3 +63,29 @@ def test_error_names_a_chat_template_that_refuses_a_role(tmp_path: Path) -> None
     tokenizer = open_policy(tmp_path / "policy", REFUSES_TOOLS + CHAT)
     with pytest.raises(ConfigError, match=r"chat template fails \(no tools\)"):
         PolicyRenderer(tokenizer, {"chat"}).render(prompt_in(tokenizer, "chat"), [5], [TOOL])
+
+
+TOOLS = [{"type": "function", "function": {"name": "11"}}]
+NAMES_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+
+
+def test_opening_of_a_chat_has_tools_and_text(tmp_path: Path) -> None:
+    """The oracle applies the template to the messages, with the text at the end of the last one."""
+    tokenizer = open_policy(tmp_path / "policy", NAMES_TOOLS + CHAT)
+    prompt = replace(prompt_in(tokenizer, "chat"), messages=({"role": "user", "content": QUESTION},))
+    found = PolicyRenderer(tokenizer, {"chat"}).render_opening(prompt, TOOLS, "=2")
+    whole = tokenizer.template._apply([{"role": "user", "content": f"{QUESTION}=2"}], tokenize=True, tools=TOOLS)
+    assert list(found) == whole
+    assert tokenizer.decode(found).startswith("11")
+
+
+@pytest.mark.parametrize("domain", ["chat", "plain"])
+def test_opening_lists_tools_where_no_template_does(tmp_path: Path, domain: str) -> None:
+    tokenizer = open_policy(tmp_path / "policy")
+    prompt = replace(prompt_in(tokenizer, domain), messages=({"role": "user", "content": QUESTION},))
+    renderer = PolicyRenderer(tokenizer, {"chat"})
+    found, listed = renderer.render_opening(prompt, TOOLS, "=2"), describe_tools(TOOLS) + "=2"
+    if domain == "plain":
+        assert list(found) == [*prompt.tokens, *tokenizer.encode_response(listed)]
+    else:
+        assert list(found) == list(tokenizer.encode(QUESTION + listed, chat=True))

@@ -1,0 +1,100 @@
+"""Tests of environments in another Python interpreter, and of the check before a run."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.environments.config import GymnasiumEnvironment, TrlEnvironment
+from rollflow.tasks.environments.foreign.check import check_environment
+from rollflow.tasks.environments.guest import boot
+from tests.environments.worlds import GUESTS, call, gym, play, trl
+
+GUEST = Path(boot.__file__).parent
+OLDEST = (3, 9)
+
+
+def find_interpreters() -> list[str]:
+    """Return interpreters on this machine, from the oldest one that the guest supports."""
+    found = []
+    for minor in (9, 10, 12, 13):
+        path = shutil.which(f"python3.{minor}")
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("file", [*GUEST.glob("*.py"), *GUESTS.glob("*.py")], ids=lambda file: file.name)
+def test_guest_code_is_valid_in_the_oldest_python(file: Path) -> None:
+    tree = ast.parse(file.read_text(), feature_version=OLDEST)
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    from sys import stdlib_module_names
+
+    others = {name for name in names if name.split(".")[0] not in {*stdlib_module_names, "gymnasium", "odd_worlds"}}
+    assert all(name.startswith("rollflow.tasks.environments.guest.") for name in others)
+
+
+@pytest.mark.parametrize("config", [trl("Counter"), gym()], ids=["trl", "gymnasium"])
+def test_environment_runs_in_other_interpreters(config: Any) -> None:
+    interpreters = find_interpreters()
+    if not interpreters:
+        pytest.skip("this machine has no other Python")
+    for python in interpreters:
+        other = config.model_copy(update={"python": python})
+        score, _, _ = play(other, call("add", number=3) if config.kind == "trl" else "1", "1", "1")
+        assert score is not None
+        assert score.value == (1.0 if config.kind == "trl" else 6.0), score.reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"name": "Missing"}, r"path = 'odd_worlds:Missing': the import failed with AttributeError.*; correct the env"),
+        ({"name": "X", "module": "nowhere"}, r"ModuleNotFoundError: No module named 'nowhere'; install the module for"),
+        ({"name": "X", "module": "slow_worlds", "start_seconds": 1.0}, r"more than start_seconds = 1; allow more sec"),
+        ({"name": "Untyped"}, r"the argument where of the tool look has no type; annotate the argument"),
+        ({"name": "Counter", "options": {"no": 1}}, r"open failed with TypeError.*'no'; correct the environment or"),
+        ({"name": "Bad", "options": {"wrong": "hang", "where": "init"}, "reset_seconds": 1.0}, "open took more than 1"),
+        ({"name": "Counter", "python": "/no/python"}, r"environment.python = '/no/python': there is no such program"),
+    ],
+)
+def test_check_refuses_with_one_sentence(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        check_environment(trl(**keys))
+    assert "\n" not in str(refused.value)
+
+
+def test_check_accepts_environments_that_work() -> None:
+    check_environment(trl("Counter"))
+    check_environment(gym())
+
+
+def test_check_names_the_missing_library(tmp_path: Path) -> None:
+    config = GymnasiumEnvironment(id="FrozenLake-v1", python=shutil.which("python3.9") or "/no/python")
+    if not find_interpreters():
+        pytest.skip("this machine has no other Python")
+    with pytest.raises(ConfigError, match=r'install it with pip install "rollflow\[environments\]"'):
+        check_environment(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "words"),
+    [
+        (TrlEnvironment, {"path": "a:B", "python": "python3"}, "write an absolute path"),
+        (TrlEnvironment, {"path": "a:B", "folder": "here"}, "write an absolute path"),
+        (GymnasiumEnvironment, {}, "set either id or path"),
+        (GymnasiumEnvironment, {"id": "a", "path": "a:B"}, "set either id or path"),
+        (GymnasiumEnvironment, {"id": "a", "act": "a:b", "actions": {"go": 1}}, "remove one of them"),
+    ],
+)
+def test_wrong_keys_are_refused_with_their_fix(section: Any, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        section(**keys)
