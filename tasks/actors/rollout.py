@@ -38,7 +38,7 @@ from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.actors.store_feed import NEWS_SECONDS, StoreFeed
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
-from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments import build_environment, read_counts
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.rollout.counts import SchedulerCounts
@@ -145,15 +145,14 @@ class RolloutActor:
         """Create a rollout scheduler that starts from the state in the run's log."""
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
-        environment = build_environment(self.config.environment)
-        vocabulary = read_vocabulary(self.context.policy_folder)
+        self._environment = build_environment(self.config.environment)
         ports = SchedulerPorts(
             self.prompts.prompt,
             self.reward.score,
             self._commit,
-            environment=environment,
+            environment=self._environment,
             environment_ports=build_ports(self.config, self.context.tokenizer),
-            vocabulary=vocabulary,
+            vocabulary=read_vocabulary(self.context.policy_folder),
             spans=self._spans,
             start_epoch=self._start_epoch,
         )
@@ -297,6 +296,7 @@ class RolloutActor:
             failed=self._find_failed(),
             evaluations_due=self.evaluations.due,
             judged=self._judged,
+            environment=read_counts(self._environment),
         )
         return self._gauges.show(status)
 

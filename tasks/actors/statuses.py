@@ -82,7 +82,7 @@ class RolloutStatus(ActorStatus):
     the share of the time in which only `rollout.max_unscored` allowed no new prompt. `dropped` is the share of
     generated tokens that belong to groups of responses discarded as too slow or not needed. `prefix_hits` is the share
     of prompt tokens that engines found in their prefix cache. `failed` maps the number of each failed engine to the
-    reason why the engine failed.
+    reason why the engine failed. `environment` has the counters of an environment that runs in worker processes.
     """
 
     version: int = -1
@@ -106,6 +106,7 @@ class RolloutStatus(ActorStatus):
     failed: Mapping[int, str] = field(default_factory=dict)
     evaluations_due: int = 0
     judged: int = 0
+    environment: Mapping[str, float] = field(default_factory=dict)
 
     TICKING: ClassVar[frozenset[str]] = ActorStatus.TICKING | {"held", "waited", "backlogged"}
 
@@ -131,6 +132,7 @@ class RolloutStatus(ActorStatus):
             "failed": self.failed,
             "evaluations_due": self.evaluations_due,
             "judged": self.judged,
+            "environment": self.environment,
         }
 
     @property

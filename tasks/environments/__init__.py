@@ -5,6 +5,8 @@ The module `base` has the contract of all environments. Each kind of environment
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import (
     EnvironmentConfig,
@@ -38,3 +40,10 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.foreign.gym import GymnasiumEpisodes
 
             return GymnasiumEpisodes(config)
+
+
+def read_counts(environment: Environment) -> Mapping[str, float]:
+    """Return the counters of an environment that runs in worker processes; an environment of another kind has none."""
+    from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+
+    return environment.health.counts if isinstance(environment, ForeignEpisodes) else {}

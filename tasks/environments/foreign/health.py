@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from rollflow.storage.errors import ConfigError
 
@@ -28,6 +29,11 @@ class EnvironmentHealth:
     seconds: float = 0.0  # time that the environment's calls took, summed over the episodes
     failures_in_a_row: int = 0
     last_failure: str = ""
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """The counters by name."""
+        return {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
 
     def count_success(self) -> None:
         """Count an episode that was judged."""
