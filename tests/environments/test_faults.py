@@ -140,10 +140,22 @@ def test_failures_in_a_row_end_the_run_with_one_sentence() -> None:
 
 def test_success_resets_the_count_of_failures() -> None:
     environment = build(trl("Quiet", max_failures=2))
-    environment.health.count_failure("once")
+    environment.health.count_failure("once", 0)
     environment.health.count_success()
-    environment.health.count_failure("again")
+    environment.health.count_failure("again", 1)
     environment.health.check()
+
+
+def test_failures_at_the_same_time_count_once_in_the_row() -> None:
+    config = trl("Bad", options={"wrong": "error", "where": "reset"}, max_failures=2)
+    environment = build(config)
+
+    async def run() -> None:
+        await asyncio.gather(*(environment.play(speak(config, "Done.")) for _ in range(8)))
+        await close(environment)
+
+    asyncio.run(run())
+    assert environment.health.failures == 8
 
 
 # --- kills --------------------------------------------------------------------------------------------------

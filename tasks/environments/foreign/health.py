@@ -12,9 +12,13 @@ from rollflow.storage.errors import ConfigError
 class EnvironmentHealth:
     """Counters of one environment since its creation, and its newest failure.
 
-    A hang is a call that missed its deadline. A kill is a process that this process killed, after a hang or because the
-    episode was not wanted any more. A crash is a process that ended by itself. A failure is an episode that nobody
-    can judge, for a reason that the policy cannot have caused.
+    A hang is a call that missed its deadline. A kill is a process that was killed for a hang or for an invalid answer.
+    A crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that the
+    policy cannot have caused.
+
+    Of the failures of episodes that lived at the same time, one counts in the row, because they may have one cause: for
+    example, the death of the keeper ends all live episodes. `failure_round` tells which episodes lived before the
+    newest failure in the row.
     """
 
     name: str  # key and value that name the environment in the config
@@ -28,6 +32,7 @@ class EnvironmentHealth:
     failures: int = 0
     seconds: float = 0.0  # time that the environment's calls took, summed over the episodes
     failures_in_a_row: int = 0
+    failure_round: int = 0
     last_failure: str = ""
 
     @property
@@ -39,11 +44,16 @@ class EnvironmentHealth:
         """Count an episode that was judged."""
         self.failures_in_a_row = 0
 
-    def count_failure(self, reason: str) -> None:
-        """Count an episode that failed for a reason that the policy cannot have caused."""
+    def count_failure(self, reason: str, began: int) -> None:
+        """Count an episode that failed for a reason that the policy cannot have caused.
+
+        `began` is the `failure_round` at the start of the episode.
+        """
         self.failures += 1
-        self.failures_in_a_row += 1
-        self.last_failure = reason
+        if began == self.failure_round:
+            self.failures_in_a_row += 1
+            self.failure_round += 1
+            self.last_failure = reason
 
     def check(self) -> None:
         """Raise an error if the environment is broken.

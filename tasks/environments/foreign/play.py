@@ -125,7 +125,6 @@ class ForeignEpisodes(Environment):
     def _score_end(self, ended: WorldEnded, progress: Progress) -> Score:
         """Return the score of an episode whose process has ended early."""
         if ended.is_unjudged:
-            self.health.count_failure(str(ended))
             return self._fail(0.0, str(ended), Outcome.UNJUDGED)
         return self._fail(progress.total, str(ended), ended.outcome)
 

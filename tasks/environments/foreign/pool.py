@@ -42,9 +42,12 @@ class WorldPool:
         """
         await self._places.acquire()
         number, guest = next(self._numbers), None
+        began = self._health.failure_round
         try:
-            self._health.check()
-            guest = await self._start_guest()
+            async with self._starting:
+                self._health.check()
+                began = self._health.failure_round
+                guest = await self._start_guest()
             self._health.episodes += 1
             world = World(guest, number, self._config, self._health)
             try:
@@ -52,6 +55,10 @@ class WorldPool:
                 yield world
             finally:
                 world.kill()
+        except WorldEnded as ended:
+            if ended.is_unjudged:
+                self._health.count_failure(str(ended), began)
+            raise
         finally:
             self._free_place(guest, number)
 
@@ -74,17 +81,16 @@ class WorldPool:
 
     async def _start_guest(self) -> Guest:
         """Return the running guest, or start one and wait until the environment is imported."""
-        async with self._starting:
-            if self._guest is None or self._guest.lost.is_set():
-                self._guest = Guest(self._config.python, self._config.spec)
-                try:
-                    await self._guest.start()
-                except OSError as error:
-                    await self._guest.close()
-                    raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None
-            guest = self._guest
-            self._check_ready(await self._wait_ready(guest))
-            return guest
+        if self._guest is None or self._guest.lost.is_set():
+            self._guest = Guest(self._config.python, self._config.spec)
+            try:
+                await self._guest.start()
+            except OSError as error:
+                await self._guest.close()
+                raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None
+        guest = self._guest
+        self._check_ready(await self._wait_ready(guest))
+        return guest
 
     async def _wait_ready(self, guest: Guest) -> Mapping[str, Any]:
         seconds = self._config.start_seconds
