@@ -18,7 +18,8 @@ from rollflow.tasks.scorers.base import Score
 from tests.environments.worlds import build, call, close, find_mark, gym, play, speak, trl
 from tests.support.waiting import soon, until
 
-SOON: dict[str, Any] = {"step_seconds": 1.0, "reset_seconds": 3.0, "close_seconds": 1.0}
+STEP: dict[str, Any] = {"step_seconds": 1.0}
+OPENING = {"init", "reset"}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,10 @@ SOON: dict[str, Any] = {"step_seconds": 1.0, "reset_seconds": 3.0, "close_second
 def test_broken_environment_ends_its_episode_with_a_reason(
     wrong: str, where: str, outcome: Outcome, reason: str
 ) -> None:
-    config = trl("Bad", options={"wrong": wrong, "where": where}, **SOON)
+    keys = (
+        ({"reset_seconds": 3.0} if where in OPENING else STEP) if outcome is Outcome.TIMEOUT or wrong == "hang" else {}
+    )
+    config = trl("Bad", options={"wrong": wrong, "where": where}, **keys)
     score, _, environment = play(config, call("act"), "Done.")
     assert score is not None
     assert (score.value, score.outcome) == (0.0, outcome)
@@ -82,13 +86,13 @@ def test_score_counts_the_rewards_before_a_fault() -> None:
     score, _, _ = play(gym(options={"wrong": "error"}), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.UNPARSABLE)
-    score, _, _ = play(gym(options={"wrong": "hang"}, **SOON), "1")
+    score, _, _ = play(gym(options={"wrong": "hang"}, step_seconds=2.0), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.TIMEOUT)
 
 
 def test_environment_that_hangs_at_close_keeps_its_score() -> None:
-    score, _, environment = play(gym(options={"wrong": "hang at close"}, **SOON), "1")
+    score, _, environment = play(gym(options={"wrong": "hang at close"}, close_seconds=1.0), "1")
     assert score is not None
     assert score.value == 6.0
     assert (environment.health.hangs, environment.health.failures) == (1, 0)

@@ -64,7 +64,8 @@ class Guest:
         finally:
             self._theirs.close()
         self.keeper = self._process.pid
-        self._control.send(packet)
+        with contextlib.suppress(OSError):  # the end of the keeper is noticed by the reader
+            self._control.send(packet)
         asyncio.get_running_loop().add_reader(self._control, _call_weakly(self._read))
 
     async def open_episode(self, number: int) -> socket.socket:
