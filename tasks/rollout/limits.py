@@ -83,12 +83,18 @@ def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str 
     """Return why a group of responses is filtered (dynamic sampling, DAPO section 3.2); None if it is kept."""
     if limits is None:
         return None
-    mean = statistics.fmean(rewards)
-    if limits.min_mean is not None and mean <= limits.min_mean:
+    # Batches store rewards as float32, so an audit can repeat this decision only from float32 rewards. A limit is rounded
+    # as the mean is, because otherwise three rewards of 0.2 would have a mean above the limit 0.2.
+    stored = array("f", rewards)
+    mean = _round_to_float32(statistics.fmean(stored))
+    if limits.min_mean is not None and mean <= _round_to_float32(limits.min_mean):
         return f"mean reward at or below {limits.min_mean:g}"
-    if limits.max_mean is not None and mean >= limits.max_mean:
+    if limits.max_mean is not None and mean >= _round_to_float32(limits.max_mean):
         return f"mean reward at or above {limits.max_mean:g}"
-    # Batches store rewards as float32, so an audit can repeat this decision only from float32 rewards.
-    if limits.min_std is not None and statistics.pstdev(array("f", rewards)) <= limits.min_std:
+    if limits.min_std is not None and statistics.pstdev(stored) <= limits.min_std:
         return f"rewards spread by {limits.min_std:g} or less"
     return None
+
+
+def _round_to_float32(number: float) -> float:
+    return array("f", [number])[0]

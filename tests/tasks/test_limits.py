@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
@@ -142,3 +145,15 @@ def test_prompts_with_equal_rewards_are_filtered(
     limits: FilterConfig | None, rewards: list[float], why: str | None
 ) -> None:
     assert filter_reason(limits, rewards) == why
+
+
+@given(
+    rewards=st.lists(st.sampled_from(range(21)).map(lambda number: number / 20), min_size=1, max_size=8),
+    limit=st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.75, 0.8, 0.9]),
+)
+def test_filter_decides_the_same_from_stored_rewards(rewards: list[float], limit: float) -> None:
+    """The audit reads the rewards of a group as float32."""
+    stored = array("f", rewards).tolist()
+    for limits in (FilterConfig(min_mean=limit), FilterConfig(max_mean=limit)):
+        assert filter_reason(limits, rewards) == filter_reason(limits, stored)
+        assert filter_reason(limits, [limit] * len(rewards)) is not None, "the mean is at the limit"
