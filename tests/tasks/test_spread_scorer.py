@@ -26,6 +26,7 @@ class TimedPlace(Scorer, Helper):
 
     def __init__(self, name: str, seconds: float = 1.0, *, workers: int = 2, starts: bool = True) -> None:
         self.name, self.seconds, self.starts = name, seconds, starts
+        self.error: Exception = PlaceLost("no such node")
         self.usage, self._workers = ScorerUsage(), asyncio.Semaphore(workers)
         self.asked, self.most, self.exchanges, self.ended = list[int](), 0, 0, False
         self._running, self._lost = set[asyncio.Task[Score]](), False
@@ -33,7 +34,7 @@ class TimedPlace(Scorer, Helper):
     async def start(self) -> None:
         await asyncio.sleep(0.5)
         if not self.starts:
-            raise PlaceLost("no such node")
+            raise self.error
 
     async def exchange(self) -> None:
         self.exchanges += 1
@@ -83,6 +84,7 @@ class Run:
     most: int = 3
     starts: Sequence[bool] = ()
     seconds: float = 1.0
+    error: Exception = field(default_factory=lambda: PlaceLost("no such node"))
     home: TimedPlace = field(default_factory=lambda: TimedPlace("home"))
     helpers: list[TimedPlace] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
@@ -97,6 +99,7 @@ class Run:
         number = len(self.helpers)
         starts = self.starts[number] if number < len(self.starts) else True
         self.helpers.append(TimedPlace(f"helper {number}", self.seconds, starts=starts))
+        self.helpers[-1].error = self.error
         return self.helpers[-1]
 
     async def close(self) -> None:
@@ -244,9 +247,48 @@ def test_response_that_two_helpers_lost_is_scored_at_home() -> None:
     run_virtual(main())
 
 
-def test_starts_pause_longer_while_helpers_cannot_start() -> None:
+def test_response_for_home_does_not_hold_up_helpers() -> None:
     async def main() -> None:
-        run = Run(2, 2, starts=[False] * 50)
+        home = TimedPlace("home", 1000.0)
+        run = Run(2, 2, home=home)
+        await asyncio.sleep(1.0)
+        kept = run.spread.submit(ask(range(8)))  # home and the helper get four each
+        for _ in range(2):
+            run.helpers[-1].lose()
+            await asyncio.sleep(2.0)  # the next helper starts within 1.5 s
+        more = run.spread.submit(ask(range(100, 120)))
+        await asyncio.sleep(60.0)
+        assert all(future.done() for future in more), "they wait for the responses that only home may score"
+        await asyncio.gather(*kept)
+        await run.close()
+
+    run_virtual(main())
+
+
+def test_close_waits_for_a_helper_that_is_ending() -> None:
+    class Slow(TimedPlace):
+        async def end(self) -> None:
+            await asyncio.sleep(3.0)
+            await super().end()
+
+    async def main() -> None:
+        run = Run(2, 2)
+        run.fleet._build = lambda: Slow("helper")
+        await asyncio.sleep(1.0)
+        [member] = run.fleet._members
+        member.helper.lose()  # type: ignore[attr-defined]
+        await asyncio.sleep(2.5)
+        assert member not in run.fleet._members
+        await run.close()
+        assert member.helper.ended  # type: ignore[attr-defined]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [PlaceLost("no such node"), RuntimeError("no such node")])
+def test_starts_pause_longer_while_helpers_cannot_start(error: Exception) -> None:
+    async def main() -> None:
+        run = Run(2, 2, starts=[False] * 50, error=error)
         scores = await asyncio.gather(*run.spread.submit(ask(range(8))))
         assert {score.reason for score in scores} == {"home"}
         await asyncio.sleep(300.0)

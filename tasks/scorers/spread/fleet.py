@@ -67,6 +67,7 @@ class HelperFleet:
         """Create the fleet without helpers. `build` creates a helper without starting it."""
         self._spread, self._follower, self._build, self._warn = spread, follower, build, warn
         self._members = list[_Member]()  # sorted by the time of their starts
+        self._tasks = set[asyncio.Task[None]]()  # a task ends after its helper, which is no member any more
         self._pause, self._not_before = FIRST_PAUSE, 0.0
 
     @property
@@ -81,10 +82,10 @@ class HelperFleet:
                 self._follow(asyncio.get_running_loop().time())
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            tasks = [member.task for member in self._members if member.task]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for member in self._members:
+                if member.task:
+                    member.task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _follow(self, now: float) -> None:
         wanted = self._follower.decide(now, self._spread.count_wanted()) - 1
@@ -98,6 +99,8 @@ class HelperFleet:
                 member = _Member(self._build())
                 self._members.append(member)
                 member.task = asyncio.create_task(self._keep(member))
+                self._tasks.add(member.task)
+                member.task.add_done_callback(self._tasks.discard)
 
     async def _keep(self, member: _Member) -> None:
         """Start a helper, and watch it until it is lost or no longer needed; then end it."""
@@ -108,9 +111,10 @@ class HelperFleet:
             member.place.open = member.stays
             self._spread.add(member.place)
             await self._watch(member, member.place)
-        except PlaceLost as error:
+        except Exception as error:  # noqa: BLE001 - whatever the error is, the next start must wait
             self._plan_restart(began)
-            self._warn(f"a helper of the reward actor is lost, and its responses are scored elsewhere: {error}")
+            what = str(error) if isinstance(error, PlaceLost) else f"{type(error).__name__}: {error}"
+            self._warn(f"a helper of the reward actor is lost, and its responses are scored elsewhere: {what}")
         finally:
             if member.place:
                 self._spread.remove(member.place)

@@ -95,6 +95,8 @@ class SpreadScorer(Scorer):
         self.home = ScoringPlace(own.submit)
         self._helpers = list[ScoringPlace]()
         self._queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}  # sorted by arrival
+        # responses that only home may score; in a queue of their own, because helpers do not wait for home
+        self._home_queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}
         self._unscored = Counter[str]()  # responses of each scorer that have no score yet
         self._arrivals = itertools.count()
         self._helped = ScorerUsage()
@@ -133,20 +135,23 @@ class SpreadScorer(Scorer):
 
     def _queue(self, request: ScoreRequest) -> asyncio.Future[Score]:
         job = SpreadJob(request, next(self._arrivals), asyncio.get_running_loop().create_future())
-        heapq.heappush(self._queues[request.scorer], (job.arrival, job))
         self._unscored[request.scorer] += 1
+        self._put(job)
         return job.future
+
+    def _put(self, job: SpreadJob) -> None:
+        queues = self._queues if job.losses < MOST_LOSSES else self._home_queues
+        heapq.heappush(queues[job.request.scorer], (job.arrival, job))
 
     def dispatch(self) -> None:
         """Send responses from the queues to places, as long as a place has room."""
-        for name, queue in self._queues.items():
+        for name, slots in self._slots.items():
             chosen = dict[ScoringPlace, list[SpreadJob]]()
-            while queue:
-                places = [self.home, *(self._helpers if queue[0][1].losses < MOST_LOSSES else ())]
-                if (place := choose_place(places, name, self._slots[name])) is None:
-                    break
-                place.loads[name] += 1
-                chosen.setdefault(place, []).append(heapq.heappop(queue)[1])
+            queues = (self._home_queues[name], [self.home]), (self._queues[name], [self.home, *self._helpers])
+            for queue, places in queues:
+                while queue and (place := choose_place(places, name, slots)):
+                    place.loads[name] += 1
+                    chosen.setdefault(place, []).append(heapq.heappop(queue)[1])
             for place, jobs in chosen.items():
                 for job, future in zip(jobs, place.submit([job.request for job in jobs]), strict=True):
                     future.add_done_callback(partial(self._settle, place, job))
@@ -160,7 +165,7 @@ class SpreadScorer(Scorer):
             self.remove(place)
             place.lost.set()
             job.losses += 1
-            heapq.heappush(self._queues[name], (job.arrival, job))
+            self._put(job)
         else:
             self._unscored[name] -= 1
             self._pass_on(place, job, error, done)
