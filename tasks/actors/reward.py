@@ -72,6 +72,7 @@ class RewardActor:
         self._judges: dict[str, JudgeUsage] = {}  # config section of a judge -> how much the run has used the judge
         self._stored: dict[str, bytes] = {}  # path of a stored record -> the record
         self._saving: asyncio.Task[None] | None = None
+        self._storing = asyncio.Lock()  # without it, an older record could be written over a newer one
         self._helpers: HelperOwner | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
@@ -144,14 +145,15 @@ class RewardActor:
 
         If storage fails, the next call of `_store_records` stores the records.
         """
-        records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}
-        records |= {counts_path(name_section(name)): one.encode() for name, one in self._counts.items()}
-        records |= {judge_usage_path(section): one.encode() for section, one in self._judges.items()}
-        for path, record in records.items():
-            if record != self._stored.get(path):
-                with contextlib.suppress(Unreachable, StoreFailed):
-                    await asyncio.to_thread(self.context.store.put, path, record)
-                    self._stored[path] = record
+        async with self._storing:
+            records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}
+            records |= {counts_path(name_section(name)): one.encode() for name, one in self._counts.items()}
+            records |= {judge_usage_path(section): one.encode() for section, one in self._judges.items()}
+            for path, record in records.items():
+                if record != self._stored.get(path):
+                    with contextlib.suppress(Unreachable, StoreFailed):
+                        await asyncio.to_thread(self.context.store.put, path, record)
+                        self._stored[path] = record
 
     async def finish(self) -> None:
         """Make `run` return, because no more responses will be scored."""

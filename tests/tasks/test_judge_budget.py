@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.objects import open_store
+from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.run_records.judge_usage import read_judge_usage
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.actors import reward
@@ -93,6 +95,37 @@ async def test_end_of_the_run_stores_what_was_used(tmp_path: Path) -> None:
         await actor.finish()
         assert await asyncio.wait_for(serving, HANG_SECONDS) == 1
         assert read_judge_usage(context.store, "reward").tokens == 100
+
+
+async def test_older_record_is_never_written_over_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends while a record is on its way to a slow storage."""
+    monkeypatch.setattr(reward, "SAVE_SECONDS", 0.01)
+    with judge_server(lambda *_: verdict(score=5)) as server:
+        context = context_of(tmp_path, judge_of(server))
+        actor, held, goes_on, is_written = RewardActor(context), *(threading.Event() for _ in range(3))
+        put = LocalStore.put
+
+        def put_slowly(store: LocalStore, path: str, data: bytes) -> None:
+            is_old = path.startswith("judge_usage") and b'"tokens": 100' in data
+            if is_old:
+                held.set()
+                assert goes_on.wait(HANG_SECONDS)
+            put(store, path, data)
+            if is_old:
+                is_written.set()
+
+        monkeypatch.setattr(LocalStore, "put", put_slowly)
+        serving = asyncio.create_task(actor.run())
+        await ask(actor, "5")
+        assert await asyncio.to_thread(held.wait, HANG_SECONDS)
+        await ask(actor, "6")
+        await actor.finish()
+        asyncio.get_running_loop().call_later(0.3, goes_on.set)
+        await asyncio.wait_for(serving, HANG_SECONDS)
+        if actor._saving:
+            actor._saving.cancel()
+        assert await asyncio.to_thread(is_written.wait, HANG_SECONDS)
+        assert read_judge_usage(context.store, "reward").tokens == 200
 
 
 async def test_wrong_key_after_a_restart_ends_the_run(tmp_path: Path) -> None:
