@@ -37,6 +37,7 @@ from rollflow.tasks.scorers.config import (
     ReasoningGymReward,
     RegexReward,
     RewardConfig,
+    find_deadline_part,
     has_adaptive_deadlines,
     name_part,
     name_section,
@@ -80,7 +81,8 @@ def build_scorers(
         from rollflow.tasks.scorers.second_verdicts import SecondVerdictScorer
 
         for name, of_scorer in counts.items():
-            scorers[name] = SecondVerdictScorer(scorers[name], configs[name].second_verdict_share, of_scorer)
+            share, deadline_part = configs[name].second_verdict_share, find_deadline_part(configs[name])
+            scorers[name] = SecondVerdictScorer(scorers[name], share, of_scorer, deadline_part)
     if len(scorers) == 1:
         return next(iter(scorers.values()))
     from rollflow.tasks.scorers.routed import RoutedScorer

@@ -169,18 +169,21 @@ def outcome_of(value: Any) -> Outcome:
 def validate_score(who: str, score: Any) -> Score:
     """Convert the result of user code, a score or a number, into a score that can be stored.
 
-    If the user code's result is invalid, the function returns `failure_score`.
+    If the user code's result is invalid, the function returns `failure_score`. An unjudged score has the value 0, and no
+    values of tokens and steps.
     """
     try:
         if not isinstance(score, Score):
             if not isinstance(score, Real):
                 raise TypeError(f"the score is a {type(score).__name__}, not a Score or a number")
             score = Score(score)  # type: ignore[arg-type]
-        reason = make_storable(str(score.reason), LONGEST_REASON)
+        reason, outcome = make_storable(str(score.reason), LONGEST_REASON), Outcome(score.outcome)
+        if outcome is Outcome.UNJUDGED:
+            return Score(0.0, reason, outcome, _check_parts(score.parts))
         return Score(
             check_number("the score's value", score.value),
             reason,
-            Outcome(score.outcome),
+            outcome,
             _check_parts(score.parts),
             token_values=_check_tokens(score.token_values),
             step_values=tuple(_check_step(step) for step in score.step_values),
@@ -212,7 +215,8 @@ def _check_tokens(values: Sequence[float | None]) -> Sequence[float]:
     """Convert token values to float32, with NaN for None; token values that are already float32 were checked before."""
     if isinstance(values, Float32s) or not len(values):
         return values if isinstance(values, Float32s) else ()
-    return Float32s.of([math.nan if value is None else check_number("a token value", value) for value in values])
+    # The sum with 0.0 makes -0.0 to 0.0, because a repeated verdict is compared bit by bit.
+    return Float32s.of([math.nan if value is None else check_number("a token value", value) + 0.0 for value in values])
 
 
 def _check_step(step: tuple[int, float]) -> tuple[int, float]:

@@ -4,7 +4,8 @@
 
 The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
 "name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the value is the
-sum of the negative weights, because otherwise the policy could learn to make a part fail whose weight is negative.
+sum of the negative weights, because otherwise the policy could learn to make a part fail whose weight is negative. With
+a judge or a reward model as a part, the value is the lowest value of a response so far, if that is lower.
 
 Values of tokens and steps are combined in the same way: the weighted values of all parts are added, and a response
 whose value is not the sum of its parts has none.
@@ -62,7 +63,7 @@ def combine_scores(config: CompositeReward, scores: Mapping[str, Score]) -> Scor
     if any(score.outcome is Outcome.UNJUDGED for score in found.values()):
         return Score(0.0, reason, Outcome.UNJUDGED, parts)
     if failed := next((score for score in found.values() if score.failed), None):
-        return Score(config.failure_value, failed.reason, failed.outcome, parts)
+        return Score(config.failure_value, failed.reason, failed.outcome, parts, failed=True)
     for name in config.requires:
         if name in found and found[name].outcome is not Outcome.CORRECT:
             return Score(0.0, f"{name} is not correct; {reason}", found[name].outcome, parts)
@@ -150,6 +151,7 @@ class CompositeScorer(SeveralScorers):
         self._steps = [step for step in steps if step]
         self._tasks: set[asyncio.Task[Score]] = set()
         self._scored = self._timeouts = 0
+        self._lowest = config.failure_value  # the lowest value of a response so far, at most `failure_value`
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
@@ -192,10 +194,20 @@ class CompositeScorer(SeveralScorers):
         return replace(score, seconds=time.perf_counter() - started)
 
     def _combine(self, scores: Mapping[str, Score]) -> Score:
+        """Combine the scores of the parts. A response on which a part failed gets the lowest value so far, because the
+        values of a reward model have no bounds.
+        """
         try:
-            return validate_score("composite reward", combine_scores(self._config, scores))
+            combined = combine_scores(self._config, scores)
+            score = validate_score("composite reward", combined)
         except ValueError as error:
-            return failure_score("composite reward", error)
+            combined = score = failure_score("composite reward", error)
+        if score.outcome is Outcome.UNJUDGED:
+            return score
+        if combined.failed or score.failed:
+            return replace(score, value=self._lowest)
+        self._lowest = min(self._lowest, score.value)
+        return score
 
 
 def _add_values(config: CompositeReward, scores: Mapping[str, Score]) -> dict[str, Any]:

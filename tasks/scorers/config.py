@@ -185,6 +185,7 @@ SHARED = ("format", "judge_tries", "length_penalty", "max_unjudged", "second_ver
 SHARED_BY_WORKERS = ("at_once", "deadline_seconds", "start_seconds", "workers")
 
 
+DEADLINE = "deadline"  # name of the part of a score that says that an adaptive deadline ended a program
 # names that no part of a composite reward may have, because other parts of a score have them
 RESERVED = ("format", "length_penalty")
 
@@ -257,10 +258,13 @@ class CompositeReward(RewardBase):
 
     @property
     def part_scorers(self) -> dict[str, PartConfig]:
-        """The scorers of the parts, with the shared keys of the composite reward, but without its penalties."""
+        """The scorers of the parts, with the shared keys of the composite reward, but without its penalties. If the
+        composite reward scores only the text in the answer tag, all parts do.
+        """
+        tag = {"answer": "tag"} if self.answer == "tag" else {}
         return {
             name: part.scorer.model_copy(
-                update={key: getattr(self, key) for key in part.shared_keys if key not in RESERVED}
+                update={key: getattr(self, key) for key in part.shared_keys if key not in RESERVED} | tag
             )
             for name, part in self.parts.items()
         }
@@ -314,6 +318,15 @@ class CompositeReward(RewardBase):
         for name in self.requires:
             if name not in self.parts:
                 refuse("requires", name, f"no part has this name; name one of {', '.join(self.parts)}")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_one_tag(self) -> Self:
+        """Refuse a tag within a tag, which no response has."""
+        tagged = [name for name, part in self.parts.items() if part.scorer.answer == "tag"]
+        if tagged and self.answer == "tag":
+            cure = "the composite reward already gives all parts only the text in the tag; remove the key of the part"
+            refuse(f"parts.{tagged[0]}.scorer.answer", "tag", cure)
         return self
 
     @model_validator(mode="after")
@@ -373,5 +386,14 @@ def name_part(section: str, part: str) -> str:
 
 def has_adaptive_deadlines(config: RewardConfig) -> bool:
     """Return whether the deadlines of a scorer's test cases adapt to the measured times of correct programs."""
-    scorers = split_scorer("", config).values()
-    return any(isinstance(scorer, CodeReward) and scorer.adaptive is not None for scorer in scorers)
+    return find_deadline_part(config) is not None
+
+
+def find_deadline_part(config: RewardConfig) -> str | None:
+    """Return the name of the part of a score that says that an adaptive deadline decided the score; None if the
+    deadlines of the scorer's test cases are fixed.
+    """
+    if isinstance(config, CompositeReward):
+        adaptive = (name for name, part in config.parts.items() if has_adaptive_deadlines(part.scorer))
+        return next((f"{name}.{DEADLINE}" for name in adaptive), None)
+    return DEADLINE if isinstance(config, CodeReward) and config.adaptive is not None else None

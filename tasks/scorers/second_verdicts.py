@@ -34,15 +34,19 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 MOST_WAITING = 64  # largest number of responses that wait for a second verdict
 PATIENCE_SECONDS = 10.0
 TOLERANCE = 0.02  # largest difference of two equal verdicts; above a value of 1, the largest relative difference
-DEADLINE = "deadline"  # name of the score's part that says that an adaptive deadline decided the score
 
 
 class SecondVerdictScorer(Scorer):
     """Wraps a scorer, and judges a share of the responses again. See the module's docstring."""
 
-    def __init__(self, scorer: Scorer, share: float, counts: SecondVerdictCounts) -> None:
-        """Wrap `scorer`. `share` is the share of the responses that are judged again, and `counts` counts them."""
-        self._scorer, self._share, self._counts = scorer, share, counts
+    def __init__(
+        self, scorer: Scorer, share: float, counts: SecondVerdictCounts, deadline_part: str | None = None
+    ) -> None:
+        """Wrap `scorer`. `share` is the share of the responses that are judged again, and `counts` counts them.
+
+        A score with the part `deadline_part` was decided by an adaptive deadline.
+        """
+        self._scorer, self._share, self._counts, self._deadline_part = scorer, share, counts, deadline_part
         self.slots = scorer.slots
         self._waiting: deque[tuple[ScoreRequest, Score]] = deque(maxlen=MOST_WAITING)
         self._pending = 0  # number of responses that wait for their first verdict
@@ -95,7 +99,7 @@ class SecondVerdictScorer(Scorer):
         self._pending -= 1
         if not future.cancelled() and future.exception() is None:
             score = future.result()
-            can_differ = score.outcome is not Outcome.UNJUDGED and DEADLINE not in score.parts
+            can_differ = score.outcome is not Outcome.UNJUDGED and self._deadline_part not in score.parts
             if can_differ and random.random() < self._share:
                 self._waiting.append((request, score))
         self._news.set()

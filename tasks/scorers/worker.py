@@ -138,6 +138,8 @@ class _Worker:
 
     def _finish(self, score: Score, one: _TextRequest, seconds: float) -> Score:
         placed = place_values(score, self.config, self.tokenizer, one.tokens, one.response)
+        if placed.failed:  # an error outside of the parts of a composite reward
+            placed = replace(placed, value=self.config.failure_value)
         return replace(finish_score(placed, self.config, one.response, len(one.tokens)), seconds=seconds)
 
     def _read_request(self, number: int, asked: Mapping[str, Any], row: Sequence[Any] | None = None) -> _TextRequest:

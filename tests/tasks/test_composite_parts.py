@@ -134,6 +134,26 @@ async def test_required_judge_is_asked_before_a_reward_model() -> None:
     assert (found.value, found.outcome, asked) == (2.0, Outcome.CORRECT, ["taste", "style"])
 
 
+async def test_failed_response_gets_the_lowest_value_so_far() -> None:
+    """A reward model has no bounds, so neither 0 nor the sum of the negative weights is the lowest value."""
+    parts = {"taste": {"scorer": MODEL}, "minus": {"weight": -0.5, "scorer": MODEL}}
+    answers = {"taste": FixedScorer(Score(-7.0)), "minus": FixedScorer(Score(3.0))}
+    scorer = CompositeScorer(composite(parts=parts), answers, lambda tokens, special: "")
+    request = ScoreRequest([1], {})
+    values = []
+    for name, score in (("taste", FAILED), ("taste", Score(-7.0)), ("minus", FAILED), ("taste", Score(2.0))):
+        answers[name]._score = score
+        values.append((await scorer.score([request]))[0].value)
+        answers["minus"]._score = Score(3.0)
+    assert values == [-0.5, -8.5, -8.5, 0.5]
+
+
+async def test_sum_that_cannot_be_stored_gets_the_lowest_value() -> None:
+    parts = {"taste": {"weight": -1e6, "scorer": MODEL}, "answer": MATHS}
+    found, _ = await score_steps(composite(parts=parts), taste=Score(1e38), answer=RIGHT)
+    assert (found.value, found.outcome) == (-1e6, Outcome.UNPARSABLE)
+
+
 async def test_part_that_cannot_score_at_all_fails_the_run() -> None:
     with pytest.raises(ConfigError, match="no worker"):
         await score_steps(composite(parts=MIXED["parts"]), answer=ConfigError("no worker"), style=RIGHT)
@@ -302,6 +322,12 @@ def test_parts_take_the_shared_keys() -> None:
 def test_wrong_judge_of_a_part_is_refused(reward: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         run_of(reward)
+
+
+def test_tag_of_the_composite_holds_for_all_parts() -> None:
+    config = composite(parts={**MIXED["parts"], "taste": {"scorer": MODEL}}, answer="tag")
+    assert {part.answer for part in config.part_scorers.values()} == {"tag"}
+    assert {part.answer for part in composite(parts=MIXED["parts"]).part_scorers.values()} == {"all"}
 
 
 def test_judge_of_a_part_has_its_own_limits() -> None:

@@ -147,6 +147,7 @@ def test_unjudged_part_leaves_the_response_unjudged() -> None:
 
 
 WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"answer": "tag", "parts": {"m": {"scorer": {"kind": "exact", "answer": "tag"}}}}, "parts.m.scorer.answer"),
     ({"parts": {}}, "at least 1 item"),
     ({"parts": {"format": ANSWER}}, "parts = 'format'"),
     ({"parts": {"a b": ANSWER}}, "parts = 'a b'"),

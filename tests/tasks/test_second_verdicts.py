@@ -31,7 +31,14 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.scorers import build_scorers, second_verdicts
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
-from rollflow.tasks.scorers.config import ExactReward
+from rollflow.tasks.scorers.config import (
+    AdaptiveDeadline,
+    CodeReward,
+    CompositePart,
+    CompositeReward,
+    ExactReward,
+    RewardConfig,
+)
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.second_verdicts import SecondVerdictScorer, is_flip
 from rollflow.tasks.scorers.version import describe_scorer
@@ -139,16 +146,43 @@ async def test_another_version_of_the_scorer_is_no_flip() -> None:
     assert counts == SecondVerdictCounts("new", 1, 1)
 
 
-@pytest.mark.parametrize("first", [Score(0.0, outcome=Outcome.UNJUDGED), Score(0.0, parts={"deadline": 2.0})])
-async def test_some_first_verdicts_need_no_second(first: Score) -> None:
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [
+        (Score(0.0, outcome=Outcome.UNJUDGED), None),
+        (Score(0.0, parts={"deadline": 2.0}), "deadline"),
+        (Score(0.5, parts={"tests": 0.0, "tests.deadline": 2.0}), "tests.deadline"),
+    ],
+)
+async def test_some_first_verdicts_need_no_second(first: Score, name: str | None) -> None:
     """A response without a verdict, and one whose verdict an adaptive deadline decided, are not judged again."""
     inner = FakeScorer(lambda *_: first)
-    scorer = SecondVerdictScorer(inner, 1.0, SecondVerdictCounts())
+    scorer = SecondVerdictScorer(inner, 1.0, SecondVerdictCounts(), name)
     await scorer.start()
     await scorer.score(ask(1, 2))
     await asyncio.sleep(0.01)
     assert len(inner.asked) == 2
     await scorer.close()
+
+
+ADAPTIVE = CodeReward(adaptive=AdaptiveDeadline())
+TESTS = CompositeReward(parts={"deadline": CompositePart(), "tests": CompositePart(scorer=ADAPTIVE)})
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(ADAPTIVE, "deadline"), (CodeReward(), None), (TESTS, "tests.deadline"), (ExactReward(), None)],
+)
+def test_part_of_an_adaptive_deadline_is_known(config: RewardConfig, name: str | None) -> None:
+    """A part of this name says nothing about deadlines if the scorer has no adaptive ones."""
+    config = config.model_copy(update={"second_verdict_share": 0.5})
+    scorer: Any = build_scorers({"": config}, Path(), counts={"": SecondVerdictCounts()})
+    assert scorer._deadline_part == name
+
+
+async def test_part_that_is_called_deadline_is_judged_again() -> None:
+    _, counts, _ = await judge_twice(lambda *_: Score(1.0, parts={"deadline": 1.0}))
+    assert counts.verdicts == 10
 
 
 async def test_share_of_the_responses_is_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:

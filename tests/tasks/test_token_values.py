@@ -204,6 +204,13 @@ def test_values_that_do_not_fit_are_a_failure(tokenizer: PolicyTokenizer, score:
     assert reason in found.reason
 
 
+@pytest.mark.parametrize("given", [{"token_values": [0.5]}, {"step_values": [(9, 1.0)]}, {"value": math.nan}])
+def test_unjudged_score_has_no_values(tokenizer: PolicyTokenizer, given: dict[str, Any]) -> None:
+    """Values that do not fit make no failure of a score without a verdict, which would be trained on as 0."""
+    found = placed(tokenizer, "a.b", Score(**{"value": 0.7, "outcome": Outcome.UNJUDGED, **given}))
+    assert (found.value, found.outcome, found.has_token_values) == (0.0, Outcome.UNJUDGED, False)
+
+
 def test_values_survive_the_wire() -> None:
     score = validate_score("", Score(0.5, token_values=[0.1, None, -3.0], parts={"a": 1.0}))
     sent = json.loads(json.dumps(score.to_columns()))
@@ -279,6 +286,19 @@ def test_composite_of_different_lengths_fails(tokenizer: PolicyTokenizer) -> Non
     assert not found.has_token_values
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("parts", [("each_token", "one_token_value"), ("steps", "later")])
+async def test_failure_outside_of_the_parts_scores_lowest(folder: Path, parts: tuple[str, ...]) -> None:
+    """The weights are 2 and -1; the sums of the first two parts have different lengths, and the last part cancels."""
+    scorer = build_scorer(composite(*parts), folder)
+    await scorer.start()
+    try:
+        [found] = await asyncio.wait_for(scorer.score([ScoreRequest([1, 2], {"cancels": True})]), HANG_SECONDS)
+    finally:
+        await scorer.close()
+    assert (found.value, found.outcome) == (-1.0, Outcome.UNPARSABLE)
+
+
 # --- worker processes -----------------------------------------------------------------------------------------------
 
 
@@ -332,6 +352,12 @@ def test_values_move_to_the_last_sampled_token() -> None:
     assert found is not None
     assert [None if math.isnan(value) else value for value in found] == [None, 6.0, None, None, 8.0, None]
     assert move_to_sampled([1.0, math.nan], np.array([0, 1], bool)) is None
+
+
+def test_negative_zero_is_stored_as_a_repeated_verdict_has_it() -> None:
+    """`rollflow rejudge` compares bits."""
+    values = validate_score("", Score(1.0, token_values=[-0.0, -1.0])).token_values
+    assert move_to_sampled(values, np.array([1, 1], bool)) == values  # type: ignore[arg-type]
 
 
 SAID = ((7, 8, 9), (10, 11))

@@ -29,7 +29,7 @@ from rollflow.tasks.sandboxes.base import Capability, ProgramEnd, Sandboxes, San
 from rollflow.tasks.scorers.base import Score, Unjudged
 from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
 from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock, compute_deadline, is_drawn
-from rollflow.tasks.scorers.config import CodeReward
+from rollflow.tasks.scorers.config import DEADLINE, CodeReward
 
 TRIES = 3  # largest number of tries of a test case if sandboxes fail
 FENCE = re.compile(r"(`{3,})[ \t]*([^\n`]*?)[ \t]*\n(.*?)\1`*", re.DOTALL)
@@ -84,7 +84,7 @@ class CodeScorer:
         if clock and all(result.passed for result in results):
             clock.report.seconds = {number: result.seconds for number, result in enumerate(results)}
         score = self._sum_up(results, len(cases))
-        return replace(score, parts={**score.parts, "deadline": min(early)}) if early else score
+        return replace(score, parts={**score.parts, DEADLINE: min(early)}) if early else score
 
     def _compute_deadline(self, clock: CaseClock | None, number: int) -> float:
         """Compute the deadline of a test case, which is the configured one if `clock` is None."""
