@@ -83,8 +83,8 @@ def filter_reason(limits: FilterConfig | None, rewards: Sequence[float]) -> str 
     """Return why a group of responses is filtered (dynamic sampling, DAPO section 3.2); None if it is kept."""
     if limits is None:
         return None
-    # Batches store rewards as float32, so an audit can repeat this decision only from float32 rewards. A limit is rounded
-    # as the mean is, because otherwise three rewards of 0.2 would have a mean above the limit 0.2.
+    # Batches store rewards as float32, so an audit can repeat this decision only from float32 rewards. The limit is
+    # rounded, too, because otherwise three rewards of 0.2 would have a mean above the limit 0.2.
     stored = array("f", rewards)
     mean = _round_to_float32(statistics.fmean(stored))
     if limits.min_mean is not None and mean <= _round_to_float32(limits.min_mean):

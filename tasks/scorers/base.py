@@ -169,8 +169,8 @@ def outcome_of(value: Any) -> Outcome:
 def validate_score(who: str, score: Any) -> Score:
     """Convert the result of user code, a score or a number, into a score that can be stored.
 
-    If the user code's result is invalid, the function returns `failure_score`. An unjudged score has the value 0, and no
-    values of tokens and steps.
+    If the user code's result is invalid, the function returns `failure_score`. An unjudged score has the value 0, and
+    no values of tokens and steps.
     """
     try:
         if not isinstance(score, Score):
