@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from rollflow.storage.errors import Unreachable
 
@@ -128,6 +128,7 @@ def start(
 ) -> UUID:
     """Create a flow run of a Prefect deployment and return its id; calls with the same `key` create one flow run.
 
+    Without a `key`, each call has a key of its own, because Prefect's client repeats a request whose answer was late.
     `at` is the flow run's scheduled time in seconds since the epoch; None means now. `parent` is a task run of another
     flow run, below which Prefect's UI shows the new flow run.
     """
@@ -140,7 +141,7 @@ def start(
         found.id,
         parameters=parameters,
         name=name,
-        idempotency_key=key,
+        idempotency_key=key or uuid4().hex,
         tags=tags,
         parent_task_run_id=parent,
         state=None if at is None else Scheduled(scheduled_time=datetime.fromtimestamp(at, UTC)),

@@ -151,6 +151,28 @@ def test_flow_runs_with_older_deployment_names_are_started(server: PrefectServer
     assert SERVED not in page.all()
 
 
+def test_lost_answer_creates_no_second_flow_run(
+    server: PrefectServer, offer: DeploymentOffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect's client repeats a request whose answer did not come in time; a busy server had already done it."""
+    send, lost = httpx.Client.send, list[httpx.Request]()
+
+    def send_slowly(client: httpx.Client, request: httpx.Request, *args: Any, **keys: Any) -> httpx.Response:
+        answer = send(client, request, *args, **keys)
+        if request.url.path.endswith("/create_flow_run") and not lost:
+            lost.append(request)
+            raise httpx.ReadTimeout("the server is busy")
+        return answer
+
+    register(offer)
+    monkeypatch.setattr(httpx.Client, "send", send_slowly)
+    with open_client() as client:
+        made = start(client, "evaluate", offer.name, {"run": "/somewhere/a"})
+        assert lost
+        assert [run.id for run in unfinished_runs(client, offer.name)] == [made]
+        client.set_flow_run_state(made, Cancelled(), force=True)
+
+
 def test_unchanged_deployment_is_not_updated(server: PrefectServer, offer: DeploymentOffer) -> None:
     """An update of a deployment would drop the flow runs that its schedule has planned."""
     page, name = Page(server), f"evaluate/{offer.name}"
