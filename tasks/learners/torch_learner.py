@@ -110,6 +110,8 @@ class TorchLearner(TrainedModels):
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
         """See `Learner`."""
         data = BatchRows.of(batch)
+        if self.config.objective.observation_weight:
+            data = data.with_observed()
         check_batch(data, version)
         self.begin(version, settle)
         before = compute_before(self, data)

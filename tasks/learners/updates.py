@@ -2,12 +2,12 @@
 optimizer step of the critic if there is one.
 
 In shapes, R is the number of rows, B the number of tokens with loss mask 1 in the batch, M the number of such tokens in
-a part of a micro-batch, and H the hidden size.
+a part of a micro-batch, N the number of tokens in a micro-batch that have a loss, and H the hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from rollflow.tasks.learners.base import WaitForPublish
 from rollflow.tasks.learners.diagnostics import Diagnostics
 from rollflow.tasks.learners.forward.models import TrainedModels
+from rollflow.tasks.learners.forward.observations import ObservationLoss
 from rollflow.tasks.learners.forward.pre_update import PreUpdate
 from rollflow.tasks.learners.malloc_trim import give_back_all
 from rollflow.tasks.learners.optimizer.nonfinite import check_figures
@@ -25,6 +26,8 @@ from rollflow.tasks.objectives.base import MaskedTokens
 from rollflow.tasks.objectives.packing import MicroBatch
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import send
+
+LossOf = Callable[[Tensor], Tensor]  # returns the loss of some tokens, given the hidden states that predict them
 
 
 class Updates:
@@ -43,22 +46,41 @@ class Updates:
         return self._update(part) | self._update_critic(part)
 
     def _update(self, part: list[int]) -> dict[str, float]:
-        roles, data, seen = self.roles, self.data, self.seen
-        weight_R = self.weights_of(part)
+        roles, seen = self.roles, self.seen
+        weight_R, observation = self.weights_of(part), self.observe(part)
         roles.policy.clear()
         # The sum of losses stays a tensor, because reading its value would wait for the GPU.
         added = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro in roles.micros(data, roles.select_rows(part, self.before.signal_R)):
+        for micro in self.drop_idle(roles.micros(self.data, self.select_rows(part))):
             with self.token_logprobs.add_in_place():
-                added += self._backward(micro, partial(self.compute_loss, micro=micro, weight_R=weight_R))
+                added += self._backward(micro, self._list_losses(micro, weight_R, observation))
             roles.policy.trained.take_gradients()
         total = roles.ranks.add_gradients(roles.policy.trained.parameters.values(), float(added))
         found = {"loss": total, "grad_norm": roles.policy.clip()}
+        if observation is not None:
+            found |= observation.sum_ranks(roles.ranks)
         check_figures(found, seen.version)
         self.settle()
         roles.policy.apply()
         seen.updates += 1
         return found
+
+    def observe(self, part: list[int]) -> ObservationLoss | None:
+        """Return the loss of the environment's tokens in a minibatch; None if they are not trained on."""
+        if self.data.observed is None:
+            return None
+        return ObservationLoss(self.roles.config.objective, self.token_logprobs, self.data, part, self.device)
+
+    def select_rows(self, part: list[int]) -> list[int]:
+        """Return the rows of a minibatch that have a loss."""
+        observed, counts_R = self.data.observed, self.before.signal_R
+        return self.roles.select_rows(part, counts_R if observed is None else counts_R | (observed.counts > 0))
+
+    def drop_idle(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield micro-batches without the sampled tokens of rows that run only for the tokens of the environment."""
+        idle = self.data.observed is not None and not self.roles.objective.every_row
+        for micro in micros:
+            yield micro.keep_rows(torch.from_numpy(self.before.signal_R)) if idle else micro
 
     def weights_of(self, part: list[int]) -> Tensor:
         """Return for each row of the batch the weight of its tokens in the minibatch's loss; zero for rows of other
@@ -76,29 +98,47 @@ class Updates:
         self.seen.add(tokens, result, send(versions_M, self.device))
         return (result.loss_M * send(weight_R[micro.row_M[some]], self.device)).sum()
 
-    def _backward(self, micro: MicroBatch, loss_of: Callable[[slice, Tensor], Tensor]) -> Tensor:
+    def _list_losses(
+        self, micro: MicroBatch, weight_R: Tensor, observation: ObservationLoss | None
+    ) -> list[tuple[slice, LossOf]]:
+        """Return the parts of a micro-batch's loss, each with the slice of the hidden states that it is computed from.
+
+        If the vocabulary is large, a part is computed from some tokens only. Tokens of the environment are parts of
+        their own, behind the M tokens with loss mask 1.
+        """
+        observed, found = micro.observed, list[tuple[slice, LossOf]]()
+        if len(micro.targets) or observed is None or not len(observed.targets):
+            parts = self.token_logprobs.parts(micro.row_M, by_token=self.roles.objective.by_token)
+            found += [(some, partial(self.compute_loss, some, micro=micro, weight_R=weight_R)) for some in parts]
+        if observation is not None and observed is not None and len(observed.targets):
+            behind = len(micro.targets)
+            for some in self.token_logprobs.parts(observed.row_O, by_token=True):
+                loss_of = partial(observation.compute, some, observed=observed)
+                found.append((slice(behind + some.start, behind + some.stop), loss_of))
+        return found
+
+    def _backward(self, micro: MicroBatch, losses: list[tuple[slice, LossOf]]) -> Tensor:
         """Add the gradient of a micro-batch's loss to the policy's gradients, and return the loss in float64.
 
-        If the vocabulary is large, the output head and the loss run forward and backward for some tokens at a time, so
-        that memory holds only the logits of these tokens. After the backward passes of the output head, the decoder
-        runs backward for all tokens of the micro-batch.
+        If the loss has several parts, the output head and the loss run forward and backward for one part at a time, so
+        that memory holds only the logits of one part. After the backward passes of the output head, the decoder runs
+        backward for all tokens of the micro-batch.
         """
-        inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.where
-        hidden_MH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
-        parts = self.token_logprobs.parts(micro.row_M, by_token=self.roles.objective.by_token)
-        if len(parts) == 1:
-            loss = loss_of(parts[0], hidden_MH)
+        inputs, (row, place) = micro.inputs(self.device, self.model.dtype), micro.predicting
+        hidden_NH = self.token_logprobs.hidden(inputs, (send(row, self.device), send(place, self.device)))
+        if len(losses) == 1:
+            loss = losses[0][1](hidden_NH)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach().double()
         if self.device.type == "cpu":
             give_back_all()  # free the previous micro-batch's memory before logits are computed
-        given, total = hidden_MH.detach(), torch.zeros((), dtype=torch.float64, device=self.device)
-        leaves = [given[some].requires_grad_() for some in parts]
-        for some, leaf in zip(parts, leaves, strict=True):
-            loss = loss_of(some, leaf)
+        given, total = hidden_NH.detach(), torch.zeros((), dtype=torch.float64, device=self.device)
+        leaves = [given[some].requires_grad_() for some, _ in losses]
+        for (_, loss_of), leaf in zip(losses, leaves, strict=True):
+            loss = loss_of(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
-        hidden_MH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
+        hidden_NH.backward(torch.cat([cast(Tensor, leaf.grad) for leaf in leaves]))  # type: ignore[no-untyped-call]
         return total
 
     def _update_critic(self, part: list[int]) -> dict[str, float]:

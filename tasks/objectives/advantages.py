@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollflow.tasks.objectives.config import Advantage
+from rollflow.tasks.objectives.advantage_config import Advantage
 
 EPSILON = 1e-4  # added to the standard deviation of a group's rewards, to avoid dividing by almost zero
 TINY = 1e-8  # added to the variance of a batch's advantages, to avoid dividing by almost zero

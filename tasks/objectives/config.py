@@ -9,14 +9,16 @@ contains every key of every part of the objective. The module `objectives.config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic_core import PydanticCustomError
 
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.presets import PRESETS, UNBOUNDED, PresetName
 from rollflow.tasks.objectives.surrogate_config import HEAVIEST, BinaryTv, Clip, Level, PolicyGradient, Ratio, Surrogate
-from rollflow.tasks.runtime.sections import Imported, Section, refuse, with_kinds
+from rollflow.tasks.runtime.sections import Imported, Section, refusal, refuse, with_kinds
 
 
 class Correction(Section):
@@ -76,78 +78,6 @@ COUNTS_WITH = {  # key of a correction -> values of the key `outside` with which
     "judge": ("mask",),
     "second_moment": ("second-moment",),
 }
-
-
-SCALES = {  # baseline -> allowed scales; other scales would divide by almost zero if rewards are equal
-    "none": ("none", "whiten"),
-    "batch": ("none", "batch", "whiten"),
-}
-
-
-class Advantage(Section):
-    """Options for computing advantages from rewards. See `advantages.py`."""
-
-    baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
-        "group",
-        description="what is subtracted from a reward. none: nothing; group: the mean reward of all responses to "
-        "the prompt; leave-one-out: that of the other responses to the prompt; batch: that of the batch; critic: "
-        "the critic's estimate for each token",
-    )
-    scale: Literal["none", "group", "batch", "whiten"] = Field(
-        "group",
-        description="what advantages are divided by. none: nothing; group: the standard deviation of rewards of the "
-        "same prompt; batch: that of the batch; whiten: that over all tokens, after the mean is subtracted",
-    )
-    gamma: float = Field(
-        1.0, gt=0, le=1, description="gamma, the discount per token; 1: no discount; only with a critic"
-    )
-    gae_lambda: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="lambda of generalized advantage estimation, used only with a critic. 1: the advantage is the "
-        "discounted sum of all later rewards minus the critic's value; 0: the advantage uses only the next reward "
-        "and the values of two neighbouring tokens",
-    )
-    overlong: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of engine.max_new_tokens, at its end, over which a penalty for the length of a response "
-        "rises linearly from 0 to 1; 0: no length penalty",
-    )
-    positive_weight: float = Field(
-        1.0,
-        ge=0,
-        le=HEAVIEST,
-        description="factor by which positive advantages are multiplied; 0: responses with a positive advantage are "
-        "not trained on",
-    )
-    negative_weight: float = Field(
-        1.0,
-        ge=0,
-        le=HEAVIEST,
-        description="factor by which negative advantages are multiplied; below 1, stale batches are more stable",
-    )
-
-    @model_validator(mode="after")
-    def _compared_with_what_it_has(self) -> Self:
-        if self.baseline == "critic" and self.scale in ("group", "batch"):
-            cure = 'a critic\'s advantages belong to tokens, not to groups or batches; choose "whiten" or "none"'
-            refuse("train.objective.advantage.scale", self.scale, cure)
-        fitting = SCALES.get(self.baseline)
-        if fitting and self.scale not in fitting:
-            wanted = " or ".join(f'"{scale}"' for scale in fitting)
-            cure = (
-                f'with the baseline "{self.baseline}", equal rewards would be divided by a deviation of almost '
-                f"0; choose {wanted}"
-            )
-            refuse("train.objective.advantage.scale", self.scale, cure)
-        for name in ("gamma", "gae_lambda") if self.baseline != "critic" else ():
-            if getattr(self, name) != 1.0:
-                cure = 'this key has no effect without a critic; remove it, or set baseline = "critic"'
-                refuse(f"train.objective.advantage.{name}", getattr(self, name), cure)
-        return self
 
 
 KL_COUNTS_WITH = {"kl": "kl_weight", "kl_to": "kl_weight", "kl_in": "kl_weight", "kl_gain": "kl_target"}
@@ -216,6 +146,13 @@ class ObjectiveBase(Section):
         "responses, where each response counts with the mean of its token losses, their sum, or (constant) their "
         "sum divided by engine.max_new_tokens",
     )
+    observation_weight: float = Field(
+        0.0,
+        ge=0,
+        le=HEAVIEST,
+        description="weight of the observation loss, the cross-entropy of the tokens that the environment adds (ECHO); "
+        "0: no such loss",
+    )
 
 
 class PartsObjective(ObjectiveBase):
@@ -283,6 +220,17 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     return found
 
 
+def find_turn_faults(objective: ObjectiveBase, environment: str) -> Iterator[PydanticCustomError]:
+    """Yield the errors of an objective that needs several turns, in an environment of the kind `environment`."""
+    cure = 'episodes of environment.kind = "single-turn" have one turn; remove the key, or choose another environment'
+    for key, value, plain in (
+        ("advantage.credit", objective.advantage.credit, "episode"),
+        ("observation_weight", objective.observation_weight, 0.0),
+    ):
+        if environment == "single-turn" and value != plain:
+            yield refusal(f"train.objective.{key}", value, cure)
+
+
 # Keys that the configuration of a recorded run has for an objective.
 # If an objective has all keys of `RECORDED`, keys without an effect are not rejected, so that the recorded run can be
 # replayed.
@@ -331,6 +279,7 @@ def check_new(objective: ObjectiveConfig) -> None:
     runs."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
+        _check_credit(objective)
         _check_k1(objective.penalties)
 
 
@@ -348,6 +297,15 @@ def _check_length(objective: PartsObjective) -> None:
         'length; set aggregation = "sequence-mean", or level = "geometric"'
     )
     refuse("train.objective.ratio.level", "sequence", cure)
+
+
+def _check_credit(objective: PartsObjective) -> None:
+    """Reject credit of single turns with a clipped ratio of whole responses, whose gradient is the same for all tokens
+    of a response."""
+    part, level = objective.advantage, objective.ratio.level
+    if part.credit != "episode" and level != "token" and isinstance(objective.surrogate, Clip | BinaryTv):
+        cure = f'with ratio.level = "{level}" all turns of a response are trained alike; set ratio.level = "token"'
+        refuse("train.objective.advantage.credit", part.credit, cure)
 
 
 def _check_k1(penalties: Penalties) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.advantages import weigh_signs, whiten
-from rollflow.tasks.objectives.config import Advantage
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:

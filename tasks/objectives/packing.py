@@ -8,14 +8,23 @@ padding. If several rows of a line share a prompt, an attention mask keeps these
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollflow.tasks.objectives.rows import BatchRows
-from rollflow.tasks.objectives.shared_prefix import PackedSequence, lay_out, pack_lines
+from rollflow.tasks.objectives.shared_prefix import PackedSequence, PlacedTokens, lay_out, pack_lines
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedTargets:
+    """The O tokens of a micro-batch that the environment added, if the learner trains on them."""
+
+    where: tuple[Tensor, Tensor]  # (O,), (O,): line and position of the token before each token
+    targets: Tensor  # (O,) int64: the tokens
+    row_O: Tensor  # int64: number of the row of the batch that each token belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,27 @@ class MicroBatch:
     among: Tensor  # (M,) int64: index of each token among the batch's B tokens with loss mask 1
     positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares a prompt
     part: Tensor | None = None  # (L, T) int64: see `Packing.part`; None if no row shares a prompt
+    observed: ObservedTargets | None = None  # None if the environment's tokens are not trained on
+
+    @property
+    def predicting(self) -> tuple[Tensor, Tensor]:
+        """Lines and positions of the hidden states that predict the M tokens with loss mask 1, then those that predict
+        the O tokens of the environment."""
+        if self.observed is None:
+            return self.where
+        return torch.cat([self.where[0], self.observed.where[0]]), torch.cat([self.where[1], self.observed.where[1]])
+
+    def keep_rows(self, kept_R: Tensor) -> MicroBatch:
+        """Return the micro-batch without the tokens with loss mask 1 of rows for which `kept_R` is False. The tokens of
+        the environment stay."""
+        kept_M = kept_R[self.row_M]
+        return replace(
+            self,
+            where=(self.where[0][kept_M], self.where[1][kept_M]),
+            targets=self.targets[kept_M],
+            row_M=self.row_M[kept_M],
+            among=self.among[kept_M],
+        )
 
     @property
     def seen(self) -> Tensor | None:
@@ -91,12 +121,27 @@ def micro_batches(
 def _micro_batch(data: BatchRows, lines: Sequence[PackedSequence]) -> MicroBatch:
     laid = lay_out(data, lines)
     several = any(line.prompt for line in lines)
+    sampled = laid.sampled
     return MicroBatch(
         tokens=torch.from_numpy(laid.tokens),
-        where=(torch.from_numpy(laid.at[0]), torch.from_numpy(laid.at[1])),
-        targets=torch.from_numpy(data.tokens[data.chosen[laid.among]].astype(np.int64)),
-        row_M=torch.from_numpy(laid.row),
-        among=torch.from_numpy(laid.among),
+        where=(torch.from_numpy(sampled.at[0]), torch.from_numpy(sampled.at[1])),
+        targets=_read_targets(data, data.chosen[sampled.among]),
+        row_M=torch.from_numpy(sampled.row),
+        among=torch.from_numpy(sampled.among),
         positions=torch.from_numpy(laid.positions) if several else None,
         part=torch.from_numpy(laid.part) if several else None,
+        observed=_build_observed(data, laid.observed),
     )
+
+
+def _build_observed(data: BatchRows, placed: PlacedTokens | None) -> ObservedTargets | None:
+    if data.observed is None or placed is None:
+        return None
+    where = torch.from_numpy(placed.at[0]), torch.from_numpy(placed.at[1])
+    return ObservedTargets(
+        where, _read_targets(data, data.observed.indices[placed.among]), torch.from_numpy(placed.row)
+    )
+
+
+def _read_targets(data: BatchRows, indices: np.ndarray) -> Tensor:
+    return torch.from_numpy(data.tokens[indices].astype(np.int64))

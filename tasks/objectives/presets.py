@@ -33,6 +33,8 @@ PresetName = Literal[
     "dppo",
     "m2po",
     "roll-current",
+    "gigpo",
+    "echo",
 ]
 
 
@@ -151,6 +153,14 @@ PRESETS: dict[str, Preset] = {
     "roll-current": Preset(
         "ROLL's ratio, to the learner itself: stale samples count as if they were fresh. A baseline",
         {**_PROXIMAL, "surrogate": _clip(0.2, 0.2)},
+    ),
+    "gigpo": Preset(
+        "Feng et al. 2025, Group-in-group policy optimization; the clip and gamma of verl-agent",
+        {"surrogate": _clip(0.2, 0.2), "advantage": {"credit": "state", "gamma": 0.95}},
+    ),
+    "echo": Preset(
+        "Shrivastava et al. 2026, Terminal agents learn world models for free; the policy's loss is that of grpo",
+        {"surrogate": _clip(0.2, 0.28), "observation_weight": 0.05},
     ),
 }
 

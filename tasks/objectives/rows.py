@@ -5,14 +5,28 @@ Shapes: R is the number of rows (trajectories), and B the number of tokens with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 
 from rollflow.storage.arrow_rows import view_numbers
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import Corrupt
 from rollflow.storage.model_input import refuse
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedTokens:
+    """The tokens of a batch that the environment added behind the policy's tokens."""
+
+    indices: np.ndarray  # int64, O: indices of the tokens in the tokens of all rows
+    starts: np.ndarray  # int64, R + 1: place in `indices` at which each row begins
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Number of observed tokens of each row."""
+        return np.diff(self.starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +46,15 @@ class BatchRows:
     versions: np.ndarray  # int32, B: policy version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group of responses to one prompt, from 0
     rewards: np.ndarray  # float32, R: reward of each row
-    branches: np.ndarray | None = None  # bool, R: True if the row is a branch of another row; None: no row is a branch
+    # int64, R: number of each row's episode, from 0; None: each row is an episode of its own. The rows of an episode
+    # are its branches in the order of time, and each sampled token belongs to one of them.
+    episodes: np.ndarray | None = None
     # float32, B: reward of each token besides the row's reward, NaN if the token has none; None: no token has one
     token_rewards: np.ndarray | None = None
+    # int64, U: indices in `tokens` at which the recorded turns begin; a row without recorded turns is a single turn
+    turn_starts: np.ndarray | None = None
+    turn_states: np.ndarray | None = None  # int64, U: hash of the state in which each turn acted; 0 if it has no name
+    observed: ObservedTokens | None = None  # None: the learner does not train on tokens of the environment
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
@@ -63,8 +83,10 @@ class BatchRows:
             versions=view_numbers(_column(table, "versions").flatten())[chosen],
             groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
             rewards=view_numbers(_column(table, "reward")),
-            branches=None if batch.optional("branch") is None else np.array(batch.branches),
+            episodes=_number_episodes(batch),
             token_rewards=_read_token_rewards(batch, offsets, chosen),
+            turn_starts=_read_turn_starts(batch, offsets),
+            turn_states=_read_turn_states(batch),
         )
 
     @property
@@ -81,6 +103,95 @@ class BatchRows:
     def rows(self) -> np.ndarray:
         """Number of the row of the batch to which each token with loss mask 1 belongs."""
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
+
+    def with_observed(self) -> BatchRows:
+        """Return the batch with its observed tokens: the tokens that the policy did not sample, behind the first token
+        with loss mask 1 of their row. Tokens before this token belong to the prompt or to the context of a branch."""
+        last = self.offsets[1:] - 1
+        first = (
+            last
+            if not len(self.chosen)
+            else np.where(self.masked_tokens > 0, self.chosen[np.minimum(self.starts[:-1], len(self.chosen) - 1)], last)
+        )
+        is_observed = np.arange(len(self.tokens)) > np.repeat(first, self.lengths)
+        is_observed[self.chosen] = False
+        indices = np.flatnonzero(is_observed)
+        return replace(self, observed=ObservedTokens(indices, np.searchsorted(indices, self.offsets)))
+
+    @property
+    def branches(self) -> np.ndarray:
+        """True for each row that continues the episode of an earlier row."""
+        found = np.ones(len(self.rewards), dtype=bool)
+        found[self.order_by_episode().first] = False
+        return found
+
+    def order_by_episode(self) -> EpisodeOrder:
+        """Return the order of the tokens with loss mask 1 in which the tokens of an episode follow each other."""
+        if self.episodes is None:
+            rows = np.arange(len(self.rewards))
+            return EpisodeOrder(np.arange(len(self.chosen)), self.starts, rows, rows)
+        _, first = np.unique(self.episodes, return_index=True)
+        last = len(self.episodes) - 1 - np.unique(self.episodes[::-1], return_index=True)[1]
+        of_tokens = self.episodes[self.rows]
+        starts = np.concatenate([[0], np.cumsum(np.bincount(of_tokens, minlength=len(first)))])
+        return EpisodeOrder(np.argsort(of_tokens, kind="stable"), starts, first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOrder:
+    """The tokens of a batch with loss mask 1, ordered by episode. In shapes, E is the number of episodes."""
+
+    tokens: np.ndarray  # int64, B: indices of the tokens, one episode after the other
+    starts: np.ndarray  # int64, E + 1: place in `tokens` at which each episode begins
+    first: np.ndarray  # int64, E: first row of each episode
+    last: np.ndarray  # int64, E: last row of each episode
+
+
+def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
+    """Return the number of the episode of each row; None if no row is a branch.
+
+    Raises:
+        Corrupt: a branch does not follow the row that it branches off.
+    """
+    column = batch.optional("branch")
+    if column is None:
+        return None
+    names = [batch.table[name].to_pylist() for name in ("index", "attempt", "sample")]
+    found, numbers = list[int](), dict[tuple[int, int, int], int]()
+    for (index, attempt, sample), branch in zip(zip(*names, strict=True), column.to_pylist(), strict=True):
+        parent = None if branch is None else (index, attempt, branch["parent"])
+        if parent is not None and parent not in numbers:
+            raise Corrupt(f"sample {sample} of prompt {index} branches off sample {parent[2]}, which is not before it")
+        found.append(max(found, default=-1) + 1 if parent is None else numbers[parent])
+        numbers[index, attempt, sample] = found[-1]
+    return np.array(found, np.int64)
+
+
+def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray | None:
+    """Return the indices of the tokens at which recorded turns begin; None if no turns are recorded."""
+    column = batch.optional("turn_starts")
+    if column is None:
+        return None
+    found: np.ndarray = np.repeat(offsets[:-1], _count_values(column)) + view_numbers(column.flatten())
+    return found
+
+
+def _read_turn_states(batch: TrajectoryBatch) -> np.ndarray | None:
+    """Return the state of each recorded turn, 0 for a turn whose state has no name; None if no state has a name."""
+    column, starts = batch.optional("turn_states"), batch.optional("turn_starts")
+    if column is None or starts is None:
+        return None
+    turns_R = _count_values(starts)
+    found = np.zeros(int(turns_R.sum()), np.int64)
+    found[np.repeat(view_numbers(column.is_valid().cast(pa.uint8())).astype(bool), turns_R)] = view_numbers(
+        column.flatten()
+    )
+    return found
+
+
+def _count_values(lists: pa.Array) -> np.ndarray:
+    """Return the number of values of each list; 0 for a null."""
+    return view_numbers(lists.value_lengths().fill_null(0)).astype(np.int64)
 
 
 def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.ndarray) -> np.ndarray | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -82,23 +83,30 @@ def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedTokens:
+    """Tokens of packed lines, one row after the other. In shapes, N is the number of the tokens."""
+
+    at: tuple[np.ndarray, np.ndarray]  # (N,), (N,): line and position of the token before each token
+    among: np.ndarray  # (N,): index of each token among the batch's tokens of this kind
+    row: np.ndarray  # (N,): row of the batch that each token belongs to
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
-    """Padded lines as arrays. The arrays `at`, `among` and `row` have one element for each of the M tokens with loss
-    mask 1, one row after the other."""
+    """Padded lines as arrays."""
 
     tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
     positions: np.ndarray  # (L, T) int64: position of each token in its row
     part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind a prompt; -1 for padding
-    at: tuple[np.ndarray, np.ndarray]  # (M,), (M,): line and position of the token before each token with loss mask 1
-    among: np.ndarray  # (M,): index of each token among the batch's tokens with loss mask 1
-    row: np.ndarray  # (M,): row of the batch that each token with loss mask 1 belongs to
+    sampled: PlacedTokens  # the M tokens with loss mask 1
+    observed: PlacedTokens | None  # the tokens that the environment added; None if they are not trained on
 
 
 def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
     """Convert lines (packed sequences) to arrays, padded to the length of the longest line."""
     shape = len(lines), max(line.length for line in lines)
     tokens, positions, part = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-    at_line, at_place, among, of_row = [], [], [], []
+    placed = list[_PlacedRow]()
     for i, line in enumerate(lines):
         tokens[i, : line.prompt] = data.tokens[data.offsets[line.rows[0]] :][: line.prompt]
         positions[i, : line.prompt], part[i, : line.prompt] = np.arange(line.prompt), 0
@@ -108,12 +116,30 @@ def lay_out(data: BatchRows, lines: Sequence[PackedSequence]) -> Packing:
             here = slice(place, place + end - begin - line.prompt)
             tokens[i, here] = data.tokens[begin + line.prompt : end]
             positions[i, here], part[i, here] = np.arange(line.prompt, end - begin), number
-            own = np.arange(data.starts[row], data.starts[row + 1])
-            before = data.chosen[own] - begin - 1  # position in the row of the token before each token with loss mask 1
-            at_place.append(np.where(before < line.prompt, before, before - line.prompt + place))
-            at_line.append(np.full(len(own), i))
-            among.append(own)
-            of_row.append(np.full(len(own), row))
+            placed.append(_PlacedRow(row, i, begin, line.prompt, place))
             place = here.stop
+    observed = None if data.observed is None else _place_tokens(data.observed.indices, data.observed.starts, placed)
+    return Packing(tokens, positions, part, _place_tokens(data.chosen, data.starts, placed), observed)
+
+
+class _PlacedRow(NamedTuple):
+    row: int
+    line: int
+    begin: int  # index of the row's first token in the batch
+    prompt: int  # number of tokens of the shared prompt
+    place: int  # position in the line of the row's first token behind the shared prompt
+
+
+def _place_tokens(indices: np.ndarray, starts: np.ndarray, placed: Sequence[_PlacedRow]) -> PlacedTokens:
+    """Find the tokens of placed rows in their lines. `indices` are the indices of tokens in the batch, and `starts` the
+    place in `indices` at which each row begins."""
+    at_line, at_place, among, of_row = [], [], [], []
+    for one in placed:
+        own = np.arange(starts[one.row], starts[one.row + 1])
+        before = indices[own] - one.begin - 1  # position in the row of the token before each token
+        at_place.append(np.where(before < one.prompt, before, before - one.prompt + one.place))
+        at_line.append(np.full(len(own), one.line))
+        among.append(own)
+        of_row.append(np.full(len(own), one.row))
     at = np.concatenate(at_line), np.concatenate(at_place)
-    return Packing(tokens, positions, part, at, np.concatenate(among), np.concatenate(of_row))
+    return PlacedTokens(at, np.concatenate(among), np.concatenate(of_row))

@@ -1,4 +1,4 @@
-"""Says which objectives can use the values that a scorer gives to tokens or steps. This module imports no torch."""
+"""Says which objectives can use the rewards of tokens, steps and turns. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -20,4 +20,13 @@ def check_token_rewards(objective: ObjectiveConfig) -> None:
             f"train.objective.ratio.level = {objective.ratio.level!r}: the scorer gives values to tokens or steps, and "
             'this objective trains all tokens of a response alike; set level = "token" (kind = "grpo" has it), or let '
             "the scorer return one value for a response"
+        )
+
+
+def check_states(objective: ObjectiveConfig, *, has_states: bool) -> None:
+    """Raise `ConfigError` if an objective compares turns by their states, and no turn of the batch has a state."""
+    if objective.advantage.credit == "state" and not has_states:
+        raise ConfigError(
+            'train.objective.advantage.credit = "state": the environment names no state of a turn; let it call '
+            'episode.enter_state before each turn, or set credit = "turn"'
         )

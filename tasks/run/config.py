@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from rollflow.tasks.engines.config import EngineBase, EngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.environments.config import EnvironmentConfig, SingleTurnEnvironment
 from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConfig
+from rollflow.tasks.objectives.config import find_turn_faults
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import FileBase, PromptConfig, SortingPrompts, find_set_faults
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
@@ -313,10 +314,9 @@ class RunConfig(Section):
             yield refusal(f"{section}.answer", reward.answer, cure)
 
     def _trainable(self) -> Refusals:
-        """Reject a critic with DeepSpeed unless the policy is in float32, which is the data type of the critic's head.
-
-        DeepSpeed needs one data type for all parameters.
-        """
+        """Reject credit of turns without turns, and a critic with DeepSpeed unless the policy is in float32, as the
+        critic's head is, because DeepSpeed needs one data type for all parameters."""
+        yield from find_turn_faults(self.train.objective, self.environment.kind)
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
             cure = 'with a critic, DeepSpeed supports only float32; choose "float32", or set train.kind = "torch"'

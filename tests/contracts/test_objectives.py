@@ -17,9 +17,10 @@ from torch import Tensor
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives import build_objective
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.aggregation import row_weights
 from rollflow.tasks.objectives.base import MaskedTokens, Objective, TokenLoss
-from rollflow.tasks.objectives.config import Advantage, ImportObjective, ObjectiveConfig, PartsObjective, Penalties
+from rollflow.tasks.objectives.config import ImportObjective, ObjectiveConfig, PartsObjective, Penalties
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.presets import PRESETS, PresetName
 from rollflow.tasks.objectives.ratios import log_ratio
@@ -250,6 +251,8 @@ BY_HAND: dict[str, tuple[float, list[float]]] = {
     "dppo": (-2.0, [2.4 + 1e-3 * math.log(1.2) ** 2, 1e-3 * math.log(0.4) ** 2]),
     "m2po": (2.0, [-2.4, 0.0]),  # (log pi_p/mu)^2 = (0, 0.48): mean 0.24, without the second 0
     "roll-current": (2.0, [-2.4, -1.6]),  # the ratios are pi/pi_p
+    "gigpo": (-2.0, [2.4, 1.6]),  # as grpo; the advantages are in `test_turn_advantages.py`
+    "echo": (-2.0, [2.4, 1.6]),  # as grpo; the observation loss is in `test_observation_loss.py`
 }
 
 

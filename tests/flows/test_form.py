@@ -78,7 +78,8 @@ def config_of(section: str, tree: Any) -> RunConfig:
     if tree == {"kind": "reasoning-gym"}:
         return RunConfig.model_validate({"reward": tree, "prompts": [tree]})
     exact = {"reward": {"kind": "exact", "answer": "tag"}} if section == "prompts" and len(tree) > 1 else {}
-    return RunConfig.model_validate({section: tree, **exact})
+    turns = {"environment": {"kind": "import", "path": "a:B"}} if section == "train" else {}
+    return RunConfig.model_validate({section: tree, **exact, **turns})
 
 
 @pytest.mark.parametrize(("section", "tree"), CONFIGS, ids=str)

@@ -17,7 +17,8 @@ from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig
 from rollflow.tasks.learners.config import TorchTrain, TrainBase
-from rollflow.tasks.objectives.config import Advantage, Correction, PartsObjective, Penalties
+from rollflow.tasks.objectives.advantage_config import Advantage
+from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.surrogate_config import Clip, Kimi, Ratio
 from rollflow.tasks.run.config import RunConfig
@@ -64,7 +65,7 @@ def test_objective_preset_is_expanded_and_can_be_changed() -> None:
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_recorded_objective_preset_is_read_unchanged(kind: str) -> None:
-    found = parse_config({"train": {"objective": {"kind": kind}}})
+    found = parse_config({"train": {"objective": {"kind": kind}}, "environment": {"kind": "import", "path": "a:B"}})
     assert parse_config(json.loads(json.dumps(found.model_dump(mode="json")))) == found
 
 

@@ -279,6 +279,11 @@ def roll_current(rows: Rows) -> Dual:
     return token_mean(by_token(rows, normalised(rows), lambda pi, _, old, a: held(exp(pi - old), a, 0.2, 0.2)))
 
 
+def gigpo(rows: Rows) -> Dual:
+    """Compute the loss of episodes of one turn, whose states have no names."""
+    return token_mean(by_token(rows, normalised(rows), lambda pi, mu, _, a: held(exp(pi - mu), a, 0.2, 0.2)))
+
+
 ORACLES: dict[str, Callable[[Rows], Dual]] = {
     "ppo": ppo,
     "grpo": grpo,
@@ -299,6 +304,8 @@ ORACLES: dict[str, Callable[[Rows], Dual]] = {
     "dppo": dppo,
     "m2po": m2po,
     "roll-current": roll_current,
+    "gigpo": gigpo,
+    "echo": grpo,  # of episodes without tokens of an environment
 }
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.advantages import EPSILON, TINY, compute_advantages, penalize_overlong, whiten
 from rollflow.tasks.objectives.aggregation import row_weights
-from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.packing import MicroBatch, micro_batches
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.objectives.shared_prefix import pack_lines

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import NotFinite
 from rollflow.tasks.learners.forward.critic import explained_variance, value_loss
-from rollflow.tasks.objectives.config import Advantage
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from rollflow.testing.learners import batch, batch_of, saved, trajectory
 from tests.support.tiny_policy import make_policy, make_weights

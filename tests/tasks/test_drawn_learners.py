@@ -14,15 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.token_arrays import Int64s
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import LearnerStart
 from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Lora, ReferenceConfig, TorchTrain, TrainConfig
-from rollflow.tasks.objectives.config import Advantage, Correction, PartsObjective, Penalties
+from rollflow.tasks.objectives.advantage_config import Advantage
+from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip, Kimi, PolicyGradient, Ratio
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.sections import Section
-from rollflow.testing.learners import batch, saved
+from rollflow.testing.learners import batch, batch_of, saved
 from tests.support.counts import examples
 from tests.support.tiny_policy import make_policy, make_weights
 
@@ -69,11 +72,13 @@ OBJECTIVES = of(
         kl_gain=between(0.01, 1),
         entropy_weight=st.just(0.0) | between(1e-3, 0.1),
     ),
+    observation_weight=st.just(0.0) | between(1e-3, 1),
     advantage=of(
         Advantage,
         overlong=UNIT,
         gamma=between(0.5, 1),
         gae_lambda=UNIT,
+        state_weight=between(0, 2),
         positive_weight=between(0, 2),
         negative_weight=between(0, 2),
     ),
@@ -113,12 +118,28 @@ def test_random_learner_configs_cover_every_key() -> None:
 def valid(tree: dict[str, Any], dtype: str) -> TrainConfig | None:
     """Return the config; None if it is refused, with a sentence that names the key."""
     try:
-        policy = {"cold_start": {}, "dtype": dtype}
-        return RunConfig.model_validate({"train": tree, "policy": policy, "groups": 4}).train
+        policy, turns = {"cold_start": {}, "dtype": dtype}, {"kind": "import", "path": "a:B"}
+        return RunConfig.model_validate({"train": tree, "policy": policy, "groups": 4, "environment": turns}).train
     except ValidationError as error:
         if {one["type"] for one in error.errors()} != {"rollflow"}:
             raise
         return None
+
+
+def play(seed: int) -> TrajectoryBatch:
+    """Return a batch of episodes of two turns: their first token, and the others behind a token of the environment."""
+    groups = []
+    for number, group in enumerate(batch(seed).groups()):
+        rows = []
+        for one in group.trajectories:
+            tokens, first = list(one.tokens), one.loss_mask.index(True)
+            mask = [t == first or t > first + 1 for t in range(len(tokens) + 1)]
+            tokens.insert(first + 1, 7)
+            logprobs, versions = [-0.6 * chosen for chosen in mask], [int(chosen) - 1 for chosen in mask]
+            made = replace(one, tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions)
+            rows.append(replace(made, turn_starts=(first, first + 2), turn_states=Int64s.of([number, seed + 1])))
+        groups.append(rows)
+    return batch_of(*groups)
 
 
 def go_on(folder: Path, config: TrainConfig, dtype: str, temperature: float) -> None:
@@ -127,14 +148,14 @@ def go_on(folder: Path, config: TrainConfig, dtype: str, temperature: float) -> 
     start = replace(start, first=partial(Path, folder))
     made, other = build_learner(config, start), build_learner(config, start)
     for version in range(2):
-        metrics = made.step(batch(version), version)
+        metrics = made.step(play(version), version)
         assert all(math.isfinite(value) for value in metrics.values())
     assert made.first_nonfinite() is None
     stored = saved(made)
-    expected = made.step(batch(2), 2), saved(made)
+    expected = made.step(play(2), 2), saved(made)
     torch.rand(3)  # the generator is part of the state
     other.load(*stored)
-    assert (other.step(batch(2), 2), saved(other)) == expected
+    assert (other.step(play(2), 2), saved(other)) == expected
 
 
 DTYPES, TEMPERATURES = st.sampled_from(["float32", "bfloat16"]), st.sampled_from([1.0, 0.7])

@@ -19,8 +19,9 @@ from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Branch, StopReason, Trajectory
 from rollflow.storage.token_arrays import Float32s
 from rollflow.tasks.learners.forward.pre_update import compute_targets
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.advantages import EPSILON, TINY
-from rollflow.tasks.objectives.config import Advantage, PartsObjective
+from rollflow.tasks.objectives.config import PartsObjective
 from rollflow.tasks.objectives.presets import PRESETS
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.objectives.token_rewards import check_token_rewards
@@ -106,10 +107,10 @@ def test_reinforce_plus_plus_whitens_the_returns() -> None:
     assert found_by(PLUS, [(2.0, [1.0, None]), (1.0, [None])]) == pytest.approx([1, 0, -1], abs=1e-6)
 
 
-def test_branch_gets_step_advantages_without_counting() -> None:
-    """Steps 3 and 1 of the episodes have the mean 2; the branch's 5 does not count."""
+def test_steps_of_a_branch_follow_those_of_its_parent() -> None:
+    """The steps 3 and 5 of the first episode, and 1 of the second one, have the mean 3."""
     found = found_by(DR_GRPO, [(0.0, [3.0]), (0.0, [1.0]), (0.0, [5.0])], branch=True)
-    assert found == [1.0, -1.0, 3.0]
+    assert found == [2.0, -2.0, 2.0]
 
 
 def test_equal_steps_give_advantage_zero() -> None:

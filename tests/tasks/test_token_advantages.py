@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from rollflow.storage.records import StopReason, Trajectory
 from rollflow.tasks.learners.forward.critic import value_loss
 from rollflow.tasks.learners.forward.pre_update import compute_targets
-from rollflow.tasks.objectives.config import Advantage, Penalties
+from rollflow.tasks.objectives.advantage_config import Advantage
+from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.penalties import adapt_weight
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.testing.learners import batch_of

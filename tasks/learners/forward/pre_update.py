@@ -16,13 +16,14 @@ from torch import Tensor
 
 from rollflow.tasks.learners.forward.critic import explained_variance
 from rollflow.tasks.learners.forward.models import TrainedModels
+from rollflow.tasks.objectives.advantage_config import Advantage
 from rollflow.tasks.objectives.advantages import compute_advantages, shape_rewards
-from rollflow.tasks.objectives.config import Advantage
 from rollflow.tasks.objectives.gae import token_advantages, token_rewards
 from rollflow.tasks.objectives.penalties import kl_estimate
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.objectives.step_advantages import compute_step_advantages
-from rollflow.tasks.objectives.token_rewards import check_token_rewards
+from rollflow.tasks.objectives.token_rewards import check_states, check_token_rewards
+from rollflow.tasks.objectives.turn_advantages import compute_turn_advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def compute_before(roles: TrainedModels, data: BatchRows) -> PreUpdate:
     price_B = _kl_price(roles, behaviour_B, reference_B)
     if data.token_rewards is not None:
         check_token_rewards(roles.config.objective)
+    check_states(roles.config.objective, has_states=data.turn_states is not None)
     part = roles.config.objective.advantage
     dtype = getattr(torch, roles.config.advantage_dtype)
     judged = compute_targets(part, data, roles.longest, price_B=price_B, values_B=values_B, dtype=dtype)
@@ -119,24 +121,37 @@ def compute_targets(
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
     price_B = torch.zeros(len(data.chosen)) if price_B is None else price_B
     rows_B, returns_B = torch.from_numpy(data.rows), None
-    steps_B = None if data.token_rewards is None else torch.from_numpy(data.token_rewards)
-    if values_B is None:
+    if values_B is not None:
+        shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
+        found_B, returns_B = _credit_by_critic(part, shaped_R, data, price_B, values_B)
+    elif part.credit != "episode":
+        found_B = compute_turn_advantages(part, shape_rewards(part, rewards_R, tokens_R, longest), data, price_B)
+    else:
         paid_R = rewards_R.index_add(0, rows_B, -price_B.to(rewards_R))
-        branches_R = None if data.branches is None else torch.from_numpy(data.branches)
-        groups_R = torch.from_numpy(data.groups)
-        if steps_B is None:
+        if data.token_rewards is None:
+            branches_R = None if data.episodes is None else torch.from_numpy(data.branches)
+            groups_R = torch.from_numpy(data.groups)
             found_B = compute_advantages(part, paid_R, groups_R, tokens_R, longest, branches_R)[rows_B]
         else:
-            shaped_R = shape_rewards(part, paid_R, tokens_R, longest)
-            found_B = compute_step_advantages(part, shaped_R, steps_B, data.starts, groups_R, branches_R)
-    else:
-        if steps_B is not None:
-            price_B = price_B.double() - steps_B.double().nan_to_num()
-        rewards_B = token_rewards(shape_rewards(part, rewards_R, tokens_R, longest), price_B, data.starts)
-        found_B, returns_B = token_advantages(part, rewards_B, values_B, data.starts)
+            found_B = compute_step_advantages(part, shape_rewards(part, paid_R, tokens_R, longest), data)
     signal_R = np.zeros(len(data.rewards), dtype=bool)
     signal_R[data.rows[found_B.numpy() != 0]] = True
     return BatchTargets(found_B.to(given_R.dtype), signal_R, returns_B)
+
+
+def _credit_by_critic(
+    part: Advantage, shaped_R: Tensor, data: BatchRows, price_B: Tensor, values_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the advantage and the return of each token, from a critic's values. An episode of several branches is one
+    sequence, whose reward is that of the last branch."""
+    order = data.order_by_episode()
+    if data.token_rewards is not None:
+        price_B = price_B.double() - torch.from_numpy(data.token_rewards).double().nan_to_num()
+    tokens, last = torch.from_numpy(order.tokens), torch.from_numpy(order.last)
+    rewards_B = token_rewards(shaped_R[last], price_B[tokens], order.starts)
+    found = token_advantages(part, rewards_B, values_B[tokens], order.starts)
+    advantage_B, return_B = (torch.empty_like(one_B).index_copy_(0, tokens, one_B) for one_B in found)
+    return advantage_B, return_B
 
 
 def _may_overflow(rewards_R: Tensor, tokens_R: Tensor) -> bool:

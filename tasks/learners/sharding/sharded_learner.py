@@ -26,6 +26,7 @@ from rollflow.tasks.learners.checkpoint.shards import Files, Named, file_of, ind
 from rollflow.tasks.learners.config import TrainBase
 from rollflow.tasks.learners.distributed.gloo_ranks import GlooRanks
 from rollflow.tasks.learners.forward.critic import WEIGHT, Critic, drop_weights, value_loss
+from rollflow.tasks.learners.forward.observations import ObservationLoss
 from rollflow.tasks.learners.forward.reference import named_tensors
 from rollflow.tasks.learners.forward.trained_policy import TrainedPolicy
 from rollflow.tasks.learners.malloc_trim import release_memory
@@ -291,25 +292,36 @@ class ShardedUpdates(Updates):
 
     def _update(self, part: list[int]) -> dict[str, float]:
         roles, policy = self.roles, self.roles.policy
-        weight_R = self.weights_of(part)
+        weight_R, observation = self.weights_of(part), self.observe(part)
         policy.clear()
-        micros = roles.pad_passes(self.data, roles.select_rows(part, self.before.signal_R))
-        losses = policy.run_backward(partial(self._pass, micro, weight_R, counts) for micro, counts in micros)
+        micros = roles.pad_passes(self.data, self.select_rows(part))
+        losses = policy.run_backward(
+            partial(self._pass, micro, weight_R, observation, counts) for micro, counts in micros
+        )
         total = torch.tensor(sum(losses), dtype=torch.float64)
         roles.ranks.add(total)
         figures = {"loss": float(total), "grad_norm": policy.clip()}
+        if observation is not None:
+            figures |= observation.sum_ranks(roles.ranks)
         check_figures(figures, self.seen.version)
         self.settle()
         policy.apply()
         self.seen.updates += 1
         return figures
 
-    def _pass(self, micro: MicroBatch, weight_R: Tensor, counts: bool) -> Tensor:
+    def _pass(self, micro: MicroBatch, weight_R: Tensor, observation: ObservationLoss | None, counts: bool) -> Tensor:
         """Return the loss of a micro-batch. If the argument `counts` is False, the loss and its gradient are zero."""
-        hidden_MH = self.token_logprobs.hidden(micro.inputs(self.device, self.roles.dtype), micro.where)
-        if counts:
-            return self.compute_loss(slice(None), hidden_MH, micro, weight_R)
-        return self.token_logprobs.of(hidden_MH, micro.targets.to(self.device))[0].sum() * 0.0
+        [kept] = self.drop_idle([micro]) if counts else [micro]
+        inputs = micro.inputs(self.device, self.roles.dtype)
+        if not counts:
+            hidden_MH = self.token_logprobs.hidden(inputs, micro.where)
+            return self.token_logprobs.of(hidden_MH, micro.targets.to(self.device))[0].sum() * 0.0
+        hidden_NH = self.token_logprobs.hidden(inputs, kept.predicting)
+        if observation is None or kept.observed is None or not len(kept.observed.targets):
+            return self.compute_loss(slice(None), hidden_NH, kept, weight_R)
+        behind = len(kept.targets)
+        loss = observation.compute(slice(None), hidden_NH[behind:], kept.observed)
+        return loss + self.compute_loss(slice(None), hidden_NH[:behind], kept, weight_R) if behind else loss
 
     def _update_critic(self, part: list[int]) -> dict[str, float]:
         roles, critic, before = self.roles, self.roles.critic, self.before

@@ -1,0 +1,60 @@
+"""The observation loss: the policy also learns to predict the tokens that the environment adds, such as tool output.
+
+The loss of a minibatch is the loss of the policy's tokens + weight x L, where L is the mean of -log pi over the tokens
+of the environment in the minibatch. With the aggregation `sequence-mean`, L is the mean of the means of trajectories,
+as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free), whose weight is 0.05.
+
+The forward pass of the policy's tokens also predicts the tokens of the environment, at the temperature 1. A token
+counts if the policy did not sample it, and it is behind the first sampled token of its trajectory. The prompt does not
+count. Trajectories with advantage zero count.
+
+In shapes, R is the number of rows, and O the number of tokens of the environment in a part of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollflow.tasks.learners.distributed.ranks import Ranks
+from rollflow.tasks.learners.forward.token_logprobs import TokenLogprobs
+from rollflow.tasks.objectives.aggregation import row_weights
+from rollflow.tasks.objectives.config import ObjectiveConfig
+from rollflow.tasks.objectives.packing import ObservedTargets
+from rollflow.tasks.objectives.rows import BatchRows
+from rollflow.tasks.policies.device import send
+
+
+class ObservationLoss:
+    """The observation loss of one minibatch. The attribute `total` is the part of L that was computed so far."""
+
+    def __init__(
+        self,
+        objective: ObjectiveConfig,
+        token_logprobs: TokenLogprobs,
+        data: BatchRows,
+        part: list[int],
+        device: torch.device,
+    ) -> None:
+        """Compute the weight of each token in L. `part` are the rows of the minibatch."""
+        assert data.observed is not None
+        counts_R = torch.from_numpy(data.observed.counts[part])
+        mean = "sequence-mean" if objective.aggregation == "sequence-mean" else "token-mean"
+        self._weight_R = torch.zeros(len(data.rewards))
+        self._weight_R[part] = row_weights(counts_R, mean, 1).float()
+        self._weight, self._token_logprobs = objective.observation_weight, token_logprobs
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+
+    def compute(self, some: slice, hidden_OH: Tensor, observed: ObservedTargets) -> Tensor:
+        """Return the loss of the given tokens of a micro-batch, and add it to `total`."""
+        targets_O = send(observed.targets[some], hidden_OH.device)
+        logp_O, _ = self._token_logprobs.of(hidden_OH, targets_O)
+        loss = -(logp_O * send(self._weight_R[observed.row_O[some]], hidden_OH.device)).sum()
+        self.total += loss.detach().double()
+        return self._weight * loss
+
+    def sum_ranks(self, ranks: Ranks) -> dict[str, float]:
+        """Return L of the whole minibatch, in nats per token, as a metric."""
+        found = self.total.cpu().reshape(1)
+        ranks.add(found)
+        return {"observation_loss": float(found)}
