@@ -1,4 +1,6 @@
-"""Finds the run home, which is the folder of all local files of rollflow on this machine, and finds runs in a store."""
+"""Finds the run home, which is the folder of all local files of rollflow on this machine, and finds runs and their
+versions in a store.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from rollflow.flows.services.times import utc_stamp
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import entry_path
 from rollflow.storage.objects import open_store
+from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.run.config import RunConfig, StoreConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.names import run_id as checked
@@ -126,6 +129,15 @@ def list_runs(store: str | None = None) -> list[RunContext]:
     base = open_store(store or default_store())
     names = [name for name in base.folders("runs") if base.exists(f"runs/{name}/{entry_path(0)}")]
     return [context_of(base.uri, name) for name in names]
+
+
+def find_published(context: RunContext, version: int) -> PolicyVersion:
+    """Return a published policy version; raise `ConfigError` if the policy version is not published."""
+    newest = context.policies.newest()
+    if not 0 <= version <= newest:
+        there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
+        raise ConfigError(f"version {version} is not published; run {context.run_id!r} {there}")
+    return context.policies.find(version)
 
 
 def _created_at(context: RunContext) -> float:

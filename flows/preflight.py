@@ -105,12 +105,12 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
             "checks them first"
         )
         return Preflight({}, {}, (), (), read, tuple(notes))
-    files = set_dtype(_read_policy_files(config, read), config.policy.dtype)
+    files = set_dtype(read_policy_files(config, read), config.policy.dtype)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name, data in files.items():
             (folder / name).write_bytes(data)
-        tokenizer = _check_folder(config, folder)
+        tokenizer = check_policy(config, folder)
         files |= {GENERATION: (folder / GENERATION).read_bytes()}
         read, found = fit_files(config, rows, tokenizer, read, tell)
         prompts = open_prompts(config, tokenizer, read)
@@ -272,7 +272,7 @@ def _note_few_held_out(config: RunConfig, found: int) -> list[str]:
     return [f"evaluation.prompts = {config.evaluation.prompts}: {few}"]
 
 
-def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
+def read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
     """Return the files of the policy folder without the weights. The folder is at `policy.path`; without this key, a
     new small policy is used.
     """
@@ -282,19 +282,24 @@ def _read_policy_files(config: RunConfig, read: Reader) -> dict[str, bytes]:
     return build_cold_folder(config.policy.cold_start, open_prompts(config, None, read).texts(VOCABULARY_TEXTS))
 
 
-def _check_folder(config: RunConfig, folder: Path) -> PolicyTokenizer:
-    """Check the policy's files, inference engine, end tokens, context length and chat templates. Return its
-    tokenizer.
+def check_policy(config: RunConfig, folder: Path, *, engine: bool = True) -> PolicyTokenizer:
+    """Check the policy's files, inference engine, end tokens, context length and chat templates, and write all its end
+    tokens into the folder. Return its tokenizer. Without `engine`, the inference engine is not checked.
+
+    Raises:
+        ConfigError: the policy cannot be asked the recipe's prompts.
     """
     check_files(folder)
     if config.policy.path is not None:
         check_config(folder)
-    _check_engine(config, folder)
+    if engine:
+        _check_engine(config, folder)
     name_end_tokens(folder)
     tokenizer = PolicyTokenizer(folder)
     _check_room(config, tokenizer)
     check_templates(config.prompts, tokenizer)
-    _check_kv_cache(config, folder, tokenizer.context)
+    if engine:
+        _check_kv_cache(config, folder, tokenizer.context)
     return tokenizer
 
 

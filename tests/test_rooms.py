@@ -76,7 +76,8 @@ MAY: dict[str, set[str]] = {
         *("tasks/environments", "tasks/environments/guest", "tasks/runtime", "tasks/scorers"),
     },
     "tasks/environments/guest": set(),
-    "tasks/rollout": {"tasks/runtime", "tasks/engines", "tasks/environments", "tasks/scorers"},
+    "tasks/statistics": set(),
+    "tasks/rollout": {"tasks/runtime", "tasks/engines", "tasks/environments", "tasks/scorers", "tasks/statistics"},
     "tasks/run": {  # the config is made of the rooms' own parts
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
         *("tasks/environments/foreign", "tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
@@ -96,9 +97,10 @@ MAY: dict[str, set[str]] = {
     "flows/keepalive": {
         *("flows", "flows/ray_cluster", "flows/registration", "flows/services", "flows/tracking", "flows/views"),
     },
+    "flows/policies": {"flows", "flows/ray_cluster"},
     "flows": {
-        *("flows/keepalive", "flows/ray_cluster", "flows/registration", "flows/services", "flows/tracking"),
-        "flows/views",
+        *("flows/keepalive", "flows/policies", "flows/ray_cluster", "flows/registration", "flows/services"),
+        *("flows/tracking", "flows/views"),
     },
     "flows/commands/cli": {
         *("flows", "flows/ray_cluster", "flows/registration", "flows/services", "flows/views"),

@@ -8,8 +8,8 @@ import argparse
 
 from rollflow.flows.commands.cli.chosen_run import chosen_run
 from rollflow.flows.commands.cli.exit_codes import OK
-from rollflow.flows.commands.inspect import find_published
 from rollflow.flows.export import export
+from rollflow.flows.locations import find_published
 
 
 def command(options: argparse.Namespace) -> int:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from rollflow.flows.commands.cli.chosen_run import chosen_run
 from rollflow.flows.commands.cli.exit_codes import OK
+from rollflow.flows.locations import find_published
 from rollflow.flows.services.times import utc_time
 from rollflow.flows.views.audit_table import domains_table
 from rollflow.flows.views.config_history import change_sentence, list_changes
@@ -34,7 +35,7 @@ from rollflow.flows.views.inspect_values import (
     version_value,
 )
 from rollflow.flows.views.progress import trained_domains
-from rollflow.flows.views.turns import TurnPart, prompt_tokens, split_turns
+from rollflow.flows.views.turns import TurnPart, describe_logprobs, prompt_tokens, render_part, split_turns
 from rollflow.storage.errors import ConfigError, Corrupt
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided
 from rollflow.storage.log.lineage import AwaitingTraining, Consumed, list_fates
@@ -172,15 +173,6 @@ def _print_recoveries(context: RunContext, console: Console) -> None:
 # --- a version ----------------------------------------------------------------------------------------------
 
 
-def find_published(context: RunContext, version: int) -> PolicyVersion:
-    """Return a published policy version; raise `ConfigError` if the policy version is not published."""
-    newest = context.policies.newest()
-    if not 0 <= version <= newest:
-        there = f"has versions 0 to {newest}" if newest >= 0 else "has none yet"
-        raise ConfigError(f"version {version} is not published; run {context.run_id!r} {there}")
-    return context.policies.find(version)
-
-
 def _print_version(context: RunContext, number: int, console: Console) -> None:
     version = find_published(context, number)
     console.print(f"version {number} of run {context.run_id}")
@@ -277,7 +269,7 @@ def _read_question(context: RunContext, prompt: int) -> str:
 
 def _show_trajectories(
     context: RunContext, key: GroupKey, batch: BatchCommitted, sample: int | None, table: Table
-) -> Table | None:
+) -> Table | Group | None:
     """Add rows about one trajectory to the table `table`. If `sample` is None, return a table of all trajectories in
     the group of responses to one prompt.
     """
@@ -287,11 +279,11 @@ def _show_trajectories(
     if sample is None:
         return _group_table(context, key, chosen, batch.number)
     parts = split_turns(one)
-    several = any(part.author == "environment" for part in parts)
+    several = sum(part.author == "policy" for part in parts) > 1 or parts[-1].author == "environment"
     if not several:
         table.add_row("response", Text(ResponseReader(context).read(key.prompt, one)))
     table.add_row("tokens", f"{one.response_tokens}: {_describe_spans(one)}")
-    table.add_row("log-probs", _describe_logprobs([value for part in parts for value in part.logprobs]))
+    table.add_row("log-probs", describe_logprobs([value for part in parts for value in part.logprobs]))
     table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
     for row in _describe_optional(one):
         table.add_row(*row)
@@ -320,26 +312,11 @@ def _describe_parts(one: Trajectory) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in (one.reward_parts or {}).items())
 
 
-def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Table:
-    """Build a table of a multi-turn trajectory, with one row for each part (consecutive tokens of one author). Only the
-    tokens that the policy generated have loss mask 1.
-    """
-    table = Table(title="turns", title_justify="left")
-    for name in ("turn", "by", "tokens", "mask", "versions", "log-probs", "text"):
-        table.add_column(name, justify="right" if name in ("turn", "mask") else "left", overflow="fold")
-    turn = 0
-    for part in parts:
-        own = part.author == "policy"
-        turn += own
-        counts = ", ".join(f"{version}: {count}" for version, count in sorted(Counter(part.versions).items()))
-        place = f"{part.start}-{part.start + len(part.tokens) - 1}"
-        figures = (place, str(int(own)), counts, _describe_logprobs(part.logprobs) if own else "")
-        table.add_row(str(turn) if own else "", part.author, *figures, Text(context.tokenizer.decode(part.readable)))
-    return table
-
-
-def _describe_logprobs(values: Sequence[float]) -> str:
-    return f"mean {sum(values) / len(values):.2f}, lowest {min(values):.2f}" if values else "none"
+def _show_turns(context: RunContext, parts: Sequence[TurnPart]) -> Group:
+    """Return a multi-turn trajectory part by part: who wrote the part, notes on its tokens, and its text."""
+    decode = context.tokenizer.decode_response
+    shown = (render_part(part.author, decode(part.readable, special=False), part.notes) for part in parts)
+    return Group(Text("turns", style="italic"), *shown)
 
 
 def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Trajectory], number: int) -> Table:

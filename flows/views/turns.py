@@ -1,27 +1,36 @@
-"""Splits a trajectory into parts: the prompt, the responses of the policy, and the answers of the environment.
+"""Splits a trajectory into parts: the prompt, the turns of the policy, and what the environment wrote between them.
 
-A part of a trajectory ends where the value of the loss mask changes. Two responses without environment tokens between
-them form one part of the trajectory.
+A part of a trajectory ends where the value of the loss mask changes, and where a turn starts. If a run did not record
+where turns start, two turns without environment tokens between them form one part of the trajectory.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 from typing import Any, Literal
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
 
 from rollflow.storage.model_input import NO_TOKEN
 from rollflow.storage.records import Trajectory
 
-Author = Literal["prompt", "policy", "environment"]
+Author = Literal["prompt", "context", "policy", "environment"]
+
+COLOURS = {"prompt": "cyan", "context": "cyan", "system": "cyan", "environment": "yellow", "tool": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnPart:
-    """Consecutive tokens of a trajectory that have the same author, from token number `start` on. `logprobs` and
-    `versions` are set only if the policy generated the tokens.
+    """Consecutive tokens of a trajectory that have the same author, from token number `start` on. The other fields are
+    set only if the policy generated the tokens.
+
+    The author "context" wrote the beginning of a branch: the prompt, and the context that the environment rewrote.
     """
 
     author: Author
@@ -29,11 +38,26 @@ class TurnPart:
     tokens: Sequence[int]
     logprobs: Sequence[float] = ()  # Log-probability in nats of each token.
     versions: Sequence[int] = ()
+    turn: int = 0  # number of the turn, from 1
+    reward: float | None = None  # sum of the rewards of the part's tokens; None if no token has a reward
+    state: int | None = None  # hash of the environment state in which the turn acted; None if it has no name
 
     @property
     def readable(self) -> list[int]:
         """The tokens of this part that have text. Positions of images and of other input are left out."""
         return [token for token in self.tokens if token != NO_TOKEN]
+
+    @property
+    def notes(self) -> list[str]:
+        """What people read about this part besides its text."""
+        count, last = len(self.tokens), self.start + len(self.tokens) - 1
+        found = [f"turn {self.turn}"] if self.turn else []
+        found.append(f"{count} token{'s' * (count != 1)} ({self.start}-{last})")
+        if self.author == "policy":
+            found += [_describe_versions(self.versions), f"log-prob {describe_logprobs(self.logprobs)}"]
+        found += [f"reward {self.reward:g}"] if self.reward is not None else []
+        found += [f"state {name_state(self.state)}"] if self.state is not None else []
+        return found
 
     def value(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return this part of the trajectory as JSON values, with its text."""
@@ -42,27 +66,86 @@ class TurnPart:
         if self.logprobs:
             mean, least = sum(self.logprobs) / len(self.logprobs), min(self.logprobs)
             value |= {"versions": dict(Counter(self.versions)), "logprob_mean": mean, "logprob_min": least}
-        return value
+        given = {"turn": self.turn or None, "reward": self.reward, "state": self.state}
+        return value | {name: found for name, found in given.items() if found is not None}
 
 
 def split_turns(trajectory: Trajectory) -> list[TurnPart]:
-    """Split a trajectory into the prompt, the policy's responses and the environment's answers, in order of their
+    """Split a trajectory into the prompt, the policy's turns and the environment's answers, in order of their
     tokens.
     """
-    parts = list[TurnPart]()
-    start = 0
-    for chosen, masks in groupby(trajectory.loss_mask):
-        end = start + len(list(masks))
+    parts, turns = list[TurnPart](), 0
+    states = _find_states(trajectory)
+    for start, end in _cut(trajectory):
         tokens = list(trajectory.tokens[start:end])
-        if chosen:
+        if trajectory.loss_mask[start]:
+            turns += 1
             own = list(trajectory.logprobs[start:end]), list(trajectory.versions[start:end])
-            parts.append(TurnPart("policy", start, tokens, *own))
+            reward, state = _sum_rewards(trajectory, start, end), states.get(start)
+            parts.append(TurnPart("policy", start, tokens, *own, turns, reward, state))
         else:
-            parts.append(TurnPart("environment" if parts else "prompt", start, tokens))
-        start = end
+            first: Author = "prompt" if trajectory.branch is None else "context"
+            parts.append(TurnPart("environment" if parts else first, start, tokens))
     return parts
+
+
+def _cut(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
+    """Return the first position of each part, and the position behind the part."""
+    mask, starts = trajectory.loss_mask, {*(trajectory.turn_starts or ())}
+    cuts = [at for at in range(1, len(mask)) if mask[at] != mask[at - 1] or at in starts]
+    edges = [0, *cuts, len(mask)]
+    return ((start, end) for start, end in pairwise(edges) if end > start)
+
+
+def _sum_rewards(trajectory: Trajectory, start: int, end: int) -> float | None:
+    given = [one for one in (trajectory.token_rewards or ())[start:end] if not math.isnan(one)]
+    return math.fsum(given) if given else None
+
+
+def _find_states(trajectory: Trajectory) -> dict[int, int]:
+    """Return the state of each turn that acted in a named state, by the position of the turn's first token."""
+    states = trajectory.turn_states or ()
+    starts = trajectory.turn_starts or ()
+    return {start: state for start, state in zip(starts, states, strict=False) if state}
+
+
+def _describe_versions(versions: Sequence[int]) -> str:
+    counts = sorted(Counter(versions).items())
+    if len(counts) == 1:
+        return f"version {counts[0][0]}"
+    return f"versions {', '.join(f'{version} ({tokens})' for version, tokens in counts)}"
+
+
+def name_state(state: int) -> str:
+    """Return a short name for the hash of a state: its last 32 bits as hexadecimal digits."""
+    return f"{state & 0xFFFFFFFF:08x}"
+
+
+def describe_logprobs(values: Sequence[float]) -> str:
+    """Return the mean and the smallest of some log-probabilities as text."""
+    return f"mean {sum(values) / len(values):.2f}, lowest {min(values):.2f}" if values else "none"
+
+
+def render_part(speaker: str, text: str, notes: Sequence[str] = ()) -> Group:
+    """Return what somebody said, below a line with who speaks and with notes. Line breaks of the text stay, so that a
+    frame that an environment writes keeps its shape.
+    """
+    return Group(render_head(speaker, notes), render_text(text))
+
+
+def render_head(speaker: str, notes: Sequence[str] = ()) -> Text:
+    """Return a line that says who speaks."""
+    line = Text(speaker, style=f"bold {COLOURS.get(speaker, 'green')}")
+    line.append("".join(f" · {note}" for note in notes), style="not bold dim")
+    return line
+
+
+def render_text(text: str) -> Padding:
+    """Return a text, two columns to the right. A text without visible characters is quoted."""
+    shown = Text(text.strip("\n")) if text.strip() else Text(repr(text) if text else "(nothing)", style="dim")
+    return Padding(shown, (0, 0, 0, 2))
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:
     """Return the tokens of a trajectory's prompt that have text."""
-    return next((part.readable for part in split_turns(trajectory) if part.author == "prompt"), ())
+    return next((part.readable for part in split_turns(trajectory) if part.author in ("prompt", "context")), ())

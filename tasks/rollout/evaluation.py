@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -39,6 +39,7 @@ from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
 from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged
+from rollflow.tasks.statistics.proportions import mean_pass_at
 
 T = TypeVar("T")
 UNSAFE = re.compile(r"[^\w.-]")  # characters that a metric's name may not contain
@@ -86,6 +87,15 @@ class Evaluation:
         for domain, result in [*self.domains.items(), *self.sets.items()]:
             found |= {f"accuracy_{safe_name(domain)}": result.accuracy, f"reward_{safe_name(domain)}": result.reward}
         return found
+
+
+class EvaluatedResponse(NamedTuple):
+    """A scored response: its prompt and score, the policy version of each sampled token, and its number of turns."""
+
+    prompt: Prompt
+    score: Score
+    versions: tuple[int, ...]
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,24 +175,6 @@ def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
     return [skip for path in run.list("evaluations_skipped") if (skip := _read(run, path, SKIPPED))]
 
 
-def pass_at(k: int, responses: int, right: int) -> float:
-    """Compute pass@k: the chance that k of a prompt's responses, drawn without replacement, include a right one.
-
-    With n responses, c of them right, pass@k is 1 - C(n - c, k) / C(n, k). This estimate of pass@k is unbiased (Chen et
-    al. 2021, Evaluating large language models trained on code, eq. 1).
-    """
-    return 1 - math.comb(responses - right, k) / math.comb(responses, k)
-
-
-def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
-    """Compute the mean pass@k over all prompts, for k = 2, 4, 8, ...
-
-    `right` is a list with the number of right responses to each prompt, out of `samples` responses.
-    """
-    powers = (2**power for power in range(1, samples.bit_length()))
-    return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
-
-
 class _Summary(NamedTuple):
     """Accuracy, mean reward and pass@k over a set of scored responses."""
 
@@ -204,6 +196,11 @@ def combine(domains: Mapping[str, _Summary], shares: Mapping[str, float]) -> _Su
         mean({domain: one.reward for domain, one in domains.items()}),
         {k: mean({domain: one.pass_at[k] for domain, one in domains.items()}) for k in powers},
     )
+
+
+def is_right(score: Score, by_value: bool) -> bool:
+    """Return whether a score counts as right in an accuracy: by its outcome or, with `by_value`, if its value is 1."""
+    return score.value == 1.0 if by_value else score.outcome is Outcome.CORRECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +227,13 @@ class Evaluator:
         Raises:
             Unjudged: a response could not be judged; counting the response as wrong would falsify the accuracy.
         """
-        every = [*self.prompts, *(prompt for prompts in self.sets.values() for prompt in prompts)]
-        asked = [(prompt, sample) for prompt in every for sample in range(self.samples)]
-        done = await asyncio.gather(*(self._answer_prompt(proxy, version, prompt, sample) for prompt, sample in asked))
-        if missing := [score.reason for score, _ in done if score.outcome is Outcome.UNJUDGED]:
+        done = await self.answer_all(proxy, version)
+        if missing := [one.score.reason for one in done if one.score.outcome is Outcome.UNJUDGED]:
             raise Unjudged(f"{len(missing)} of {len(done)} responses could not be judged, the first: {missing[0]}")
         main = len(self.prompts) * self.samples
-        judged = [(prompt.domain, score) for (prompt, _), (score, _) in zip(asked, done, strict=True)]
+        judged = [(one.prompt.domain, one.score) for one in done]
         sets = self._summarise_sets(judged[main:])
-        judged, pinned = judged[:main], all(v == version for _, versions in done for v in versions)
+        judged, pinned = judged[:main], all(v == version for one in done for v in one.versions)
         done = done[:main]
         by_domain = {domain: [score for one, score in judged if one == domain] for domain, _ in judged}
         domains = {domain: self._summarise(scores) for domain, scores in by_domain.items()}
@@ -248,7 +243,7 @@ class Evaluator:
             accuracy=total.accuracy,
             reward=total.reward,
             responses=len(done),
-            mean_tokens=sum(len(versions) for _, versions in done) / len(done),
+            mean_tokens=sum(len(one.versions) for one in done) / len(done),
             pinned=pinned,
             pass_at=total.pass_at,
             domains={
@@ -259,6 +254,20 @@ class Evaluator:
             sets=sets,
         )
 
+    async def answer_all(
+        self, proxy: InferenceProxy, version: int, note: Callable[[EvaluatedResponse], None] = lambda _: None
+    ) -> list[EvaluatedResponse]:
+        """Return the scored responses to the held-out prompts, then those to the evaluation sets; `note` is called with
+        each response as soon as it is scored.
+        """
+
+        async def answer(prompt: Prompt, sample: int) -> EvaluatedResponse:
+            note(found := await self._answer_prompt(proxy, version, prompt, sample))
+            return found
+
+        every = chain(self.prompts, *self.sets.values())
+        return await asyncio.gather(*(answer(prompt, sample) for prompt in every for sample in range(self.samples)))
+
     def _summarise_sets(self, judged: Sequence[tuple[str, Score]]) -> dict[str, DomainResult]:
         """Summarise the scores of each evaluation set; each score comes with the name of its set."""
         names = [name for name, prompts in self.sets.items() if prompts]
@@ -268,7 +277,7 @@ class Evaluator:
 
     def _summarise(self, scores: Sequence[Score]) -> _Summary:
         """Summarise scores that are grouped by prompt, with the same number of responses to each prompt."""
-        passed = [score.value == 1.0 if self.by_value else score.outcome is Outcome.CORRECT for score in scores]
+        passed = [is_right(score, self.by_value) for score in scores]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
         return _Summary(
             sum(passed) / len(scores),
@@ -278,7 +287,7 @@ class Evaluator:
 
     async def _answer_prompt(
         self, proxy: InferenceProxy, version: int, prompt: Prompt, sample: int
-    ) -> tuple[Score, tuple[int, ...]]:
+    ) -> EvaluatedResponse:
         async def ask(turn: Turn) -> VersionedGeneration:
             request = GenerationRequest(
                 id=f"evaluation.{version}.{prompt.index}.{sample}" + (f".{turn.number}" if turn.number else ""),
@@ -293,9 +302,8 @@ class Evaluator:
         episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary, self.ports)
         score = await episode.play(self.environment)
         assert score is not None, "every episode of an evaluation is wanted"
-        return episode.find_unjudged(score) or score, tuple(
-            version for version in episode.made.versions if version >= 0
-        )
+        versions = tuple(version for version in episode.made.versions if version >= 0)
+        return EvaluatedResponse(prompt, episode.find_unjudged(score) or score, versions, episode.turns)
 
 
 async def _want_every(_: PlayedEpisode) -> bool:

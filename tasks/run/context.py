@@ -229,10 +229,7 @@ class RunContext:
 
         On a CPU, "auto" replaces vLLM by the transformers engine, if the transformers engine can run the policy.
         """
-        config = self.config
-        found = config.evaluation_engine(on_cpu=on_cpu) or config.engine
-        replaced = config.evaluation.engine == "auto" and found != config.engine
-        return config.engine if replaced and find_folder_hindrance(self.policy_folder) else found
+        return choose_evaluation_engine(self.config, self.policy_folder, on_cpu=on_cpu)
 
     def weights(self, version: int) -> Path:
         """Return a folder on this node with a policy version's weights, valid until another version is requested."""
@@ -279,6 +276,13 @@ class RunContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=node_cache())
+
+
+def choose_evaluation_engine(config: RunConfig, policy_folder: Path, *, on_cpu: bool) -> EngineConfig:
+    """Return the config of the engine for evaluations of a policy, as `RunContext.evaluation_engine` specifies."""
+    found = config.evaluation_engine(on_cpu=on_cpu) or config.engine
+    replaced = config.evaluation.engine == "auto" and found != config.engine
+    return config.engine if replaced and find_folder_hindrance(policy_folder) else found
 
 
 def fetch_folder(

@@ -11,12 +11,15 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.inspect import _describe_optional
 from rollflow.flows.tracking.mlflow_payload import _sample_responses
 from rollflow.flows.views.inspect_values import describe_token_rewards
-from rollflow.flows.views.turns import prompt_tokens, split_turns
+from rollflow.flows.views.turns import prompt_tokens, render_part, split_turns
 from rollflow.storage.model_input import NO_TOKEN, ForeignPart, PlacedPart
 from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.records import Branch, Outcome, StopReason, Trajectory
@@ -94,10 +97,11 @@ def test_inspect_command_shows_each_turn_of_an_episode(run: RunContext, capsys: 
     mean = -(said - 1 + 3) / said
     for words in (
         f"question {decode(encode(PROMPT))} ",
-        f"│ │ prompt │ 0-{a - 1} │ 0 │ │ │ {PROMPT} │",
-        f"│ 1 │ policy │ {a}-{b - 1} │ 1 │ 0: {said - 1}, 1: 1 │ mean {mean:.2f}, lowest -3.00 │ {FIRST} │",
-        f"│ │ environment │ {b}-{c - 1} │ 0 │ │ │ {HINT} │",
-        f"│ 2 │ policy │ {c}-{d - 1} │ 1 │ 1: {then} │ mean -2.00, lowest -2.00 │ {SECOND} │",
+        f"turns prompt · {a} tokens (0-{a - 1}) {PROMPT} policy",
+        f"policy · turn 1 · {said} tokens ({a}-{b - 1}) · versions 0 ({said - 1}), 1 (1) · "
+        f"log-prob mean {mean:.2f}, lowest -3.00 {FIRST} environment",
+        f"environment · {hint} tokens ({b}-{c - 1}) {HINT} policy",
+        f"policy · turn 2 · {then} tokens ({c}-{d - 1}) · version 1 · log-prob mean -2.00, lowest -2.00 {SECOND}",
     ):
         assert words in out, out
     assert "response" not in out.split("turns")[0].split("discarded")[-1]
@@ -174,3 +178,52 @@ def test_inspect_describes_an_image_in_a_prompt() -> None:
 def test_inspect_describes_a_branch_of_a_response() -> None:
     one = small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3)
     assert [*_describe_optional(replace(one, branch=Branch(1, 2)))] == [("branch", "of sample 1, from token 2 on")]
+
+
+def test_turns_without_environment_tokens_between_them_are_apart(run: RunContext) -> None:
+    one = small_run.trajectory((4, 5), 3, 0, 0, Random(0), stop=3)
+    given, own = len(one.tokens) - sum(one.loss_mask), sum(one.loss_mask)
+    assert own >= 2
+    rewards = [math.nan] * given + [math.nan, 0.25, *[math.nan] * (own - 2)]
+    starts = (given, given + 1)
+    [_, first, second] = split_turns(replace(one, turn_starts=starts, token_rewards=Float32s.of(rewards)))
+    assert (first.turn, len(first.tokens), first.reward) == (1, 1, None)
+    assert (second.turn, len(second.tokens), second.reward) == (2, own - 1, 0.25)
+    assert "reward 0.25" in second.notes
+    assert second.value(str)["reward"] == 0.25
+    assert [part.author for part in split_turns(one)] == ["prompt", "policy"]
+
+
+def test_a_branch_begins_with_its_rewritten_context() -> None:
+    one = replace(small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3), branch=Branch(1, 2))
+    assert [part.author for part in split_turns(one)] == ["context", "policy"]
+
+
+@given(
+    authors=st.lists(st.booleans(), min_size=1, max_size=30), cuts=st.sets(st.integers(0, 29)), branched=st.booleans()
+)
+def test_parts_of_a_trajectory_have_each_token_once(authors: list[bool], cuts: set[int], branched: bool) -> None:
+    starts = sorted(at for at in cuts if at < len(authors) and authors[at])
+    one = replace(
+        small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3),
+        tokens=list(range(len(authors))),
+        loss_mask=authors,
+        logprobs=[-1.0 * own for own in authors],
+        versions=[own - 1 for own in authors],
+        turn_starts=starts,
+        branch=Branch(0, 1) if branched else None,
+    )
+    parts = split_turns(one)
+    assert [token for part in parts for token in part.tokens] == list(one.tokens)
+    assert all(authors[token] is (part.author == "policy") for part in parts for token in part.tokens)
+    assert {*starts} <= {part.start for part in parts}
+    turns = [part.turn for part in parts if part.author == "policy"]
+    assert turns == list(range(1, len(turns) + 1))
+
+
+def test_a_frame_of_the_environment_keeps_its_lines() -> None:
+    console = Console(width=40, no_color=True)
+    with console.capture() as shown:
+        console.print(render_part("environment", "#####\n#. @#\n#####\n", ["3 tokens"]))
+    lines = [line.rstrip() for line in shown.get().splitlines()]
+    assert lines == ["environment · 3 tokens", "  #####", "  #. @#", "  #####"]

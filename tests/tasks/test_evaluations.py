@@ -34,7 +34,6 @@ from rollflow.tasks.rollout.evaluation import (
     Evaluator,
     evaluation_path,
     is_evaluated,
-    pass_at,
     read_evaluation,
     read_evaluations,
     read_skipped,
@@ -46,6 +45,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.statistics.proportions import pass_at
 from tests.support.batches import begin, learning, publish, scheduling, staged
 from tests.support.pipeline import Pipeline, prompt_at
 

@@ -1,0 +1,1 @@
+"""Estimates of shares of right responses, with their intervals."""

@@ -1,0 +1,75 @@
+"""Estimates how often a policy answers right, from several responses to each prompt.
+
+    pass_at             chance that one of k responses to a prompt is right
+    wilson_interval     interval of a share, of which n independent responses were seen
+    effective_size      number of independent responses that say as much as several responses to each prompt
+
+Responses to one prompt resemble each other, so eight responses to a prompt say less than responses to eight prompts. An
+interval that counted them all would be too short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+Z95 = 1.959963984540054  # quantile 0.975 of the standard normal distribution
+
+
+class PromptResult(NamedTuple):
+    """The number of responses to a prompt, and how many of them were right."""
+
+    responses: int
+    right: int
+
+
+def pass_at(k: int, responses: int, right: int) -> float:
+    """Compute pass@k: the chance that k of a prompt's responses, drawn without replacement, include a right one.
+
+    With n responses, c of them right, pass@k is 1 - C(n - c, k) / C(n, k). This estimate of pass@k is unbiased (Chen et
+    al. 2021, Evaluating large language models trained on code, eq. 1).
+    """
+    return 1 - math.comb(responses - right, k) / math.comb(responses, k)
+
+
+def mean_pass_at(right: Sequence[int], samples: int) -> dict[int, float]:
+    """Compute the mean pass@k over all prompts, for k = 2, 4, 8, ...
+
+    `right` is a list with the number of right responses to each prompt, out of `samples` responses.
+    """
+    powers = (2**power for power in range(1, samples.bit_length()))
+    return {k: math.fsum(pass_at(k, samples, count) for count in right) / len(right) for k in powers}
+
+
+def wilson_interval(share: float, size: float) -> tuple[float, float]:
+    """Compute the 95% interval of a share that was seen among `size` independent responses; (0, 1) without responses.
+
+    With z = 1.96, the interval is (p + z^2/2n ± z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n) (Wilson 1927, Probable
+    inference, the law of succession, and statistical inference). It also holds for few responses and for shares of 0
+    and 1.
+    """
+    if size <= 0:
+        return 0.0, 1.0
+    spread = Z95**2 / size
+    centre, scale = share + spread / 2, 1 + spread
+    half = math.sqrt(spread * (share * (1 - share) + spread / 4))
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def effective_size(results: Iterable[PromptResult]) -> float:
+    """Compute the number of independent responses whose share of right ones would vary as much as the share in these
+    results.
+
+    The variance of the share p is that of a ratio of sums over prompts (Kish 1965, Survey sampling): the sum of
+    (c - n p)^2 over all prompts, divided by the square of the number of responses. A single response to each prompt
+    gives the number of prompts. If all responses are right, or all are wrong, the size is the number of prompts.
+    """
+    asked = [one for one in results if one.responses]
+    total = sum(one.responses for one in asked)
+    share = sum(one.right for one in asked) / total if total else 0.0
+    squares = math.fsum((one.right - one.responses * share) ** 2 for one in asked)
+    if not 0 < share < 1:
+        return float(len(asked))
+    # The same share of each prompt says that responses to a prompt are independent, as far as one can see.
+    return min(float(total), share * (1 - share) * total**2 / squares) if squares else float(total)
