@@ -164,7 +164,9 @@ class GroupRollout:
                 self._peers.leave(sample)
         if score is None:
             return None
-        if ports.limits.judge_tries(prompt.scorer) and (unjudged := episode.find_unjudged(score)):
+        # an environment that broke before the first generation has nothing that could be scored
+        tries = ports.limits.judge_tries(prompt.scorer) or episode.first is None
+        if tries and (unjudged := episode.find_unjudged(score)):
             self.unjudged = unjudged.reason
             await self.give_up(DiscardReason.UNJUDGED)
             return None

@@ -48,7 +48,7 @@ CASES: dict[str, EnvironmentConfig] = {
     "tool": ImportEnvironment(
         path="letters.environments:AskTool", tools={"count": ImportTool(path="letters.tools:count")}
     ),
-    "trl": TrlEnvironment(path="letters.guessing:HigherOrLower"),
+    "trl": TrlEnvironment(path="odd_worlds:Quiet", folder=str(GUESTS)),
     "gymnasium": GymnasiumEnvironment(path="odd_worlds:Walk", folder=str(GUESTS)),
 }
 
@@ -78,6 +78,17 @@ class TestEnvironments(EnvironmentContract):
         report = audit(pipeline.store)
         assert report.clean, report.violations
         assert report.versions == 4
+
+
+def test_prompt_without_room_for_its_tools_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_reach(monkeypatch, FOLDER)
+    config = TrlEnvironment(path="letters.guessing:HigherOrLower", max_failures=2)
+    pipeline = Pipeline(
+        MemoryStore("room"), versions=1, environment=build_environment(config), environment_ports=build_ports(config)
+    )
+    with pytest.raises(BaseExceptionGroup) as ended:
+        asyncio.run(pipeline.run())
+    assert ended.group_contains(ConfigError, match=r"2 episodes in a row failed .* leave no room for a response")
 
 
 # --- several turns ----------------------------------------------------------------------------------------
