@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 from rollflow.flows.locations import attach_run
-from rollflow.tasks.policies.cold_start import POOL
+from rollflow.tasks.policies.demonstrations import POOL
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.run.context import RunContext
 

@@ -32,7 +32,9 @@ MAY: dict[str, set[str]] = {
     "tasks": set(),
     "tasks/runtime": set(),
     "tasks/objectives": {"tasks/runtime"},
-    "tasks/prompts": {"tasks/runtime"},
+    "tasks/games": set(),
+    "tasks/prompts": {"tasks/prompts/games", "tasks/runtime"},
+    "tasks/prompts/games": {"tasks/games", "tasks/prompts", "tasks/runtime"},
     "tasks/scorers/code": {"tasks/runtime", "tasks/sandboxes", "tasks/scorers"},
     # A worker reads responses as the policy writes them.
     "tasks/scorers": {
@@ -71,7 +73,7 @@ MAY: dict[str, set[str]] = {
         *("tasks/learners", "tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/sharding"),
         *("tasks/policies", "tasks/runtime"),
     },
-    "tasks/environments": {"tasks/environments/foreign", "tasks/runtime", "tasks/engines", "tasks/scorers"},
+    "tasks/environments": {"tasks/environments/foreign", "tasks/games", "tasks/runtime", "tasks/engines", "tasks/scorers"},
     "tasks/environments/foreign": {
         *("tasks/environments", "tasks/environments/guest", "tasks/runtime", "tasks/scorers"),
     },

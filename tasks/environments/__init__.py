@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import (
     EnvironmentConfig,
+    FrozenLakeEnvironment,
     GymnasiumEnvironment,
     ImportEnvironment,
     SingleTurnEnvironment,
+    SokobanEnvironment,
     TrlEnvironment,
 )
 
@@ -28,6 +30,10 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.single_turn import SINGLE_TURN
 
             return SINGLE_TURN
+        case FrozenLakeEnvironment() | SokobanEnvironment():
+            from rollflow.tasks.environments.grid_game import GridGame
+
+            return GridGame(config.turns)
         case ImportEnvironment():
             from rollflow.tasks.environments.imported import ImportedEnvironment
 

@@ -32,6 +32,32 @@ class SingleTurnEnvironment(EnvironmentBase):
     )
 
 
+class GameEnvironment(EnvironmentBase):
+    """Base class of the configs of games, in which the policy writes one letter per turn: U, D, L or R."""
+
+    turns: int = Field(10, ge=1, le=1000, description="largest number of turns of an episode of a game")
+
+
+class FrozenLakeEnvironment(GameEnvironment):
+    """The game FrozenLake without slipping."""
+
+    kind: Literal["frozen-lake"] = Field(
+        "frozen-lake",
+        description="the game FrozenLake without slipping: the policy walks to the goal, one letter (U, D, L or R) per "
+        "turn, and must not step into a hole; it plays prompts of the same kind",
+    )
+
+
+class SokobanEnvironment(GameEnvironment):
+    """The game Sokoban."""
+
+    kind: Literal["sokoban"] = Field(
+        "sokoban",
+        description="the game Sokoban: the policy pushes each box onto a goal, one letter (U, D, L or R) per turn; it "
+        "plays prompts of the same kind",
+    )
+
+
 class ImportEnvironment(Imported, EnvironmentBase):
     """A user-defined environment, which may have several turns and tools."""
 
@@ -51,5 +77,11 @@ class ImportEnvironment(Imported, EnvironmentBase):
 
 
 EnvironmentConfig = Annotated[
-    SingleTurnEnvironment | ImportEnvironment | TrlEnvironment | GymnasiumEnvironment, Field(discriminator="kind")
+    SingleTurnEnvironment
+    | FrozenLakeEnvironment
+    | SokobanEnvironment
+    | ImportEnvironment
+    | TrlEnvironment
+    | GymnasiumEnvironment,
+    Field(discriminator="kind"),
 ]

@@ -1,8 +1,9 @@
 """Cold start: trains a small new policy on demonstrations until the policy answers some questions correctly, but not
 all.
 
-The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. During
-cold start, the policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two
+The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. In the
+demonstration of an episode with several turns, the loss leaves out the tokens that the environment adds. During cold
+start, the policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two
 measurements, the policy's accuracy may rise by twenty percentage points, depending on rounding errors. The supervised
 training ends when a measured accuracy reaches the target accuracy. After the supervised training, a bisection between
 the weights at the last two measurements finds weights with about the target accuracy.
@@ -26,15 +27,14 @@ from torch import Tensor
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.demonstrations import Demonstration, DemonstrationPool
 from rollflow.tasks.policies.head import LMHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
-POOL = 20_000  # number of demonstrations from which batches are drawn
 WARMUP = 50  # number of steps over which the learning rate rises
 CLOSE = 0.005  # largest accepted difference between the accuracy and the target accuracy
 LOOKS = 8  # largest number of accuracy measurements in the bisection
-LEAST = 0.1  # smallest distance of a domain from the target accuracy, as a share of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def cold_start(
         ConfigError: the model did not reach the target accuracy within `max_steps` steps.
     """
     draw = random.Random(f"{seed}:cold start")
-    pool = _Demonstrations(prompts, tokenizer, draw)
+    pool = DemonstrationPool(prompts, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     decoder, head, found, before = model.get_decoder(), LMHead(model), 0.0, _copy_weights(model)
     for step in range(1, config.max_steps + 1):
@@ -147,48 +147,17 @@ def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share:
         parameter.copy_(torch.lerp(first, last, share))
 
 
-class _Demonstrations:
-    """Demonstrations as pairs of prompt tokens and answer tokens, which are tokenized when they are first drawn."""
-
-    def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
-        self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
-        self._weights = [config.share for config in prompts.configs]
-        self._made: dict[tuple[int, int], tuple[Sequence[int], Sequence[int]]] = {}
-
-    def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
-        """Draw demonstrations of each prompt source in proportion to the source's share and the distance of its domain
-        from the target accuracy.
-        """
-        self._weights = [
-            config.share * max(target - accuracies.get(config.domain, 0.0), LEAST * target)
-            for config in self._prompts.configs
-        ]
-
-    def draw(self, count: int) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Draw `count` demonstrations at random."""
-        sources, single = range(len(self._weights)), len(self._weights) == 1
-        which = [0] * count if single else self._draw.choices(sources, self._weights, k=count)
-        return [self._at(source, self._draw.randrange(POOL)) for source in which]
-
-    def _at(self, source: int, position: int) -> tuple[Sequence[int], Sequence[int]]:
-        if (source, position) not in self._made:
-            prompt, answer = self._prompts.demonstrate(source, position)
-            response = [*self._tokenizer.encode_response(answer), self._tokenizer.stop_tokens[0]]
-            self._made[source, position] = (prompt.tokens, response)
-        return self._made[source, position]
-
-
-def answer_loss(decoder: Any, head: LMHead, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Return the mean cross-entropy of the answers' tokens, in nats, under the model that `decoder` and `head` make
-    up.
+def answer_loss(decoder: Any, head: LMHead, shown: Sequence[Demonstration]) -> Tensor:
+    """Return the mean cross-entropy of the tokens that the policy generates in demonstrations, in nats, under the model
+    that `decoder` and `head` make up.
     """
-    longest = max(len(p) + len(a) for p, a in pairs)
-    tokens = torch.zeros((len(pairs), longest), dtype=torch.long)
-    mask = torch.zeros((len(pairs), longest), dtype=torch.bool)
-    for i, (prompt, answer) in enumerate(pairs):
+    longest = max(len(one.prompt) + len(one.response) for one in shown)
+    tokens = torch.zeros((len(shown), longest), dtype=torch.long)
+    mask = torch.zeros((len(shown), longest), dtype=torch.bool)
+    for i, (prompt, answer, sampled) in enumerate(shown):
         end = len(prompt) + len(answer)
         tokens[i, :end] = torch.tensor([*prompt, *answer])
-        mask[i, len(prompt) : end] = True
+        mask[i, len(prompt) : end] = torch.tensor(sampled) if sampled else True
     row, position = mask.nonzero(as_tuple=True)
     hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state
     return torch.nn.functional.cross_entropy(head(hidden[row, position - 1]).float(), tokens[row, position])

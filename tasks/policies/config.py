@@ -21,7 +21,9 @@ class ColdStart(Section):
     heads: int = Field(4, gt=0, description="number of attention heads in each layer of the new model")
     context: int = Field(256, gt=0, description="largest number of tokens of a prompt and its response together")
     vocabulary: int = Field(
-        320, ge=260, description="number of tokens in the vocabulary of the byte-level BPE tokenizer"
+        320,
+        ge=258,
+        description="number of tokens in the vocabulary of the byte-level BPE tokenizer; 258: each byte is a token",
     )
     learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised training after its warm-up")
     batch: int = Field(48, gt=0, description="number of demonstrations in each step of the supervised training")

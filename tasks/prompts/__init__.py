@@ -8,10 +8,12 @@ from rollflow.tasks.prompts.base import QuestionSource, Reader
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
     FilePrompts,
+    FrozenLakePrompts,
     ImportPrompts,
     JsonlPrompts,
     PromptConfig,
     ReasoningGymPrompts,
+    SokobanPrompts,
     SortingPrompts,
 )
 from rollflow.tasks.prompts.held_out import HeldOut
@@ -42,6 +44,10 @@ def build_source(config: PromptConfig, seed: int, count: int, read: Reader, held
             from rollflow.tasks.prompts.sorting import SortingSource
 
             return SortingSource(config, seed, held)
+        case FrozenLakePrompts() | SokobanPrompts():
+            from rollflow.tasks.prompts.games.source import GameSource
+
+            return GameSource(config, seed, count, held)
         case ImportPrompts():
             from rollflow.tasks.prompts.imported import ImportedSource
 

@@ -15,12 +15,29 @@ Reader = Callable[[FileBase], bytes]  # returns the content of a source's prompt
 
 
 @dataclass(frozen=True, slots=True)
+class DemonstratedTurn:
+    """One turn of a demonstrated episode: the text that the policy says, and the messages that the environment adds.
+
+    If `ends` is True, the policy ends the turn with its stop token; if False, the turn ends at a token limit or at a
+    stop string.
+    """
+
+    said: str
+    replies: Sequence[Message] = ()
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """A question as text or chat messages, with the right answer and the JSON reference that a verifier reads.
 
     Two questions with the same `key` count as the same question, even if their texts differ. A question without a `key`
     has its normalised text as its key. If a question has `messages`, the policy gets these messages, and `text` is only
     shown to people.
+
+    A question with `turns` is demonstrated in the cold start by these turns, which an environment would play. The
+    policy is trained on what it says in the turns, and not on the replies. A question without `turns` is demonstrated
+    by its `answer`.
     """
 
     text: str
@@ -28,6 +45,7 @@ class Question:
     reference: Mapping[str, Any]
     key: str = ""
     messages: Sequence[Message] = ()
+    turns: Sequence[DemonstratedTurn] = ()
 
     @property
     def asked(self) -> Asked:

@@ -10,52 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.row_config import DifficultyRange, EvaluationSet
-from rollflow.tasks.runtime.sections import Imported, Section, refuse
-
-PLACE = "{question}"  # the placeholder in a prompt template that the question replaces
-
-
-class PromptBase(Section):
-    """The keys of all sources."""
-
-    share: float = Field(
-        1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="relative weight of this prompt source: the share of trained prompts that come from this source "
-        "is its weight divided by the sum of the weights of all sources",
-    )
-    chat: bool = Field(False, description="whether the tokenizer's chat template is applied to each question")
-    template: str | None = Field(
-        None,
-        description='text with the placeholder "{question}", which is asked in place of each question; if a '
-        "question is a list of messages, the template is applied to the last message; default: the question alone",
-    )
-    system: str | None = Field(
-        None, description="system message that the chat template puts before a question; it needs chat = true"
-    )
-    too_long: Literal["refuse", "drop"] = Field(
-        "refuse",
-        description="what happens to a prompt that is so long that a response of engine.max_new_tokens does not fit "
-        "into the model's context. refuse: the run is refused before it starts; drop: the prompt is left out",
-    )
-    reward: str | None = Field(
-        None,
-        description="name of the scorer of this prompt source, from [rewards.NAME]; default: the scorer of [reward]",
-    )
-
-    def scorer_of(self, reference: Mapping[str, Any]) -> str:
-        """Return the name of the scorer of a question with this reference; the name "" means the scorer of
-        `[reward]`.
-        """
-        return self.reward or ""
-
-    @model_validator(mode="after")
-    def _check_template(self) -> Self:
-        if self.template is not None and PLACE not in self.template:
-            refuse("prompts.template", self.template, f"it has no place for the question; write {PLACE} in it")
-        return self
+from rollflow.tasks.prompts.section import PromptBase
+from rollflow.tasks.runtime.sections import Imported, refuse
 
 
 class ReasoningGymPrompts(PromptBase):
@@ -372,7 +330,14 @@ class ImportPrompts(Imported, PromptBase):
 
 
 PromptConfig = Annotated[
-    ReasoningGymPrompts | JsonlPrompts | FilePrompts | ColumnSumsPrompts | SortingPrompts | ImportPrompts,
+    ReasoningGymPrompts
+    | JsonlPrompts
+    | FilePrompts
+    | ColumnSumsPrompts
+    | SortingPrompts
+    | FrozenLakePrompts
+    | SokobanPrompts
+    | ImportPrompts,
     Field(discriminator="kind"),
 ]
 

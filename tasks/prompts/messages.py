@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollflow.tasks.prompts.base import Asked, Message
-from rollflow.tasks.prompts.config import PLACE, FilePrompts, PromptBase
+from rollflow.tasks.prompts.config import FilePrompts
+from rollflow.tasks.prompts.section import PLACE, PromptBase
 
 ROLES = ("system", "user", "assistant")
 

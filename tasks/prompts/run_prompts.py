@@ -29,10 +29,11 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
 from rollflow.tasks.prompts import build_source
 from rollflow.tasks.prompts.base import Encoder, Question, Reader
-from rollflow.tasks.prompts.config import PLACE, ColumnSumsPrompts, FilePrompts, PromptConfig
+from rollflow.tasks.prompts.config import ColumnSumsPrompts, FilePrompts, PromptConfig
 from rollflow.tasks.prompts.held_out import HeldOut, Split
 from rollflow.tasks.prompts.jsonl import JsonlSource
 from rollflow.tasks.prompts.messages import apply_template, list_messages
+from rollflow.tasks.prompts.section import PLACE
 
 if TYPE_CHECKING:
     from rollflow.tasks.prompts.epochs import Epochs
@@ -109,10 +110,13 @@ class RunPrompts:
 
     def demonstrate(self, which: int, position: int) -> tuple[Prompt, str]:
         """Return the demonstration at `position` of question source number `which`: a prompt and the right answer."""
-        prompt, question = self._first_fit(
-            which, f"demo-{position:08d}", position, self.sources[which].demonstration, position
-        )
+        prompt, question = self.find_demonstration(which, position)
         return prompt, question.answer
+
+    def find_demonstration(self, which: int, position: int) -> tuple[Prompt, Question]:
+        """Return the prompt at `position` of the demonstrations of question source number `which`, and its question."""
+        name = f"demo-{position:08d}"
+        return self._first_fit(which, name, position, self.sources[which].demonstration, position)
 
     def held_out(self) -> list[Prompt]:
         """Return the held-out prompts, which all evaluations of the run use."""
@@ -185,7 +189,7 @@ class RunPrompts:
         for which, position in places:
             question, config = self.sources[which].demonstration(position), self.configs[which]
             text = question.text if config.template is None else config.template.replace(PLACE, question.text)
-            found += [text, question.answer]
+            found += [text, question.answer, *_list_replies(question)]
         return found
 
     def _assign_place(self, index: int) -> tuple[int, int]:
@@ -240,6 +244,11 @@ class RunPrompts:
             f"only {self._longest}; lower engine.max_new_tokens, choose a policy with a larger context, or "
             "choose shorter prompts"
         )
+
+
+def _list_replies(question: Question) -> list[str]:
+    """List the texts that the environment adds in a demonstrated episode."""
+    return [message["content"] for turn in question.turns for message in turn.replies]
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:

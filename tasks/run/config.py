@@ -24,6 +24,7 @@ from rollflow.tasks.learners.config import DeepSpeedTrain, TorchTrain, TrainConf
 from rollflow.tasks.objectives.config import find_turn_faults
 from rollflow.tasks.policies.config import ColdStart, PolicyConfig
 from rollflow.tasks.prompts.config import FileBase, PromptConfig, SortingPrompts, find_set_faults
+from rollflow.tasks.prompts.games.config import find_game_faults
 from rollflow.tasks.rollout.config import EvaluationConfig, RolloutConfig
 from rollflow.tasks.run.cluster_config import ClusterConfig
 from rollflow.tasks.runtime.names import RecipeName
@@ -284,7 +285,8 @@ class RunConfig(Section):
         for which, source in enumerate(self.prompts):
             if source.reward is not None and source.reward not in self.rewards:
                 yield refusal(f"prompts.{which}.reward", source.reward, self.explain_missing(source.reward))
-        yield from (refusal(*fault) for fault in find_set_faults(self.prompts))
+        faults = *find_set_faults(self.prompts), *find_game_faults(self.prompts, self.environment)
+        yield from (refusal(*fault) for fault in faults)
         if len({config.judge_tries > 0 for config in self.scorers.values()}) > 1:
             cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
             yield refusal("reward.judge_tries", self.reward.judge_tries, cure)

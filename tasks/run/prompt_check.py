@@ -22,11 +22,12 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import Reader
-from rollflow.tasks.prompts.config import FileBase, PromptBase
+from rollflow.tasks.prompts.config import FileBase
 from rollflow.tasks.prompts.jsonl import JsonlSource, numbered_lines
 from rollflow.tasks.prompts.messages import apply_template
 from rollflow.tasks.prompts.rows import PromptRow, read_rows, refuse_lines, shorten_value
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.prompts.section import PromptBase
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.config import (

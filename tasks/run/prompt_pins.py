@@ -6,6 +6,8 @@
     reasoning-gym  the package's version, and the sha256 of its held-out and first training questions
     column-sums    the sha256 of its held-out and first training questions
     sorting        the same as column-sums
+    frozen-lake    the same as column-sums
+    sokoban        the same as column-sums
     import         the same as column-sums
 
 There is one record, a *pin*, for each prompt source. A pin also records by which attribute held-out questions are
@@ -31,9 +33,11 @@ from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
     FileBase,
     FilePrompts,
+    FrozenLakePrompts,
     ImportPrompts,
     JsonlPrompts,
     ReasoningGymPrompts,
+    SokobanPrompts,
     SortingPrompts,
 )
 from rollflow.tasks.prompts.held_out import Split
@@ -100,6 +104,13 @@ class SortingPin(PinBase):
     sha256: str
 
 
+class GamePin(PinBase):
+    """The record of a prompt source of a game's boards: a hash of its held-out and first training questions."""
+
+    kind: Literal["frozen-lake", "sokoban"]
+    sha256: str
+
+
 class ImportPin(PinBase):
     """The record of a user-defined prompt source: a hash of its held-out and first training questions."""
 
@@ -107,7 +118,9 @@ class ImportPin(PinBase):
     sha256: str
 
 
-Pin = Annotated[FilePin | TablePin | FamilyPin | ColumnSumsPin | SortingPin | ImportPin, Field(discriminator="kind")]
+Pin = Annotated[
+    FilePin | TablePin | FamilyPin | ColumnSumsPin | SortingPin | GamePin | ImportPin, Field(discriminator="kind")
+]
 PINS: TypeAdapter[tuple[Pin, ...]] = TypeAdapter(tuple[Pin, ...])
 
 
@@ -137,6 +150,8 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
                 pins.append(ColumnSumsPin(split=split, sha256=prompts.sha256(which)))
             case SortingPrompts():
                 pins.append(SortingPin(split=split, sha256=prompts.sha256(which)))
+            case FrozenLakePrompts() | SokobanPrompts():
+                pins.append(GamePin(kind=source.kind, split=split, sha256=prompts.sha256(which)))
             case ImportPrompts():
                 pins.append(ImportPin(split=split, sha256=prompts.sha256(which)))
     return tuple(pins)
@@ -226,7 +241,7 @@ def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> 
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
             _check_family(source, pin, functools.partial(prompts.sha256, which))
-        if isinstance(pin, ColumnSumsPin | SortingPin) and prompts.sha256(which) != pin.sha256:
+        if isinstance(pin, ColumnSumsPin | SortingPin | GamePin) and prompts.sha256(which) != pin.sha256:
             raise ConfigError(
                 f"prompts.kind = {source.kind!r}: this version of rollflow asks other questions than the run "
                 "began with; use the version that the run began with, or start a new run"

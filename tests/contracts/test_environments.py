@@ -24,18 +24,24 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import (
     EnvironmentConfig,
+    FrozenLakeEnvironment,
     GymnasiumEnvironment,
     ImportEnvironment,
     ImportTool,
     SingleTurnEnvironment,
+    SokobanEnvironment,
     TrlEnvironment,
 )
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox
+from rollflow.tasks.games import describe_board
+from rollflow.tasks.games.frozen_lake import FrozenLake
+from rollflow.tasks.games.grid import Board
+from rollflow.tasks.games.sokoban import Sokoban
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
-from rollflow.testing.environments import EnvironmentContract, build_ports
+from rollflow.testing.environments import PROMPT, EnvironmentContract, build_ports
 from tests.environments.worlds import GUESTS
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
@@ -53,9 +59,32 @@ CASES: dict[str, EnvironmentConfig] = {
 }
 
 
+# a game plays prompts of its own kind only
+GAMES: dict[str, tuple[EnvironmentConfig, Board]] = {
+    "frozen-lake": (FrozenLakeEnvironment(), FrozenLake.read(3, "i/e:a")),
+    "sokoban": (SokobanEnvironment(), Sokoban.read(3, "h/:gf")),
+}
+
+
 def test_every_environment_kind_has_a_test_case() -> None:
     kinds = EnvironmentConfig.__origin__.__args__  # type: ignore[attr-defined]
-    assert {type(config) for config in CASES.values()} == set(kinds)
+    assert {type(config) for config in (*CASES.values(), *(config for config, _ in GAMES.values()))} == set(kinds)
+
+
+class TestGames(EnvironmentContract):
+    """The contract, on each game."""
+
+    @pytest.fixture(params=GAMES, autouse=True)
+    def game(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+        name: str = request.param
+        reference = describe_board(name, GAMES[name][1], "U")
+        monkeypatch.setattr(type(self), "prompt", replace(PROMPT, reference=reference))
+        monkeypatch.setattr(type(self), "said", "U")
+        return name
+
+    @pytest.fixture
+    def config(self, game: str) -> EnvironmentConfig:
+        return GAMES[game][0]
 
 
 class TestEnvironments(EnvironmentContract):
@@ -230,6 +259,7 @@ def test_episode_ends_at_its_token_budget() -> None:
         environment_ports=build_ports(CASES["tool"]),
     )
     run_virtual(pipeline.run())
+    assert audit(pipeline.store).clean
     for one in trajectories(pipeline):
         assert "".join(map(chr, one.tokens[3:])) == "<a:b<a:<a:banana>"
         assert one.reward_parts == {"first": 4.0, "seconds": one.reward_parts["seconds"]}

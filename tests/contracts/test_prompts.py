@@ -15,10 +15,12 @@ from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
     FilePrompts,
+    FrozenLakePrompts,
     ImportPrompts,
     JsonlPrompts,
     PromptConfig,
     ReasoningGymPrompts,
+    SokobanPrompts,
     SortingPrompts,
 )
 from rollflow.tasks.prompts.run_prompts import RunPrompts
@@ -51,6 +53,9 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "file": table,
     "column-sums": lambda _: ColumnSumsPrompts(min_digits=1, max_digits=1),
     "sorting": lambda _: SortingPrompts(digits=3),  # there are 220 multisets of three digits
+    # small boards, so that a leak would show
+    "frozen-lake": lambda _: FrozenLakePrompts(size=3, holes=0.1),
+    "sokoban": lambda _: SokobanPrompts(size=5, walls=0.0),
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
     "programs": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:LinePrograms", options={"most": 2}),
     "words": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:WordLists", options={"most": 2}),

@@ -12,7 +12,8 @@ import torch
 from rollflow.flows.config import load_recipe, parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.learners.torch_learner import load_model
-from rollflow.tasks.policies.cold_start import HeldOutAccuracy, _Demonstrations, cold_start, generate_answers
+from rollflow.tasks.policies.cold_start import HeldOutAccuracy, cold_start, generate_answers
+from rollflow.tasks.policies.demonstrations import DemonstrationPool
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.tables import read_file
@@ -114,10 +115,10 @@ def test_sources_further_from_the_target_get_more_demonstrations(tmp_path: Path)
     for name, data in build_cold_folder(cold, open_prompts(config, None, read_file).texts(100)).items():
         (tmp_path / name).write_bytes(data)
     tokenizer = PolicyTokenizer(tmp_path)
-    pool = _Demonstrations(open_prompts(config, tokenizer, read_file), tokenizer, random.Random(0))
+    pool = DemonstrationPool(open_prompts(config, tokenizer, read_file), tokenizer, random.Random(0))
 
     def count_sums() -> int:
-        return sum(tokenizer.decode(prompt).startswith("Add") for prompt, _ in pool.draw(1100))
+        return sum(tokenizer.decode(prompt).startswith("Add") for prompt, *_ in pool.draw(1100))
 
     assert count_sums() == pytest.approx(550, abs=75)
     pool.weigh({"sorting": 0.5, "column-sums": 0.0}, 0.3)

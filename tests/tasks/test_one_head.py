@@ -17,6 +17,7 @@ from rollflow.tasks.engines.config import TransformersEngineConfig
 from rollflow.tasks.engines.transformers import TransformersEngine
 from rollflow.tasks.policies.attention import choose_attention
 from rollflow.tasks.policies.cold_start import answer_loss
+from rollflow.tasks.policies.demonstrations import Demonstration
 from rollflow.tasks.policies.head import LMHead
 from tests.contracts.test_token_logprobs import ARCHITECTURES, by_the_model, learner_of, model_of, tokens_of
 
@@ -61,7 +62,7 @@ def plain_loss(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]])
 @pytest.mark.parametrize("name", ["llama", *SHAPED])
 def test_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
     model, pairs = model_of(name).eval(), [(tokens_of(5, 1), tokens_of(4, 2)), (tokens_of(3, 3), tokens_of(7, 4))]
-    loss = answer_loss(model.get_decoder(), LMHead(model), pairs)
+    loss = answer_loss(model.get_decoder(), LMHead(model), [Demonstration(*pair) for pair in pairs])
     torch.testing.assert_close(loss, plain_loss(model, pairs), atol=1e-5, rtol=0)
 
 

@@ -1,0 +1,22 @@
+"""Rules of games on a square grid, FrozenLake and Sokoban, and the references by which a prompt names its board."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.tasks.games.frozen_lake import FrozenLake
+from rollflow.tasks.games.grid import Board
+from rollflow.tasks.games.sokoban import Sokoban
+
+BOARDS: dict[str, type[Board]] = {"frozen-lake": FrozenLake, "sokoban": Sokoban}
+
+
+def describe_board(kind: str, board: Board, solution: str) -> Mapping[str, Any]:
+    """Return the reference of a prompt, from which `read_board` reads the board."""
+    return {"answer": solution, "game": kind, "size": board.size, "board": board.write()}
+
+
+def read_board(reference: Mapping[str, Any]) -> Board:
+    """Return the board of a prompt's reference."""
+    return BOARDS[reference["game"]].read(reference["size"], reference["board"])

@@ -1,0 +1,1 @@
+"""Prompt sources of games: boards that the policy plays in an environment of the same kind."""

@@ -1,0 +1,93 @@
+"""Plays the episodes of held-out prompts with a model in this process, for the accuracy during a cold start.
+
+All episodes run at the same time. When each unfinished episode waits for a generation, the generations of all of them
+are computed in batches, so the result does not depend on which episode asks first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollflow.storage.records import Outcome, Prompt, StopReason
+from rollflow.tasks.engines.base import Generation, TokenSpan
+from rollflow.tasks.engines.stop_strings import StopWatch
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.policies.cold_start import generate_answers
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
+from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.scorers.base import Score, ScoreRequest
+
+
+@dataclass(eq=False, slots=True)
+class BatchedModel:
+    """Generates the turns of many episodes with one model, in batches."""
+
+    model: Any
+    tokenizer: PolicyTokenizer
+    temperature: float
+    seed: int
+    _asked: list[tuple[Turn, asyncio.Future[VersionedGeneration]]] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ask(self, turn: Turn) -> VersionedGeneration:
+        """Wait for the generation of a turn."""
+        future = asyncio.get_running_loop().create_future()
+        self._asked.append((turn, future))
+        self._news.set()
+        return await future
+
+    async def serve(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
+        """Generate until all episodes have ended."""
+        for episode in episodes:
+            episode.add_done_callback(lambda _: self._news.set())
+        while left := sum(not episode.done() for episode in episodes):
+            if len(self._asked) == left:
+                self._generate()
+            self._news.clear()
+            await self._news.wait()
+
+    def _generate(self) -> None:
+        """Generate the turn of each waiting episode."""
+        asked, self._asked = self._asked, []
+        self.seed += 1  # otherwise each turn would repeat the draws of the turn before it
+        prompts, end = [list(turn.prompt.flat) for turn, _ in asked], self.tokenizer.stop_tokens[0]
+        longest = max(turn.max_new_tokens for turn, _ in asked)
+        made = generate_answers(self.model, prompts, end, longest, self.temperature, self.seed)
+        for (turn, future), answer in zip(asked, made, strict=True):
+            tokens = [*answer, end][: min(longest, turn.max_new_tokens)]
+            tokens = tokens[: StopWatch(turn.stop, self.tokenizer.decode).find_end(tokens)]
+            stopped = tokens[-1] == end or len(tokens) < turn.max_new_tokens
+            span = TokenSpan.of(tokens, [0.0] * len(tokens), [0] * len(tokens))
+            ending = StopReason.STOP if stopped else StopReason.LENGTH
+            future.set_result(VersionedGeneration(Generation("", span, ending), 0))
+
+
+async def play_episodes(
+    model: BatchedModel,
+    environment: Environment,
+    prompts: Sequence[Prompt],
+    longest: int,
+    score: Callable[[ScoreRequest], Awaitable[Score]],
+    vocabulary: int,
+    ports: EnvironmentPorts,
+) -> list[bool]:
+    """Play one episode of each prompt, of at most `longest` tokens; return whether each episode ended correctly."""
+    episodes = [
+        PlayedEpisode(prompt, longest, model.ask, _want_every, score, vocabulary, ports).play(environment)
+        for prompt in prompts
+    ]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(episode) for episode in episodes]
+        group.create_task(model.serve(tasks))
+    scores = [task.result() for task in tasks]
+    return [score is not None and score.outcome is Outcome.CORRECT for score in scores]
+
+
+async def _want_every(_: PlayedEpisode) -> bool:
+    """Return True, because a measurement of the accuracy keeps every episode."""
+    return True
