@@ -73,7 +73,9 @@ MAY: dict[str, set[str]] = {
         *("tasks/learners", "tasks/learners/checkpoint", "tasks/learners/distributed", "tasks/learners/sharding"),
         *("tasks/policies", "tasks/runtime"),
     },
-    "tasks/environments": {"tasks/environments/foreign", "tasks/games", "tasks/runtime", "tasks/engines", "tasks/scorers"},
+    "tasks/environments": {
+        *("tasks/engines", "tasks/environments/foreign", "tasks/games", "tasks/runtime", "tasks/scorers"),
+    },
     "tasks/environments/foreign": {
         *("tasks/environments", "tasks/environments/guest", "tasks/runtime", "tasks/scorers"),
     },
