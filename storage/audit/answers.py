@@ -114,7 +114,7 @@ def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
             return
     yield from _check_tokens(table, asked)
     if asked.limits is not None:
-        yield from _check_responses(table, asked.limits, known=asked.prompts is not None)
+        yield from _check_responses(table, asked.limits)
         yield from _check_times(batch, table, asked.limits)
         yield from _check_rewards(batch, asked.limits)
 
@@ -175,12 +175,15 @@ def _check_tokens(table: _Table, asked: ExpectedRows) -> Iterator[Found]:
         yield "stale", "a token was sampled by an older version than the token before it"
     if unknown := set(table.endings) - set(ENDINGS):
         yield "lineage", f"a trajectory has the ending {min(unknown)!r}; known endings: {', '.join(ENDINGS)}"
-    if asked.stops and not (asked.limits and asked.limits.made_up):
+    if asked.stops and not (asked.limits and (asked.limits.made_up or not asked.limits.single_turn)):
         yield from _check_stops(table, asked.stops)
 
 
 def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
-    """Check that each response that ended with `StopReason.STOP` has a stop token as its last sampled token."""
+    """Check that each response that ended with `StopReason.STOP` has a stop token as its last sampled token.
+
+    In an episode with several turns, a stop string may have ended the last turn instead.
+    """
     chosen_T = np.flatnonzero(table.mask_T)
     last_R = np.searchsorted(chosen_T, table.first_R + table.length_R) - 1
     for row, (ending, last) in enumerate(zip(table.endings, last_R.tolist(), strict=True)):
@@ -196,19 +199,18 @@ def _check_stops(table: _Table, stops: frozenset[int]) -> Iterator[Found]:
             return
 
 
-def _check_responses(table: _Table, limits: BatchLimits, *, known: bool) -> Iterator[Found]:
+def _check_responses(table: _Table, limits: BatchLimits) -> Iterator[Found]:
     """Check that no response exceeds `max_new_tokens`, and that each response that ended with `StopReason.LENGTH`
     reaches it.
 
-    Args:
-        known: if true, the audit knows where each prompt ends and the response begins. If the audit does not know the
-            prompts, an environment may have added tokens before the policy's first token.
+    In an episode with several turns, the last turn may have ended at a limit of its own, so a response that ended with
+    `StopReason.LENGTH` may be shorter.
     """
     response_R = table.length_R - table.prompt_R
     if (response_R > limits.max_new_tokens).any():
         yield "lineage", f"a response has {response_R.max()} tokens, more than max_new_tokens = {limits.max_new_tokens}"
     cut_R = np.array([ending == StopReason.LENGTH for ending in table.endings], dtype=bool)
-    if (known or limits.single_turn) and (response_R[cut_R] < limits.max_new_tokens).any():
+    if limits.single_turn and (response_R[cut_R] < limits.max_new_tokens).any():
         least, most = response_R[cut_R].min(), limits.max_new_tokens
         yield "lineage", f"a response has the ending `length` after {least} tokens, although max_new_tokens is {most}"
     if (response_R < 1).any():

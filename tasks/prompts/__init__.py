@@ -8,14 +8,13 @@ from rollflow.tasks.prompts.base import QuestionSource, Reader
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
     FilePrompts,
-    FrozenLakePrompts,
     ImportPrompts,
     JsonlPrompts,
     PromptConfig,
     ReasoningGymPrompts,
-    SokobanPrompts,
     SortingPrompts,
 )
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 

@@ -286,9 +286,7 @@ class PlayedEpisode:
         self.first = self.first or started
         self.turns += 1
         self.generated += len(generation.made)
-        # a turn that ends at its own limit does not end the response at its limit
-        is_short = generation.ending is StopReason.LENGTH and self.room > 0
-        self.ending = StopReason.STOP if is_short else generation.ending
+        self.ending = generation.ending
 
     def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
         """Convert tokens from an environment; reject token ids outside the vocabulary, which could crash an engine."""

@@ -36,7 +36,7 @@ class BatchedModel:
 
     async def ask(self, turn: Turn) -> VersionedGeneration:
         """Wait for the generation of a turn."""
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[VersionedGeneration] = asyncio.get_running_loop().create_future()
         self._asked.append((turn, future))
         self._news.set()
         return await future

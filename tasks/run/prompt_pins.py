@@ -33,13 +33,12 @@ from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
     FileBase,
     FilePrompts,
-    FrozenLakePrompts,
     ImportPrompts,
     JsonlPrompts,
     ReasoningGymPrompts,
-    SokobanPrompts,
     SortingPrompts,
 )
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import Split
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.tables import read_file

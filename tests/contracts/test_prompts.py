@@ -15,14 +15,13 @@ from rollflow.tasks.prompts.base import Question, QuestionSource
 from rollflow.tasks.prompts.config import (
     ColumnSumsPrompts,
     FilePrompts,
-    FrozenLakePrompts,
     ImportPrompts,
     JsonlPrompts,
     PromptConfig,
     ReasoningGymPrompts,
-    SokobanPrompts,
     SortingPrompts,
 )
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.user_code import check_own_parts
 from rollflow.testing.prompts import SourceContract, open_prompts

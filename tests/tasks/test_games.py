@@ -22,7 +22,7 @@ from rollflow.tasks.games import BOARDS, describe_board, read_board
 from rollflow.tasks.games.frozen_lake import FrozenLake
 from rollflow.tasks.games.grid import CELLS, MOVES, Board, GameEnd, find_solution
 from rollflow.tasks.games.sokoban import Sokoban
-from rollflow.tasks.prompts.config import FrozenLakePrompts, SokobanPrompts
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.games.source import GameSource, build_question
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.runtime.clock import run_virtual
