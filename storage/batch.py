@@ -141,14 +141,34 @@ class TrajectoryBatch:
         return len(self) - sum(self.branches)
 
     @property
-    def total_rewards(self) -> NDArray[np.float64]:
-        """The reward of each row, plus all rewards of the row's tokens."""
+    def first_rows(self) -> NDArray[np.int64]:
+        """For each row, the first row of its episode. Only a row that branches off another row has another first
+        row."""
+        found = np.arange(len(self))
+        column = self.optional("branch")
+        if column is None:
+            return found
+        names = [self.table[name].to_pylist() for name in ("index", "attempt", "sample")]
+        rows = {name: row for row, name in enumerate(zip(*names, strict=True))}
+        for row, branch in enumerate(column.to_pylist()):
+            if branch is not None:
+                found[row] = found[rows.get((names[0][row], names[1][row], branch["parent"]), row)]
+        return found
+
+    @property
+    def episode_rows(self) -> NDArray[np.int64]:
+        """The first row of each episode."""
+        return np.flatnonzero(~np.array(self.branches, bool))
+
+    @property
+    def episode_rewards(self) -> NDArray[np.float64]:
+        """The reward of each episode, plus all rewards of its tokens, in all its branches."""
         rewards: NDArray[np.float64] = view_numbers(self.table["reward"]).astype(np.float64)
         column = self.optional("token_rewards")
-        of_tokens = [] if column is None else column.to_pylist()
-        for row, values in enumerate(of_tokens):
-            rewards[row] += 0.0 if values is None else sum_values(Float32s.of(values))
-        return rewards
+        if column is not None:
+            for first, values in zip(self.first_rows.tolist(), column.to_pylist(), strict=True):
+                rewards[first] += 0.0 if values is None else sum_values(Float32s.of(values))
+        return rewards[self.episode_rows]
 
     @property
     def foreign_parts(self) -> list[tuple[PlacedPart, ...]]:

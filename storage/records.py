@@ -262,6 +262,28 @@ class TrajectoryGroup:
         return sum(t.response_tokens for t in self.trajectories)
 
     @property
+    def episodes(self) -> int:
+        """The number of episodes in the group; an episode counts once, no matter how many branches the episode has."""
+        return sum(t.branch is None for t in self.trajectories)
+
+    @property
+    def episode_rewards(self) -> list[float]:
+        """The total reward of each episode, which includes the token rewards of the episode's branches."""
+        if self.episodes == len(self.trajectories):
+            return [t.total_reward for t in self.trajectories]
+        totals, first = (
+            dict[int, float](),
+            dict[int, int](),
+        )  # `first` maps a trajectory to the first one of its episode
+        for t in self.trajectories:
+            first[t.sample] = t.sample if t.branch is None else first[t.branch.parent]
+            if t.branch is None:
+                totals[t.sample] = t.total_reward
+            elif t.token_rewards is not None:
+                totals[first[t.sample]] += sum_values(Float32s.of(t.token_rewards))
+        return [*totals.values()]
+
+    @property
     def pass_rate(self) -> PassRate | None:
         """The numbers of correct and of all responses in the group; None if it is unknown whether a response is
         correct. In the pass rate, an episode counts once, even if several trajectories branch off it.

@@ -324,6 +324,7 @@ def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Traj
     optional: dict[str, Callable[[Trajectory], str]] = {
         "reward parts": _describe_parts,
         "outcome": lambda t: "" if t.outcome is None else t.outcome.value,
+        "branch": lambda t: "" if t.branch is None else f"of {t.branch.parent}",
     }
     shown = {name: cell for name, cell in optional.items() if any(map(cell, trajectories))}
     for name in ("sample", "reward", *shown, "ending", "staleness", "tokens", "response"):

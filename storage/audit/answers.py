@@ -246,8 +246,7 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
 
 def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Found]:
     """Check that the filter in the run's config would have kept every group of the batch, given the group's rewards."""
-    episodes = np.flatnonzero(~np.array(batch.branches, bool))
-    index, rewards = batch.table["index"].to_numpy()[episodes].tolist(), batch.total_rewards[episodes].tolist()
+    index, rewards = batch.table["index"].to_numpy()[batch.episode_rows].tolist(), batch.episode_rewards.tolist()
     for first in range(0, len(rewards), limits.group_size):
         why = limits.filtered(rewards[first : first + limits.group_size])
         if why is not None:

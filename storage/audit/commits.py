@@ -39,10 +39,11 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
             "lineage",
             f"batch {body.number} has {len(body.groups)} groups, but the config says groups = {limits.groups}",
         )
-    if not 0 <= body.surplus_tokens <= len(body.groups) * limits.redundant_responses * limits.max_new_tokens:
+    most = limits.bound_tokens(len(body.groups) * limits.redundant_responses)
+    if not 0 <= body.surplus_tokens <= most:
         what = (
             f"redundant_responses = {limits.redundant_responses} responses of at most "
-            f"{limits.max_new_tokens} tokens for each group"
+            f"{limits.bound_tokens(1):g} tokens for each group"
         )
         yield (
             "lineage",
@@ -52,7 +53,7 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
             ),
         )
     for group in body.groups:
-        yield from _check_length(group.key, group.tokens, limits.group_size * limits.max_new_tokens)
+        yield from _check_length(group.key, group.tokens, limits.bound_tokens(limits.group_size))
     for discard in body.discards:
         yield from _check_against(discard, after, limits)
 
@@ -82,12 +83,12 @@ def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> It
         what = f"batch {after.next_batch} would still accept a start under version {discard.started_version}"
         yield "lineage", f"dispatch {name} was discarded as {discard.reason}, but at async_ratio {after.alpha:g} {what}"
     responses = limits.group_size + limits.redundant_responses
-    yield from _check_length(discard.key, discard.response_tokens, responses * limits.max_new_tokens)
+    yield from _check_length(discard.key, discard.response_tokens, limits.bound_tokens(responses))
 
 
-def _check_length(key: GroupKey, tokens: int, most: int) -> Iterator[Found]:
+def _check_length(key: GroupKey, tokens: int, most: float) -> Iterator[Found]:
     if tokens > most:
-        yield "lineage", f"dispatch {_name(key)} has {tokens} response tokens; the config allows at most {most}"
+        yield "lineage", f"dispatch {_name(key)} has {tokens} response tokens; the config allows at most {most:g}"
 
 
 def check_version(body: VersionPublished, claim: int) -> Iterator[Found]:

@@ -6,6 +6,7 @@ and the prompts (see `tasks/run/expectations.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +31,15 @@ class BatchLimits:
     made_up: bool = False  # true: the engine `timed` invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response, and an environment added none
     oldest_token: bool = False  # true: a trajectory's start version is the policy version of its oldest token
+    # largest number of tokens that the policy may sample in one episode; None: no limit
+    episode_tokens: int | None = None
     # maps the rewards of a group to the reason why the config's filter removes the group, or to None
     filtered: Callable[[Sequence[float]], str | None] = lambda rewards: None
+
+    def bound_tokens(self, episodes: int) -> float:
+        """Return the largest number of tokens that the policy may sample in this number of episodes."""
+        most = self.max_new_tokens if self.single_turn else self.episode_tokens
+        return math.inf if most is None else episodes * most
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ def compute_batch_metrics(
     batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
 ) -> dict[str, float]:
     """Compute the mean reward, accuracy, staleness, token counts and discards of a training batch."""
-    rewards = np.array(batch.table["reward"].to_pylist(), dtype=np.float32)
-    staleness = version - np.array(batch.table["started_version"].to_pylist())
+    rewards = _read_rewards(batch)
+    staleness = version - np.array(batch.table["started_version"].to_pylist())[batch.episode_rows]
     tokens = np.array([group.tokens for group in commit.groups])
     return {
         "reward": float(rewards.mean()),
@@ -37,7 +37,7 @@ def compute_batch_metrics(
         "surplus_tokens": float(commit.surplus_tokens),
         "discarded_tokens": float(sum(d.response_tokens for d in discards)),
         **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in discards).items()},
-        "response_length": float(tokens.sum() / len(batch)),
+        "response_length": float(tokens.sum() / batch.episodes),
         "discarded_groups": float(len(discards)),
         **{
             f"staleness_{age}": float(count)
@@ -50,7 +50,9 @@ def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
     """Compute the mean, over the responses of a batch, of the sum of a response's token rewards, if there are any."""
     if batch.optional("token_rewards") is None:
         return {}
-    return {"token_reward": float((batch.total_rewards - view_numbers(batch.table["reward"])).mean())}
+    return {
+        "token_reward": float((batch.episode_rewards - view_numbers(batch.table["reward"])[batch.episode_rows]).mean())
+    }
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:
@@ -64,8 +66,8 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
     metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)
     if len(domains) < 2:
         return metrics
-    correct, rewards, lengths = _find_correct(batch), view_numbers(batch.table["reward"]), _count_tokens(batch)
-    of_row = np.array(batch.table["domain"].to_pylist())
+    correct, rewards, lengths = _find_correct(batch), _read_rewards(batch), _count_tokens(batch)
+    of_row = np.array(batch.table["domain"].to_pylist())[batch.episode_rows]
     for domain in domains:
         if (rows := of_row == domain).any():
             metrics[f"reward_{safe_name(domain)}"] = float(rewards[rows].mean())
@@ -87,7 +89,8 @@ def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
     if (column := batch.optional("reward_parts")) is None:
         return {}
     values: dict[str, dict[str, list[float]]] = {}
-    for domain, parts in zip(batch.table["domain"].to_pylist(), column.to_pylist(), strict=True):
+    domains, parts_R = batch.table["domain"].to_pylist(), column.to_pylist()
+    for domain, parts in ((domains[row], parts_R[row]) for row in batch.episode_rows):
         for part, value in parts or ():
             values.setdefault(domain, {}).setdefault(part, []).append(value)
     return {
@@ -98,12 +101,13 @@ def _compute_parts(batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def _count_tokens(batch: TrajectoryBatch) -> npt.NDArray[np.int64]:
-    """Return, for each response of a batch, the number of tokens that the policy sampled."""
+    """Return, for each episode of a batch, the number of tokens that the policy sampled in all branches."""
     mask = batch.table["loss_mask"].combine_chunks()
     ends = np.cumsum(view_numbers(pc.list_value_length(mask)))
     totals = np.concatenate([[0], np.cumsum(view_numbers(mask.flatten()), dtype=np.int64)])
-    counts: npt.NDArray[np.int64] = np.diff(totals[np.concatenate([[0], ends])])
-    return counts
+    counts: npt.NDArray[np.int64] = np.zeros(len(batch), np.int64)
+    np.add.at(counts, batch.first_rows, np.diff(totals[np.concatenate([[0], ends])]))
+    return counts[batch.episode_rows]
 
 
 def compute_skip_metrics(state: RunState, config: RunConfig) -> dict[str, float]:
@@ -113,12 +117,19 @@ def compute_skip_metrics(state: RunState, config: RunConfig) -> dict[str, float]
 
 
 def _find_correct(batch: TrajectoryBatch) -> npt.NDArray[np.bool_]:
-    """Return which responses of a batch are correct.
+    """Return which episodes of a batch are correct.
 
-    A response without a recorded outcome is correct if its reward is 1.
+    An episode without a recorded outcome is correct if its reward is 1.
     """
-    correct: npt.NDArray[np.bool_] = np.array(batch.table["reward"].to_pylist(), dtype=np.float32) == 1.0
+    correct: npt.NDArray[np.bool_] = _read_rewards(batch) == 1.0
     if "outcome" in batch.table.column_names:
-        for row, outcome in enumerate(batch.table["outcome"].to_pylist()):
-            correct[row] = correct[row] if outcome is None else outcome == Outcome.CORRECT
+        outcomes = batch.table["outcome"].to_pylist()
+        for number, row in enumerate(batch.episode_rows):
+            correct[number] = correct[number] if outcomes[row] is None else outcomes[row] == Outcome.CORRECT
     return correct
+
+
+def _read_rewards(batch: TrajectoryBatch) -> npt.NDArray[np.float32]:
+    """Return the reward of each episode, without the rewards of its tokens."""
+    rewards: npt.NDArray[np.float32] = view_numbers(batch.table["reward"])[batch.episode_rows]
+    return rewards

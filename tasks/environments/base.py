@@ -37,7 +37,7 @@ class Episode(Protocol):
 
     @property
     def response(self) -> Sequence[int]:
-        """All tokens of the response, both from the policy and from the environment."""
+        """All tokens of the response in the current branch, both from the policy and from the environment."""
 
     @property
     def room(self) -> int:
@@ -62,6 +62,18 @@ class Episode(Protocol):
         """Append at most `room` tokens to the response.
 
         The policy did not generate the added tokens and is not trained on them.
+        """
+
+    def start_branch(self, tokens: Sequence[int]) -> None:
+        """Continue with a rewritten context: `tokens` replace the response so far, and follow the prompt.
+
+        Call `start_branch` if tokens that the policy has read are left out or changed, for example because earlier
+        thoughts are removed or a long history is summarized. The policy is trained once on each token that it
+        generated, with the context in which it generated the token. The policy is not trained on `tokens`. Each branch
+        has the reward of the episode, and the episode counts once.
+
+        Raises:
+            ValueError: there are more tokens than a response may have.
         """
 
     def reward(self, value: float) -> None:

@@ -1,6 +1,7 @@
-"""Records of the turns of an episode: where each turn starts, in which state it acted, and which reward it got.
+"""The turns of an episode and the branches in which they were played.
 
-Positions count the tokens behind the prompt.
+A branch is a context of the episode: the tokens behind the prompt, up to the point at which the environment rewrote the
+context. Positions count the tokens behind the prompt.
 """
 
 from __future__ import annotations
@@ -9,25 +10,94 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollflow.storage.records import UNNAMED_STATE
-from rollflow.storage.token_arrays import Int64s
+import numpy as np
+
+from rollflow.storage.records import UNNAMED_STATE, StopReason
+from rollflow.storage.token_arrays import Float32s, Int32s, Int64s
+from rollflow.tasks.engines.base import Generation, TokenSpan
+
+NOTHING = TokenSpan()
+CHOSEN = b"\1"
+
+
+@dataclass(slots=True)
+class LivedTurn:
+    """A generation with at least one token."""
+
+    start: int  # position of the turn's first token
+    end: int  # position behind the turn's last token
+    state: int  # hash of the environment state in which the turn acted
+    reward: float | None = None
 
 
 @dataclass(eq=False, slots=True)
-class TurnRecords:
-    """The turns of an episode so far. A generation without a token is no turn."""
+class LivedBranch:
+    """The tokens of one branch of an episode, and its turns."""
 
-    starts: list[int] = field(default_factory=list)  # position of the first token of each turn
-    states: list[int] = field(default_factory=list)  # hash of the state of each turn
-    rewards: dict[int, float] = field(default_factory=dict)  # position of the last token of a turn -> reward
-    _last: int = -1  # position of the last token of the newest turn
+    made: TokenSpan = NOTHING
+    # one byte per token: 1 for a token that the policy generated, 0 for a token that the environment added
+    mask: bytes = b""
+    turns: list[LivedTurn] = field(default_factory=list)
+    ending: StopReason = StopReason.STOP
+
+    def add_given(self, tokens: Int32s) -> None:
+        """Append tokens that the policy did not generate."""
+        count = len(tokens)
+        added = TokenSpan(tokens, Float32s.same(0.0, count), Int32s.same(-1, count))
+        self.made, self.mask = self.made + added, self.mask + bytes(count)
+
+    def add_generation(self, generation: Generation, state: int) -> LivedTurn | None:
+        """Append a generation, and return its turn; None if the generation has no token."""
+        start = len(self.mask)
+        self.made, self.mask = self.made + generation.made, self.mask + CHOSEN * len(generation.made)
+        self.ending = generation.ending
+        if len(self.mask) == start:
+            return None
+        turn = LivedTurn(start, len(self.mask), state)
+        self.turns.append(turn)
+        return turn
+
+    def find_starts(self, prompt: int) -> tuple[int, ...]:
+        """Return the position of each turn in a trajectory whose prompt has `prompt` tokens."""
+        return tuple(turn.start + prompt for turn in self.turns)
+
+    def find_states(self) -> Sequence[int] | None:
+        """Return the state of each turn; None if no state has a name."""
+        states = [turn.state for turn in self.turns]
+        return Int64s.of(states) if any(state != UNNAMED_STATE for state in states) else None
+
+    def find_rewards(self) -> dict[int, float]:
+        """Return the reward of each turn that has one, by the position of the turn's last token."""
+        return {turn.end - 1: turn.reward for turn in self.turns if turn.reward is not None}
+
+    def find_oldest(self, default: int) -> int:
+        """Return the oldest policy version that generated a token; `default` if there is no such token."""
+        return min((version for version in self.made.versions if version >= 0), default=default)
+
+
+@dataclass(eq=False, slots=True)
+class LivedEpisode:
+    """All branches of an episode, in the order in which they were played; the last one is current."""
+
+    branches: list[LivedBranch] = field(default_factory=lambda: [LivedBranch()])
+    _newest: LivedTurn | None = None
     _upcoming: int = UNNAMED_STATE  # hash of the state of the next turn
 
-    def add_turn(self, start: int, end: int) -> None:
-        """Record a turn whose tokens are those from `start` up to `end`, which is not included."""
-        self.starts.append(start)
-        self.states.append(self._upcoming)
-        self._last, self._upcoming = end - 1, UNNAMED_STATE
+    @property
+    def current(self) -> LivedBranch:
+        """The branch that the next turn continues."""
+        return self.branches[-1]
+
+    @property
+    def played(self) -> list[LivedBranch]:
+        """The branches that have a turn; if no branch has one, the current branch."""
+        return [branch for branch in self.branches if branch.turns] or [self.current]
+
+    def add_generation(self, generation: Generation) -> None:
+        """Append a generation to the current branch."""
+        turn = self.current.add_generation(generation, self._upcoming)
+        if turn is not None:
+            self._newest, self._upcoming = turn, UNNAMED_STATE
 
     def add_reward(self, value: float) -> None:
         """Add a reward to the newest turn.
@@ -35,21 +105,31 @@ class TurnRecords:
         Raises:
             ValueError: there is no turn yet.
         """
-        if self._last < 0:
+        if self._newest is None:
             raise ValueError("the episode has no turn yet; give a reward after `generate` has returned a generation")
-        self.rewards[self._last] = self.rewards.get(self._last, 0.0) + value
+        self._newest.reward = (self._newest.reward or 0.0) + value
 
     def enter_state(self, key: str) -> None:
         """Set the state of the next turn."""
         self._upcoming = hash_state(key)
 
-    def find_starts(self, prompt: int) -> tuple[int, ...]:
-        """Return the position of each turn in a trajectory whose prompt has `prompt` tokens."""
-        return tuple(start + prompt for start in self.starts)
+    def start_branch(self, tokens: Int32s) -> None:
+        """Begin a branch with `tokens`, none of which the policy is trained on in this branch."""
+        self.branches = [*(branch for branch in self.branches if branch.turns), LivedBranch()]
+        self.current.add_given(tokens)
 
-    def find_states(self) -> Sequence[int] | None:
-        """Return the state of each turn; None if no state has a name."""
-        return Int64s.of(self.states) if any(state != UNNAMED_STATE for state in self.states) else None
+
+def find_parent(tokens: Int32s, earlier: Sequence[Int32s]) -> tuple[int, int]:
+    """Return which of the earlier token sequences has the longest common beginning with `tokens`, and its length."""
+    shared = [_count_shared(tokens, other) for other in earlier]
+    parent = shared.index(max(shared))
+    return parent, shared[parent]
+
+
+def _count_shared(one: Int32s, other: Int32s) -> int:
+    least = min(len(one), len(other))
+    differ = np.flatnonzero(one.array[:least] != other.array[:least])
+    return int(differ[0]) if differ.size else least
 
 
 def hash_state(key: str) -> int:

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 
-def row_weights(tokens_R: Tensor, aggregation: str, longest: int) -> Tensor:
+def row_weights(tokens_R: Tensor, aggregation: str, longest: int, episodes_R: Tensor | None = None) -> Tensor:
     """Return the weight, as float64, that each row's tokens get in the sum of losses over a minibatch.
 
     `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch. The number includes tokens
     whose loss is set to zero by a clip or a correction. A row without tokens with loss mask 1 does not count as a row.
+    `episodes_R` has the same number for all rows of an episode, which count as one row; None if each row is an episode.
     """
+    if episodes_R is not None:
+        _, of_R = torch.unique(episodes_R, return_inverse=True)
+        tokens_E = torch.zeros(int(of_R.max()) + 1 if len(of_R) else 0, dtype=tokens_R.dtype)
+        return row_weights(tokens_E.index_add_(0, of_R, tokens_R), aggregation, longest)[of_R]
     counts_R = tokens_R.double()
     rows = max(int((tokens_R > 0).sum()), 1)
     match aggregation:

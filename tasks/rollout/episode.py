@@ -18,19 +18,17 @@ import numpy as np
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
-from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
+from rollflow.storage.records import Branch, Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
-from rollflow.tasks.environments.turns import TurnRecords
+from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, find_parent
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
 from rollflow.tasks.scorers.token_values import add_values, move_to_sampled
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
-NOTHING = TokenSpan()
-CHOSEN = b"\1"
 # Waits for the group's other final responses, and returns them; None if the group of responses was given up.
 Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
@@ -64,10 +62,7 @@ class PlayedEpisode:
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
     meet: Meeting | None = None  # for a scorer that compares the responses to the same prompt
-    made: TokenSpan = NOTHING
-    # one byte per token: 1 for a token that the policy generated, 0 for a token that the environment added
-    mask: bytes = b""
-    records: TurnRecords = field(default_factory=TurnRecords)
+    lived: LivedEpisode = field(default_factory=LivedEpisode)
     has_turns: bool = False  # True if the environment may have several turns
     turns: int = 0
     generated: int = 0  # number of tokens that the policy generated
@@ -81,6 +76,11 @@ class PlayedEpisode:
     _asked: bool = False  # True while the environment waits for a generation
     _gone: bool = False  # True after `let_go`
     _interrupted: bool = False  # True if the environment was cancelled while computing
+
+    @property
+    def made(self) -> TokenSpan:
+        """The tokens after the prompt in the current branch, with their log-probs and policy versions."""
+        return self.lived.current.made
 
     @property
     def response(self) -> Int32s:
@@ -115,16 +115,22 @@ class PlayedEpisode:
         count = len(given)
         if count > self.room:
             raise ValueError(f"{count} tokens do not fit into the response, which has room for {self.room} tokens")
-        added = TokenSpan(given, Float32s.same(0.0, count), Int32s.same(-1, count))
-        self.made, self.mask = self.made + added, self.mask + bytes(count)
+        self.lived.current.add_given(given)
+
+    def start_branch(self, tokens: Sequence[int]) -> None:
+        """Continue with a rewritten context, as `Episode.start_branch` specifies."""
+        given = self._check_tokens(tokens)
+        if len(given) > self.longest:
+            raise ValueError(f"a branch of {len(given)} tokens does not fit into a response of {self.longest} tokens")
+        self.lived.start_branch(given)
 
     def reward(self, value: float) -> None:
         """Give the newest turn a reward, as `Episode.reward` specifies."""
-        self.records.add_reward(check_number("the reward of a turn", value))
+        self.lived.add_reward(check_number("the reward of a turn", value))
 
     def enter_state(self, key: str) -> None:
         """Name the environment state of the next turn, as `Episode.enter_state` specifies."""
-        self.records.enter_state(key)
+        self.lived.enter_state(key)
 
     def replace_prompt(self, tokens: Sequence[int]) -> None:
         """Begin the episode with other tokens than the prompt's, as `Episode.replace_prompt` specifies."""
@@ -200,43 +206,13 @@ class PlayedEpisode:
             return NO_REWARD
         return score if isinstance(score, Score) else Score(score)
 
-    def trajectory(self, sample: int, started_version: int, score: Score) -> Trajectory:
-        """Build the trajectory that the learner trains on."""
-        prompt, made, given = self.prompt.input, self.made, self.prompt.input.length
-        return Trajectory(
-            sample=sample,
-            started_version=started_version,
-            tokens=prompt.flat + made.tokens,
-            loss_mask=Bools(bytes(given) + self.mask),
-            logprobs=Float32s.same(0.0, given) + made.logprobs,
-            versions=Int32s.same(-1, given) + made.versions,
-            reward=score.value,
-            reason=score.reason,
-            ending=StopReason(self.ending),
-            generation_seconds=self.at - self.began,
-            reward_seconds=asyncio.get_running_loop().time() - self.at,
-            reward_parts=dict(score.parts) or None,
-            outcome=score.outcome,
-            foreign_parts=prompt.placed or None,
-            scorer_version=score.version or None,
-            token_rewards=self._place_rewards(score),
-            turn_starts=self.records.find_starts(given) if self.has_turns else None,
-            turn_states=self.records.find_states() if self.has_turns else None,
-        )
+    def trajectories(
+        self, score: Score, sample: int = 0, responses: int = 1, staleness_from: str = "started"
+    ) -> tuple[Trajectory, ...]:
+        """Build the trajectories that the learner trains on, one for each branch.
 
-    def _place_rewards(self, score: Score) -> Float32s | None:
-        """Return the rewards of all tokens of the trajectory, from the score's token values and the rewards of turns;
-        None if no sampled token has a reward."""
-        moved = None
-        if score.has_token_values:
-            values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
-            moved = move_to_sampled(values, np.frombuffer(self.mask, bool))
-        if self.records.rewards:
-            moved = add_values(moved, self.records.rewards, len(self.mask))
-        return None if moved is None else Float32s.same(math.nan, self.prompt.input.length) + moved
-
-    def started_version(self, staleness_from: str) -> int:
-        """Return the policy version from which the staleness of this episode is counted.
+        The number of the first trajectory is `sample`. The number of each further branch is larger by `responses`,
+        which is the number of episodes of the prompt.
 
         Raises:
             ConfigError: the environment never asked the policy for a generation.
@@ -245,9 +221,53 @@ class PlayedEpisode:
             raise ConfigError(
                 "the environment ended an episode without a generation; ask for at least one generation in each episode"
             )
-        if staleness_from == "oldest-token":
-            return min((version for version in self.made.versions if version >= 0), default=self.first.version)
-        return self.first.version
+        found = list[Trajectory]()
+        for number, branch in enumerate(self.lived.played):
+            oldest = staleness_from == "oldest-token"
+            started = branch.find_oldest(self.first.version) if oldest else self.first.version
+            one = self._build_trajectory(branch, score, sample + number * responses, started)
+            if found:
+                parent, shared = find_parent(Int32s.of(one.tokens), [Int32s.of(other.tokens) for other in found])
+                one = replace(one, branch=Branch(found[parent].sample, shared))
+            found.append(one)
+        return tuple(found)
+
+    def _build_trajectory(self, branch: LivedBranch, score: Score, sample: int, started_version: int) -> Trajectory:
+        prompt, made, given = self.prompt.input, branch.made, self.prompt.input.length
+        return Trajectory(
+            sample=sample,
+            started_version=started_version,
+            tokens=prompt.flat + made.tokens,
+            loss_mask=Bools(bytes(given) + branch.mask),
+            logprobs=Float32s.same(0.0, given) + made.logprobs,
+            versions=Int32s.same(-1, given) + made.versions,
+            reward=score.value,
+            reason=score.reason,
+            ending=StopReason(branch.ending),
+            generation_seconds=self.at - self.began,
+            reward_seconds=asyncio.get_running_loop().time() - self.at,
+            reward_parts=dict(score.parts) or None,
+            outcome=score.outcome,
+            foreign_parts=prompt.placed or None,
+            scorer_version=score.version or None,
+            token_rewards=self._place_rewards(branch, score),
+            turn_starts=branch.find_starts(given) if self.has_turns else None,
+            turn_states=branch.find_states() if self.has_turns else None,
+        )
+
+    def _place_rewards(self, branch: LivedBranch, score: Score) -> Float32s | None:
+        """Return the rewards of all tokens of a branch, from the score's token values and the rewards of turns; None if
+        no sampled token has a reward.
+
+        The score's token values belong to the response of the current branch.
+        """
+        moved = None
+        if score.has_token_values and branch is self.lived.current:
+            values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
+            moved = move_to_sampled(values, np.frombuffer(branch.mask, bool))
+        if rewards := branch.find_rewards():
+            moved = add_values(moved, rewards, len(branch.mask))
+        return None if moved is None else Float32s.same(math.nan, self.prompt.input.length) + moved
 
     async def _run_environment(self, environment: Environment) -> Score | float | None:
         """Run the environment and return the episode's score; return None if the environment was interrupted."""
@@ -280,9 +300,7 @@ class PlayedEpisode:
 
     def _append_generation(self, started: VersionedGeneration) -> None:
         generation = started.generation
-        self.made, self.mask = self.made + generation.made, self.mask + CHOSEN * len(generation.made)
-        if len(generation.made):
-            self.records.add_turn(len(self.mask) - len(generation.made), len(self.mask))
+        self.lived.add_generation(generation)
         self.first = self.first or started
         self.turns += 1
         self.generated += len(generation.made)

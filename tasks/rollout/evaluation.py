@@ -302,7 +302,8 @@ class Evaluator:
         episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary, self.ports)
         score = await episode.play(self.environment)
         assert score is not None, "every episode of an evaluation is wanted"
-        versions = tuple(version for version in episode.made.versions if version >= 0)
+        made = [branch.made.versions for branch in episode.lived.played]
+        versions = tuple(version for one in made for version in one if version >= 0)
         return EvaluatedResponse(prompt, episode.find_unjudged(score) or score, versions, episode.turns)
 
 

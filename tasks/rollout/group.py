@@ -21,7 +21,7 @@ import asyncio
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollflow.storage.errors import EngineFailed
@@ -130,15 +130,15 @@ class GroupRollout:
         """
         async with asyncio.TaskGroup() as samples:
             tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
-        trajectories = [task.result() for task in tasks]
+        trajectories = [one for task in tasks for one in task.result()]
         if self._reason is not None:
             started = self.ports.proxy.version if self._oldest is None else self._oldest
             return Discard(self.key, self._reason, started, self._tokens)
-        kept = tuple(trajectory for trajectory in trajectories if trajectory is not None)
-        return TrajectoryGroup(self.key, prompt.id, prompt.domain, kept, surplus_tokens=self._surplus)
+        return TrajectoryGroup(self.key, prompt.id, prompt.domain, tuple(trajectories), surplus_tokens=self._surplus)
 
-    async def _sample(self, prompt: Prompt, sample: int) -> Trajectory | None:
-        """Run one episode until its reward is known; return None if the episode is not kept."""
+    async def _sample(self, prompt: Prompt, sample: int) -> Sequence[Trajectory]:
+        """Run one episode until its reward is known, and return the trajectory of each of its branches; return nothing
+        if the episode is not kept."""
         ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
         compares = ports.limits.judging_of(prompt.scorer).compares_group
@@ -154,7 +154,7 @@ class GroupRollout:
         )
         if self._reason is not None:
             await episode.abandon()
-            return None
+            return ()
         self._playing.add(episode)
         try:
             score = await episode.play(self.ports.environment)
@@ -163,16 +163,16 @@ class GroupRollout:
             if episode.wanted:
                 self._peers.leave(sample)
         if score is None:
-            return None
+            return ()
         # an environment that broke before the first generation has nothing that could be scored
         tries = ports.limits.judge_tries(prompt.scorer) or episode.first is None
         if tries and (unjudged := episode.find_unjudged(score)):
             self.unjudged = unjudged.reason
             await self.give_up(DiscardReason.UNJUDGED)
-            return None
-        trajectory = episode.trajectory(sample, episode.started_version(self.ports.limits.staleness_from), score)
-        self.ports.spans.respond(self.key, trajectory)
-        return trajectory
+            return ()
+        trajectories = episode.trajectories(score, sample, self.responses, self.ports.limits.staleness_from)
+        self.ports.spans.respond(self.key, trajectories[0])
+        return trajectories
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""

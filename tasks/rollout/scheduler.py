@@ -310,8 +310,7 @@ class RolloutScheduler:
     def _add_scored(self, group: TrajectoryGroup, rollout: GroupRollout) -> None:
         """Put a complete group of responses into the buffer, unless the group is filtered or too old."""
         self.counts.surplus_tokens += group.surplus_tokens
-        # an episode counts once, no matter how many branches the episode has
-        why = filter_reason(self.limits.filter, [t.total_reward for t in group.trajectories if t.branch is None])
+        why = filter_reason(self.limits.filter, group.episode_rewards)
         if why is not None:
             self._discard_filtered(group, why)
         elif group.started_version < self._formation.oldest_allowed(self.due.first):
@@ -319,7 +318,7 @@ class RolloutScheduler:
         else:
             self._filtered_in_a_row = 0
             self.buffer.add(self._ports.pack(group), rollout.number, awaited=rollout.awaited)
-            self.counts.trajectories += len(group.trajectories)
+            self.counts.trajectories += group.episodes
             self._spans.complete(group.key)
 
     def _discard_filtered(self, group: TrajectoryGroup, why: str) -> None:

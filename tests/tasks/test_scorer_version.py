@@ -17,10 +17,12 @@ from rollflow.flows.locations import attach_run
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Outcome, Prompt
+from rollflow.storage.records import Outcome, Prompt, StopReason
 from rollflow.storage.run_records.scorers import ScorerRecord, find_change, read_scorers, store_scorer
 from rollflow.tasks.actors.reward import RewardActor
+from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.rollout.episode import PlayedEpisode
+from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.run.scorer_versions import list_changed_scorers, record_scorers
 from rollflow.tasks.scorers import version
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
@@ -168,8 +170,10 @@ async def test_trajectory_records_the_scorer_version_of_its_score() -> None:
     async def unused(_: object) -> Any: ...
 
     played = PlayedEpisode(Prompt("p", 0, "d", "", ModelInput.of([1, 2])), 4, unused, unused, unused)
-    assert played.trajectory(0, 0, Score(1.0, version="0123456789ab")).scorer_version == "0123456789ab"
-    assert played.trajectory(0, 0, Score(1.0)).scorer_version is None
+    played.first = VersionedGeneration(Generation("", TokenSpan(), StopReason.STOP), 0)
+    [one] = played.trajectories(Score(1.0, version="0123456789ab"))
+    assert one.scorer_version == "0123456789ab"
+    assert played.trajectories(Score(1.0))[0].scorer_version is None
 
 
 def test_score_keeps_its_scorer_version_between_processes() -> None:

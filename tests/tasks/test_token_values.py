@@ -399,7 +399,8 @@ async def play(environment: Environment, score: Mapping[str, Any] | None = None)
     episode = PlayedEpisode(prompt, 100, ask, closed, judge)
     found = await episode.play(environment)
     assert found is not None
-    return found, episode.trajectory(0, 0, found)
+    [one] = episode.trajectories(found)
+    return found, one
 
 
 def imported(environment: Environment) -> ImportedEnvironment:

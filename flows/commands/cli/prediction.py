@@ -9,7 +9,6 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -87,23 +86,28 @@ def _read_version(context: RunContext, before: PolicyVersion, after: PolicyVersi
     assert after.batch_entry is not None, "only version 0 has no batch"
     update = read_update(context.store, after.number)
     file = context.batches.read_commit(after.batch_entry).file
-    table = TrajectoryBatch.from_bytes(context.batches.read(file)).table
+    batch = TrajectoryBatch.from_bytes(context.batches.read(file))
+    columns = batch.table.take(batch.episode_rows)
     return RecordedVersion(
         version=after.number,
         seconds=after.at - before.at - paused_seconds(context, before, after),
         waited=after.metrics["wait_seconds"],
         pause=None if update is None else update.pause_seconds,
         fetched=None if update is None else update.resumed_at - update.pause_seconds - after.at,
-        groups_R=table["index"].to_pylist(),
-        tokens_R=_response_tokens(table),
-        generation_R=table["generation_seconds"].to_pylist(),
-        reward_R=table["reward_seconds"].to_pylist(),
+        groups_R=columns["index"].to_pylist(),
+        tokens_R=_count_tokens(batch),
+        generation_R=columns["generation_seconds"].to_pylist(),
+        reward_R=columns["reward_seconds"].to_pylist(),
     )
 
 
-def _response_tokens(table: Any) -> list[int]:
-    masks = table["loss_mask"].combine_chunks()
+def _count_tokens(batch: TrajectoryBatch) -> list[int]:
+    """Return the number of tokens that the policy sampled in each episode, in all branches."""
+    masks = batch.table["loss_mask"].combine_chunks()
     chosen = np.concatenate([[0], np.cumsum(masks.flatten().to_numpy(zero_copy_only=False))])
     ends = masks.offsets.to_numpy()
     ends = ends - ends[0]
-    return [int(count) for count in chosen[ends[1:]] - chosen[ends[:-1]]]
+    counts = np.zeros(len(batch), np.int64)
+    np.add.at(counts, batch.first_rows, chosen[ends[1:]] - chosen[ends[:-1]])
+    found: list[int] = counts[batch.episode_rows].tolist()
+    return found

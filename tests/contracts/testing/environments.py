@@ -12,13 +12,14 @@ import pytest
 
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt, StopReason
+from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import build_toolbox
-from rollflow.tasks.environments.turns import TurnRecords
+from rollflow.tasks.environments.turns import LivedEpisode, LivedTurn
 from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.scorers.base import Score, check_number, is_failure
 from rollflow.testing.bounds import HANG_SECONDS, call_bounded, import_keys, list_blocking_calls, run_bounded
@@ -56,7 +57,7 @@ class ScriptedEpisode:
     said: str = "<b:b>"
     response: tuple[int, ...] = ()
     asked: list[str] = field(default_factory=list)
-    records: TurnRecords = field(default_factory=TurnRecords)
+    lived: LivedEpisode = field(default_factory=LivedEpisode)
     fault: str = ""
 
     @property
@@ -71,25 +72,34 @@ class ScriptedEpisode:
         if self.asked.count("generate") > self.turns or self.room <= 0:
             return None
         tokens = tuple(map(ord, self.said[: min(self.room, max_tokens or self.room)]))
-        self.records.add_turn(len(self.response), len(self.response) + len(tokens))
         self.response += tokens
-        return Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
+        made = Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
+        self.lived.add_generation(made)
+        return made
 
     def add(self, tokens: Sequence[int]) -> None:
         if len(tokens) > self.room:
             self._fail(f"an environment must not add more than `room` tokens: {len(tokens)} for a room of {self.room}")
         self.asked.append("add")
+        self.lived.current.add_given(Int32s.of(tokens))
         self.response += tuple(tokens)
+
+    def start_branch(self, tokens: Sequence[int]) -> None:
+        if len(tokens) > self.longest:
+            self._fail(f"a branch must fit into a response, and {len(tokens)} tokens are more than {self.longest}")
+        self.asked.append("start_branch")
+        self.lived.start_branch(Int32s.of(tokens))
+        self.response = tuple(tokens)
 
     def reward(self, value: float) -> None:
         try:
-            self.records.add_reward(check_number("the reward of a turn", value))
+            self.lived.add_reward(check_number("the reward of a turn", value))
         except (TypeError, ValueError) as error:
             self._fail(f"an environment must give a finite reward after a generation: {error}")
 
     def enter_state(self, key: str) -> None:
         try:
-            self.records.enter_state(key)
+            self.lived.enter_state(key)
         except TypeError as error:
             self._fail(f"an environment must name a state by a string: {error}")
 
@@ -195,13 +205,14 @@ class EnvironmentContract:
     ) -> None:
         """An environment keeps no state between episodes, because an episode is played again after a crash."""
 
-        def play(together: bool) -> list[tuple[Score | None, tuple[int, ...], list[str], list[int], dict[int, float]]]:
+        def play(together: bool) -> list[tuple[Score | None, tuple[int, ...], list[str], list[list[LivedTurn]]]]:
             episodes = [[self.begin(ports, longest=longest)] for longest in range(1, 30)]
             groups = [[one for [one] in episodes]] if together else episodes
             scores = [score for group in groups for score in self.play(environment, *group)]
             played = [episode for [episode] in episodes]
             pairs = zip(scores, played, strict=True)
-            return [(score, one.response, one.asked, one.records.states, one.records.rewards) for score, one in pairs]
+            turns = [[branch.turns for branch in one.lived.branches] for one in played]
+            return [(score, one.response, one.asked, lived) for (score, one), lived in zip(pairs, turns, strict=True)]
 
         assert play(together=True) == play(together=False), (
             "an episode must be the same alone and beside others, so keep no state in `self`"
