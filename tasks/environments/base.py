@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Generation
-from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.ports import EnvironmentPorts, Message
+from rollflow.tasks.environments.tool_calls import Action
 from rollflow.tasks.scorers.base import Score
 
 
@@ -74,6 +75,22 @@ class Episode(Protocol):
 
         Raises:
             ValueError: there are more tokens than a response may have.
+        """
+
+    def extend(self, messages: Sequence[Message]) -> bool:
+        """Let chat messages follow the newest answer, so that the policy can answer again. Return False, and change
+        nothing, if no room for an answer would be left.
+
+        The tokens that the policy sampled stay in the context. If the chat template changes earlier answers, as some
+        do that remove thoughts, the whole conversation is rendered again and a branch begins (`start_branch`).
+
+        Raises:
+            ValueError: the policy has not answered since the last call.
+        """
+
+    def read_action(self, tokens: Sequence[int]) -> Action:
+        """Read the tool calls in tokens of the response. If a call is malformed, the action has a `fault`, and the
+        newest turn gets the penalty `environment.unparsable_penalty`.
         """
 
     def reward(self, value: float) -> None:

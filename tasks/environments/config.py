@@ -9,6 +9,7 @@ from pydantic import Field
 
 from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase, ImportTool
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment, TrlEnvironment
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.runtime.sections import Imported
 
 __all__ = [
@@ -58,7 +59,7 @@ class SokobanEnvironment(GameEnvironment):
     )
 
 
-class ImportEnvironment(Imported, EnvironmentBase):
+class ImportEnvironment(Imported, LimitedEnvironment, EnvironmentBase):
     """A user-defined environment, which may have several turns and tools."""
 
     kind: Literal["import"] = Field(

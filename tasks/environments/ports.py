@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
+from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
 Message = Mapping[str, str]  # `role` and `content`
@@ -57,6 +58,19 @@ class Renderer(Protocol):
     def is_chat(self, prompt: Prompt) -> bool:
         """Return whether the prompt and the messages after it are rendered with the chat template."""
 
+    def rewrite(
+        self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
+    ) -> Sequence[int] | None:
+        """Return the tokens behind the prompt of the whole conversation, if the chat template changes a recent answer
+        that `messages` follow; None if the answers stay as they were generated.
+
+        `earlier` and `recent` are the messages after the prompt. The answers among the earlier messages stand in the
+        context as the chat template has rewritten them.
+
+        Raises:
+            ConfigError: the policy's chat template rejects the messages.
+        """
+
     def parse(self, tokens: Sequence[int]) -> Message:
         """Convert tokens that the policy generated into a message of the assistant."""
 
@@ -82,6 +96,11 @@ class _NoText:
     def is_chat(self, prompt: Prompt) -> bool:
         _refuse()
 
+    def rewrite(
+        self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
+    ) -> Sequence[int] | None:
+        _refuse()
+
     def parse(self, tokens: Sequence[int]) -> Message:
         _refuse()
 
@@ -105,6 +124,7 @@ class EnvironmentPorts:
     renderer: Renderer = NO_TEXT
     tools: Toolbox = field(default_factory=Toolbox)
     clock: Callable[[], float] = _read_clock
+    limits: EpisodeLimits = NO_LIMITS
 
 
 NO_PORTS = EnvironmentPorts()

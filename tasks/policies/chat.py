@@ -19,6 +19,7 @@ from rollflow.tasks.prompts.messages import list_messages
 QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, which no template contains
 SYSTEM = "You answer."
 Tool = Mapping[str, Any]  # the JSON schema of a function that the policy may call
+THOUGHT, THINKS, ENDS_THOUGHT = "White, I guess.", "<think>\n", "\n</think>\n\n"
 # a difference that changes every field of a date and time
 ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)
 
@@ -29,6 +30,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, now: float) -> None:
         """Fix the time that the chat template reads at `now`, in seconds since the Unix epoch."""
         self._tokenizer, self._moment = tokenizer, datetime.fromtimestamp(now, UTC)
+        self._keeps = dict[tuple[tuple[str, ...], bool], bool]()  # results of `keeps_answer`
 
     def encode(self, asked: Asked, system: str | None, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the prompt tokens of a question, up to the position where the policy's answer begins.
@@ -64,6 +66,39 @@ class ChatTemplate:
         if not found:
             raise ConfigError(f"{_CHAT}: the policy's chat template leaves answers out of the prompt; {_NO_CHAT}")
         return after
+
+    def render_messages(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of a conversation, up to the position where the policy's next answer begins.
+
+        Raises:
+            ConfigError: the chat template rejects the messages.
+        """
+        return cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False)))
+
+    def keeps_answer(self, roles: tuple[str, ...], *, thinks: bool) -> bool:
+        """Return whether the chat template leaves an answer as it was generated if messages of these roles follow.
+
+        With `thinks`, the answer has a thought in <think> tags, which some chat templates remove from earlier turns.
+        The chat template is tried once for each sequence of roles.
+        """
+        if (roles, thinks) not in self._keeps:
+            try:
+                found = self._try_answer(roles, thinks, None)
+            except ConfigError:  # some chat templates require a system message
+                found = self._try_answer(roles, thinks, SYSTEM)
+            self._keeps[roles, thinks] = found
+        return self._keeps[roles, thinks]
+
+    def _try_answer(self, roles: tuple[str, ...], thinks: bool, system: str | None) -> bool:
+        asked = list_messages(QUESTION, system)
+        before = self.render_messages(asked)
+        answer = f"{THINKS}{THOUGHT}{ENDS_THOUGHT}{ANSWER}" if thinks else ANSWER
+        if before.endswith(THINKS):  # the chat template has begun the thought
+            answer = answer.removeprefix(THINKS) if thinks else f"{ENDS_THOUGHT}{ANSWER}"
+        following = [{"role": role, "content": QUESTION} for role in roles]
+        return self.render_messages([*asked, {"role": "assistant", "content": answer}, *following]).startswith(
+            before + answer
+        )
 
     def _render_conversation(self, system: str | None, messages: Sequence[Mapping[str, str]]) -> str:
         conversation = [*list_messages(QUESTION, system), {"role": "assistant", "content": ANSWER}, *messages]

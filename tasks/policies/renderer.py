@@ -55,6 +55,34 @@ class PolicyRenderer:
         """Return whether the prompt and the messages after it are rendered with the chat template."""
         return prompt.domain in self._chat_domains
 
+    def rewrite(
+        self,
+        prompt: Prompt,
+        earlier: Sequence[Mapping[str, str]],
+        recent: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, str]],
+    ) -> Sequence[int] | None:
+        """Return the tokens behind the prompt of the whole conversation, if the chat template changes a recent answer
+        that `messages` follow; None if the answers stay as they were generated.
+
+        `earlier` and `recent` are the messages after the prompt. The answers among the earlier messages stand in the
+        context as the chat template has rewritten them.
+
+        Raises:
+            ConfigError: the chat template rejects the messages.
+        """
+        if not self.is_chat(prompt):
+            return None
+        template = self._tokenizer.template
+        answers = [message["content"] for message in recent if message["role"] == "assistant"]
+        thinks = any("</think>" in answer for answer in answers)
+        if template.keeps_answer(tuple(message["role"] for message in messages), thinks=thinks):
+            return None
+        before = template.render_messages(prompt.messages)
+        whole = template.render_messages([*prompt.messages, *earlier, *recent, *messages])
+        # some chat templates begin a thought in the prompt, which cannot be taken back
+        return self._tokenizer.encode_response(whole[len(before) :]) if whole.startswith(before) else None
+
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
         """Convert generated tokens into a chat message of the assistant, without the final stop token."""
         return {"role": "assistant", "content": self._tokenizer.decode_response(tokens)}

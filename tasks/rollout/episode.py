@@ -22,7 +22,10 @@ from rollflow.storage.records import Branch, Outcome, Prompt, StopReason, Trajec
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment
-from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
+from rollflow.tasks.environments.conversation import BEGUN, Conversation
+from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock
+from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts, Message
+from rollflow.tasks.environments.tool_calls import Action, parse_action
 from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, find_parent
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
@@ -76,6 +79,10 @@ class PlayedEpisode:
     _asked: bool = False  # True while the environment waits for a generation
     _gone: bool = False  # True after `let_go`
     _interrupted: bool = False  # True if the environment was cancelled while computing
+    _clock: StepClock = NO_CLOCK  # measures how long the environment computes
+    _late: Score | None = None  # the score of an episode whose environment computed for too long
+    _limit: str = ""  # why the episode gets no further turn
+    _talk: Conversation = BEGUN
 
     @property
     def made(self) -> TokenSpan:
@@ -94,10 +101,10 @@ class PlayedEpisode:
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response, as `Episode.generate` specifies."""
-        if self.wanted is not None or self.room <= 0:
+        if self.wanted is not None or self.room <= 0 or self._reaches_limit():
             return None
         turn = self._build_turn((stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
-        self._asked = True
+        self._wait()
         try:
             started = None if self._gone else await self.ask(turn)
             if started is not None:
@@ -106,7 +113,7 @@ class PlayedEpisode:
                     return started.generation
             await self.abandon()
         finally:
-            self._asked = False
+            self._go_on(turn_ended=True)
         return None
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -123,6 +130,30 @@ class PlayedEpisode:
         if len(given) > self.longest:
             raise ValueError(f"a branch of {len(given)} tokens does not fit into a response of {self.longest} tokens")
         self.lived.start_branch(given)
+        self._talk = Conversation(begun=len(given), is_known=False)
+
+    def extend(self, messages: Sequence[Message]) -> bool:
+        """Let chat messages follow the newest answer, as `Episode.extend` specifies."""
+        if len(self.response) == self._talk.begun:
+            raise ValueError("the policy has not answered yet; call extend after `generate` has returned a generation")
+        renderer = self.ports.renderer
+        talk = self._talk.add_answer(renderer, self.response)
+        found = talk.extend(renderer, self.prompt, self.response, messages)
+        if len(found.tokens) >= (self.longest if found.branches else self.room):
+            return False
+        if found.branches:
+            self.start_branch(found.tokens)
+        else:
+            self.add(found.tokens)
+        self._talk = talk.add_messages(messages, len(self.response), branches=found.branches)
+        return True
+
+    def read_action(self, tokens: Sequence[int]) -> Action:
+        """Read the tool calls in tokens of the response, as `Episode.read_action` specifies."""
+        action = parse_action(self.ports.tokenizer.decode_response(tokens))
+        if action.fault and self.ports.limits.unparsable_penalty:
+            self.reward(-self.ports.limits.unparsable_penalty)
+        return action
 
     def reward(self, value: float) -> None:
         """Give the newest turn a reward, as `Episode.reward` specifies."""
@@ -143,18 +174,22 @@ class PlayedEpisode:
 
     async def judge(self, tokens: Sequence[int]) -> Score | None:
         """End generation and score tokens with the prompt's scorer, as `Episode.judge` specifies."""
-        self._asked = True
+        self._wait()
         try:
             if not await self._close():
                 return None
             peers = await self.meet(self._check_tokens(tokens)) if self.meet is not None else ()
             return None if peers is None else await self._score(tokens, self.prompt.reference, peers)
         finally:
-            self._asked = False
+            self._go_on()
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
         """Score tokens with the prompt's scorer, as `Episode.score` specifies."""
-        return await self._score(tokens, self.prompt.reference if reference is None else reference)
+        self._clock.pause()
+        try:
+            return await self._score(tokens, self.prompt.reference if reference is None else reference)
+        finally:
+            self._clock.go_on()
 
     async def _score(
         self, tokens: Sequence[int], reference: Mapping[str, Any], peers: Sequence[Sequence[int]] = ()
@@ -187,9 +222,35 @@ class PlayedEpisode:
         if self.wanted or self._gone:
             return
         self._gone = True
-        if self._leader is not None and not self._asked:
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Cancel the environment, once, if it computes."""
+        if self._leader is not None and not self._asked and not self._interrupted:
             self._interrupted = True
             self._leader.cancel()
+
+    def _expire(self, reason: str) -> None:
+        """Stop an environment that has computed for too long. Once the policy has acted, it may be the cause, so the
+        episode counts."""
+        if not self._gone:
+            self._late = Score(0.0, reason, Outcome.TIMEOUT if self.turns else Outcome.UNJUDGED)
+            self._interrupt()
+
+    def _reaches_limit(self) -> bool:
+        """Return whether the episode gets no further turn, and note the reason."""
+        self._limit = self.ports.limits.find_reached(self.turns, self.generated)
+        return bool(self._limit) or self._late is not None
+
+    def _wait(self) -> None:
+        """Note that the environment waits for the policy or for the scorer."""
+        self._asked = True
+        self._clock.pause()
+
+    def _go_on(self, *, turn_ended: bool = False) -> None:
+        """Note that the environment computes again."""
+        self._asked = False
+        self._clock.go_on(turn_ended=turn_ended)
 
     async def abandon(self) -> None:
         """End the episode early, and count the tokens generated so far."""
@@ -202,8 +263,10 @@ class PlayedEpisode:
         score = await self._run_environment(environment)
         if not await self._close():
             return None
+        if self._late is not None:
+            return self._late
         if score is None:
-            return NO_REWARD
+            return Score(0.0, self._limit, Outcome.WRONG) if self._limit else NO_REWARD
         return score if isinstance(score, Score) else Score(score)
 
     def trajectories(
@@ -273,6 +336,9 @@ class PlayedEpisode:
         """Run the environment and return the episode's score; return None if the environment was interrupted."""
         leader = self._leader = asyncio.current_task()
         assert leader is not None
+        if self.ports.limits.has_deadline:
+            self._clock = TurnClock(self.ports.limits, self._expire)
+            self._clock.go_on()
         try:
             return await environment.play(self)
         except asyncio.CancelledError:
@@ -280,9 +346,11 @@ class PlayedEpisode:
                 raise  # only `let_go` cancels a single episode; any other cancellation ends the whole run
         finally:
             self._leader = None
+            self._clock.pause()
             if self._interrupted:
                 leader.uncancel()
-        await self.abandon()
+        if self._gone:
+            await self.abandon()
         return None
 
     def _build_turn(self, stop: tuple[str, ...], max_tokens: int | None) -> Turn:
@@ -295,7 +363,8 @@ class PlayedEpisode:
         max_tokens = None if max_tokens is None else operator.index(max_tokens)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
-        longest = self.room if max_tokens is None else min(max_tokens, self.room)
+        longest = self.ports.limits.bound_turn(self.room, self.generated)
+        longest = longest if max_tokens is None else min(max_tokens, longest)
         return Turn(self.turns, self.prompt.input.followed_by(self.response), longest, stop)
 
     def _append_generation(self, started: VersionedGeneration) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rollflow.tasks.environments.limits import NO_LIMITS
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.config import FilePrompts
+from rollflow.tasks.prompts.section import PromptBase
 from rollflow.tasks.run.config import RunConfig
 
 
@@ -15,5 +21,12 @@ def build_ports(config: RunConfig, tokenizer: PolicyTokenizer) -> EnvironmentPor
     Raises:
         ConfigError: a tool of the environment cannot be imported.
     """
-    chat = {source.domain for source in config.prompts if source.chat}
-    return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), build_toolbox(config.environment.tool_parts))
+    chat = {name for source in config.prompts if source.chat for name in (source.domain, *_list_sets(source))}
+    limits = config.environment.limits if isinstance(config.environment, LimitedEnvironment) else NO_LIMITS
+    toolbox = build_toolbox(config.environment.tool_parts)
+    return EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, chat), toolbox, limits=limits)
+
+
+def _list_sets(source: PromptBase) -> Iterable[str]:
+    """Return the names of a source's evaluation sets, which are the domains of their prompts."""
+    return source.evaluation_sets if isinstance(source, FilePrompts) else ()

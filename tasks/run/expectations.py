@@ -17,6 +17,7 @@ from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.storage.records import DiscardReason, Prompt
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.environments.config import SingleTurnEnvironment
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.policies.stop import stop_tokens
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.rollout.config import FilterConfig
@@ -58,6 +59,9 @@ def read_limits(config: RunConfig) -> BatchLimits:
         reasons=reasons_of(config),
         made_up=isinstance(config.engine, TimedEngineConfig),
         single_turn=isinstance(config.environment, SingleTurnEnvironment),
+        episode_tokens=config.environment.limits.max_episode_tokens
+        if isinstance(config.environment, LimitedEnvironment)
+        else None,
         oldest_token=config.rollout.staleness_from == "oldest-token",
         filtered=lambda rewards: filter_reason(rules, rewards),
     )
@@ -67,7 +71,9 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     """Return the reasons for which a scheduler with this config may discard a group of responses."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     filtered = {DiscardReason.FILTERED} if config.rollout.filter else set()
-    unjudged = {DiscardReason.UNJUDGED} if config.judges_again else set()
+    # an episode without a first turn, whose environment computed for too long, cannot be judged
+    has_deadline = isinstance(config.environment, LimitedEnvironment) and config.environment.limits.has_deadline
+    unjudged = {DiscardReason.UNJUDGED} if config.judges_again or has_deadline else set()
     return frozenset({left} | filtered | unjudged)
 
 

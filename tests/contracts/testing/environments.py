@@ -17,7 +17,9 @@ from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment
-from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.conversation import Conversation
+from rollflow.tasks.environments.ports import EnvironmentPorts, Message
+from rollflow.tasks.environments.tool_calls import Action, parse_action
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.environments.turns import LivedEpisode, LivedTurn
 from rollflow.tasks.policies.renderer import PolicyRenderer
@@ -58,6 +60,7 @@ class ScriptedEpisode:
     response: tuple[int, ...] = ()
     asked: list[str] = field(default_factory=list)
     lived: LivedEpisode = field(default_factory=LivedEpisode)
+    talk: Conversation = field(default_factory=Conversation)
     fault: str = ""
 
     @property
@@ -90,6 +93,23 @@ class ScriptedEpisode:
         self.asked.append("start_branch")
         self.lived.start_branch(Int32s.of(tokens))
         self.response = tuple(tokens)
+
+    def extend(self, messages: Sequence[Message]) -> bool:
+        if len(self.response) == self.talk.begun:
+            self._fail("an environment must extend an episode only after a generation")
+        renderer, talk = self.ports.renderer, self.talk.add_answer(self.ports.renderer, Int32s.of(self.response))
+        found = talk.extend(renderer, self.prompt, Int32s.of(self.response), messages)
+        if len(found.tokens) >= (self.longest if found.branches else self.room):
+            return False
+        if found.branches:
+            self.start_branch(found.tokens)
+        else:
+            self.add(found.tokens)
+        self.talk = talk.add_messages(messages, len(self.response), branches=found.branches)
+        return True
+
+    def read_action(self, tokens: Sequence[int]) -> Action:
+        return parse_action(self.ports.tokenizer.decode_response(tokens))
 
     def reward(self, value: float) -> None:
         try:

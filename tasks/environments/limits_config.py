@@ -1,0 +1,54 @@
+"""Defines the config keys that limit the episodes of an environment with several turns."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollflow.tasks.environments.limits import EpisodeLimits
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
+
+
+class LimitedEnvironment(Section):
+    """Base class of the configs of environments whose episodes may have several turns."""
+
+    max_turns: int | None = Field(
+        None, gt=0, description="largest number of turns of an episode; default: no limit but engine.max_new_tokens"
+    )
+    max_turn_tokens: int | None = Field(
+        None, gt=0, description="largest number of tokens that the policy generates in one turn; default: no limit"
+    )
+    max_episode_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="largest number of tokens that the policy generates in an episode, in all branches; default: no "
+        "limit",
+    )
+    turn_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds for which the environment may compute between two generations, and before the first one; "
+        "default: no limit",
+    )
+    episode_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds for which the environment may compute in an episode, without waits for the policy and the "
+        "scorer; default: no limit",
+    )
+    unparsable_penalty: float = Field(
+        0.0, ge=0, description="number that is subtracted from the reward of a turn with a malformed tool call"
+    )
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """The limits of an episode."""
+        return EpisodeLimits(
+            self.max_turns,
+            self.max_turn_tokens,
+            self.max_episode_tokens,
+            self.turn_seconds,
+            self.episode_seconds,
+            self.unparsable_penalty,
+        )

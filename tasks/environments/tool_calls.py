@@ -1,0 +1,59 @@
+"""Reads the tool calls in a response: JSON objects in <tool_call> tags, as Qwen and Hermes models write them.
+
+I look it up. <tool_call>{"name": "search", "arguments": {"query": "snow"}}</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+CALL = re.compile(f"{BEGIN}(.*?)(?:{END}|\\Z)", re.DOTALL)
+LONGEST_FAULT = 200  # largest number of characters of a fault's description
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCall:
+    """A call of a tool, with keyword arguments."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy did in a turn: its words without thoughts and calls, and its tool calls in order.
+
+    If one call is malformed, `fault` says why, and there are no calls.
+    """
+
+    content: str
+    calls: tuple[ActionCall, ...] = ()
+    fault: str = ""
+
+
+def parse_action(text: str) -> Action:
+    """Read the tool calls in the text of a response. A call within a thought is no call."""
+    text = text.rpartition("</think>")[2]
+    content = CALL.sub("", text).strip()
+    try:
+        calls = tuple(_parse_call(found[0], found[1]) for found in CALL.finditer(text))
+    except (ValueError, RecursionError) as error:
+        return Action(content, fault=f"unparsable action: {error}"[:LONGEST_FAULT])
+    return Action(content, calls)
+
+
+def _parse_call(whole: str, inner: str) -> ActionCall:
+    if not whole.endswith(END):
+        raise ValueError(f"a tool call has no {END}")
+    call = json.loads(inner)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("a tool call is no object with a name")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {call['name']} are no object")
+    return ActionCall(call["name"], arguments)

@@ -1,0 +1,60 @@
+"""Tool calls in a response: JSON in tags is read, and a malformed call is a fault with words, never an exception."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.tasks.environments.tool_calls import LONGEST_FAULT, Action, ActionCall, parse_action
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def test_calls_are_read_in_order_after_the_thought() -> None:
+    text = (
+        '<think>\n<tool_call>{"name": "no"}</tool_call>\n</think>\n\nI look. <tool_call>\n{"name": "a", "arguments": '
+        '{"x": 1}}\n</tool_call>\n<tool_call>{"name": "b"}</tool_call> Now.'
+    )
+    assert parse_action(text) == Action("I look. \n Now.", (ActionCall("a", {"x": 1}), ActionCall("b", {})))
+
+
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        ('<tool_call>{"name": "a"}', "a tool call has no </tool_call>"),
+        ("<tool_call>{</tool_call>", "Expecting property name"),
+        ("<tool_call></tool_call>", "Expecting value"),
+        ("<tool_call>[1]</tool_call>", "a tool call is no object with a name"),
+        ('<tool_call>{"name": 1}</tool_call>', "a tool call is no object with a name"),
+        ('<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "the arguments of a are no object"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
+        ('<tool_call>{"name": "a", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>", "Exceeds the limit"),
+    ],
+)
+def test_malformed_call_is_a_fault_without_calls(call: str, fault: str) -> None:
+    action = parse_action(f'said <tool_call>{{"name": "good"}}</tool_call>{call}')
+    assert (action.content, action.calls) == ("said", ())
+    assert action.fault.startswith("unparsable action: ")
+    assert fault in action.fault
+    assert len(action.fault) <= LONGEST_FAULT
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), JSON, max_size=3))
+def test_any_written_call_is_read_back(name: str, arguments: dict[str, object]) -> None:
+    call = json.dumps({"name": name, "arguments": arguments})
+    assert parse_action(f"<tool_call>{call}</tool_call>").calls == (ActionCall(name, arguments),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"a"', "</think>", "x"])))
+def test_any_text_is_read_without_an_exception(pieces: list[str]) -> None:
+    action = parse_action("".join(pieces))
+    assert not (action.calls and action.fault)
