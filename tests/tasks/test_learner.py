@@ -132,7 +132,8 @@ def gradient_of_part(name: str, rows: list[Row], part: Sequence[int]) -> dict[in
         (name, parts)
         for name in PRESETS
         for parts in (1, 2)
-        if (parts == 1 or name not in OVER_THE_BATCH) and name != "gigpo"  # it needs turns: see `test_turn_learning.py`
+        if (parts == 1 or name not in OVER_THE_BATCH)
+        and name != "gigpo"  # it needs turns: see `test_turn_advantages.py`
     ],
 )
 def test_optimizer_steps_follow_the_formula_of_each_preset(folder: Path, name: str, minibatches: int) -> None:
