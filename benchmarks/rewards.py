@@ -1,6 +1,6 @@
 """Measures sandboxes and several reward actors, and simulates when responses are scored (`reward_schedule`).
 
-    python -m benchmarks.rewards [--only sandboxes places deadlines overlap] [--json FILE]
+    python -m benchmarks.rewards [--only sandboxes places deadlines overlap] [--live N] [--json FILE]
 
 The section `sandboxes` measures their latency, their throughput, and many live sandboxes. A warm sandbox, which is a
 copy of an interpreter with finished imports, is compared with a plain fork of such an interpreter without isolation.
@@ -33,7 +33,7 @@ COLD = Program(command=["python3", "-c", "print(6 * 7)"], timeout=60.0)
 RUNS = 500  # runs of which the latency is measured
 SECONDS = 10.0  # time over which the throughput is measured
 BESIDE = 8  # programs that run at a time in the measurement of throughput
-LIVE = 1000  # sandboxes that live at a time
+LIVE = 1000  # sandboxes that live at a time, unless --live says otherwise
 PAUSE = 0.01  # seconds between two runs of the measurement of latency, in which a spare sandbox is created
 MIB = 2**20
 FORKS = """
@@ -120,8 +120,8 @@ def _memory() -> int:
     return found
 
 
-async def measure() -> list[Row]:
-    """Run all measurements on one box."""
+async def measure(count: int) -> list[Row]:
+    """Run all measurements on one box, with `count` live sandboxes."""
     config = BubblewrapSandbox()
     sandboxes = build_sandboxes(config)
     await sandboxes.start()
@@ -131,14 +131,14 @@ async def measure() -> list[Row]:
         warm = await measure_latency(sandboxes, PROGRAM, RUNS)
         cold = await measure_latency(sandboxes, COLD, RUNS // 10)
         rate = await measure_throughput(sandboxes, SECONDS)
-        live = await measure_live(sandboxes, LIVE)
+        live = await measure_live(sandboxes, count)
     finally:
         await sandboxes.close()
-    return list(_rows(forks, warm, cold, rate, live))
+    return list(_rows(forks, warm, cold, rate, (count, *live)))
 
 
 def _rows(
-    forks: list[float], warm: list[float], cold: list[float], rate: float, live: tuple[float, float, float]
+    forks: list[float], warm: list[float], cold: list[float], rate: float, live: tuple[int, float, float, float]
 ) -> Iterator[Row]:
     over = statistics.median(warm) - statistics.median(forks)
     yield Row("a plain fork", "latency, median (ms)", statistics.median(forks))
@@ -148,9 +148,9 @@ def _rows(
     yield Row("a plain fork", "latency, 99th percentile (ms)", _percentile(forks))
     yield Row("a new interpreter", "latency, median (ms)", statistics.median(cold))
     yield at_least(f"{BESIDE} programs at a time", "runs per second", rate, 400.0)
-    yield Row(f"{LIVE} live sandboxes", "creation (ms)", live[0])
-    yield Row(f"{LIVE} live sandboxes", "memory per sandbox (MiB)", live[1])
-    yield Row(f"{LIVE} live sandboxes", "a program in each (ms)", live[2])
+    yield Row(f"{live[0]} live sandboxes", "creation (ms)", live[1])
+    yield Row(f"{live[0]} live sandboxes", "memory per sandbox (MiB)", live[2])
+    yield Row(f"{live[0]} live sandboxes", "a program in each (ms)", live[3])
 
 
 def _percentile(values: list[float]) -> float:
@@ -159,12 +159,13 @@ def _percentile(values: list[float]) -> float:
 
 def main() -> None:
     sections: dict[str, Callable[[], Iterable[Row]]] = {
-        "sandboxes": lambda: asyncio.run(measure()),
+        "sandboxes": lambda: asyncio.run(measure(options.live)),
         "places": measure_places,
         **SECTIONS,
     }
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="sections to run")
+    parser.add_argument("--live", type=int, default=LIVE, metavar="N", help="number of live sandboxes")
     options = parser.parse_args()
     rows = [row for section in options.only for row in sections[section]()]
     publish(rows, "Rewards", options.json)

@@ -29,19 +29,17 @@ from rollflow.tasks.sandboxes.base import (
     Capability,
     ExecResult,
     Program,
-    ProgramEnd,
     SandboxFailed,
     SandboxLimits,
-    SandboxLost,
     Workspace,
 )
-from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
+from rollflow.tasks.sandboxes.box.wire import CHUNK
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
+from rollflow.tasks.sandboxes.namespace_sandbox import NamespaceSandbox, send_with
 
 NOBODY = 65534
 BOX = Path(__file__).parent / "box"
 IN_BOX = "/box/rollflow/tasks/sandboxes/box"
-GRACE_SECONDS = 5.0  # seconds that a sandbox may take to report its result after a program's deadline
 CREATE_SECONDS = 30.0
 LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/openssl.cnf", "/etc/localtime")
@@ -61,6 +59,7 @@ class BoxSandboxes:
     """
 
     capabilities: frozenset[Capability]
+    renews = False  # whether an empty sandbox can be made of a used one
 
     def __init__(self, config: SandboxBase) -> None:
         self._config = config
@@ -68,8 +67,9 @@ class BoxSandboxes:
         self._box: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._numbers = 0
-        self._spares: deque[NamespaceSandbox] = deque()
-        self._filling: asyncio.Task[None] | None = None
+        # empty sandboxes for `run`; a task that has not finished creates or renews its sandbox
+        self._spares: deque[asyncio.Task[NamespaceSandbox]] = deque()
+        self._running = 0  # number of sandboxes in which `run` runs a program
 
     async def start(self) -> None:
         """Start the box and run one program in it; see `Sandboxes.start`."""
@@ -90,33 +90,48 @@ class BoxSandboxes:
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
         """Create a sandbox; if the box has died, start a new box first. See `Sandboxes.create`."""
         async with self._starting:
-            if self._process is None or self._process.returncode is not None:
+            if self._has_died():
                 await self._start_box()
-        assert self._box is not None
+        return await self._create(limits)
+
+    async def _create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
+        """Create a sandbox; fail if there is no box."""
+        if self._box is None:
+            raise SandboxFailed("the box has ended")
         self._numbers += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
         sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers))
         order = {"do": "new", "number": self._numbers, "limits": self._lower_limits(limits)}
         try:
-            await _send_with(self._box, json.dumps(order).encode(), theirs.fileno())
+            await send_with(self._box, json.dumps(order).encode(), theirs.fileno())
+            await sandbox.wait_ready(CREATE_SECONDS)
+        except BaseException:
+            await sandbox.close()
+            raise
         finally:
             theirs.close()
-        await sandbox.wait_ready(CREATE_SECONDS)
         return sandbox
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
-        """Run a program in a new sandbox; see `Sandboxes.run`."""
-        # if the box has died, the spare sandboxes are dead, too
-        has_died = self._process is None or self._process.returncode is not None
-        sandbox = self._spares.popleft() if self._spares and not has_died else await self.create()
-        self._fill()
+        """Run a program in a new or renewed sandbox; see `Sandboxes.run`."""
+        sandbox = await self._take_spare()
+        self._running += 1
         try:
+            self._fill()
             for path, data in (files or {}).items():
                 await sandbox.upload(path, data)
-            return await sandbox.exec(program)
-        finally:
+            result = await sandbox.exec(program)
+        except BaseException:
             await sandbox.close()
+            raise
+        finally:
+            self._running -= 1
+        if self.renews and len(self._spares) < self._config.spares:
+            self._spares.append(asyncio.create_task(self._renew(sandbox)))
+        else:
+            await sandbox.close()
+        return result
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
         """Create a sandbox with sessions for an agent's tools; see `Sandboxes.open_workspace`."""
@@ -128,9 +143,6 @@ class BoxSandboxes:
 
     async def close(self) -> None:
         """End all processes of the box, and so all its sandboxes."""
-        if self._filling:
-            self._filling.cancel()
-            await asyncio.gather(self._filling, return_exceptions=True)
         await self._end_box()
 
     def _build_command(self, descriptor: int) -> list[str]:
@@ -170,9 +182,18 @@ class BoxSandboxes:
         if not await asyncio.get_running_loop().sock_recv(ours, CHUNK):
             raise SandboxFailed(await self._read_error())
 
+    def _has_died(self) -> bool:
+        """Return whether the box has ended, and with it all its sandboxes, or was not started."""
+        return self._process is None or self._process.returncode is not None
+
     async def _end_box(self) -> None:
-        while self._spares:
-            await self._spares.popleft().close()
+        spares = list(self._spares)
+        self._spares.clear()
+        for spare in spares:
+            spare.cancel()
+        for found in await asyncio.gather(*spares, return_exceptions=True):
+            if isinstance(found, NamespaceSandbox):
+                await found.close()
         if self._box:
             self._box.close()
         if self._process:
@@ -197,131 +218,38 @@ class BoxSandboxes:
 
         return kill
 
-    def _fill(self) -> None:
-        """Create spare sandboxes in the background, so that later programs start sooner."""
-        if self._filling is None or self._filling.done():
-            self._filling = asyncio.create_task(self._create_spares())
-
-    async def _create_spares(self) -> None:
-        # if sandboxes cannot be created, the next call of `run` raises the error
-        with contextlib.suppress(SandboxFailed):
-            while len(self._spares) < self._config.spares:
-                self._spares.append(await self.create())
-
-
-class NamespaceSandbox:
-    """A sandbox in a box; the sandbox's keeper process, at the other end of the socket `keeper`, runs the programs."""
-
-    def __init__(self, keeper: socket.socket, kill: Callable[[], None]) -> None:
-        self._keeper, self._kill = keeper, kill
-        self._turn = asyncio.Lock()
-        self._is_closed = False
-
-    async def wait_ready(self, seconds: float) -> None:
-        """Wait until the sandbox's folder is mounted."""
-        header, _ = await self._receive(seconds)
-        if "broken" in header:
-            await self.close()
-            raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
-
-    async def exec(self, program: Program) -> ExecResult:
-        """Run a program in this sandbox; see `Sandbox.exec`."""
-        request = {
-            "do": "exec",
-            "command": list(program.command),
-            "code": program.code,
-            "name": program.name,
-            "arguments": list(program.arguments),
-            "env": dict(program.env),
-            "cwd": program.cwd,
-            "timeout": program.timeout,
-            "keep_children": program.keep_children,
-        }
-        was_closed = self._is_closed
-        try:
-            found, output = await self._ask(request, program.stdin, program.timeout, program.channel)
-        except SandboxFailed as error:
-            if was_closed:
-                raise
-            raise SandboxLost(str(error)) from None
-        stdout = found["stdout"]
-        return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
-
-    async def upload(self, path: str, data: bytes) -> None:
-        """Write a file in this sandbox; see `Sandbox.upload`."""
-        await self._ask({"do": "upload", "path": path}, data)
-
-    async def download(self, path: str) -> bytes:
-        """Read a file of this sandbox; see `Sandbox.download`."""
-        return (await self._ask({"do": "download", "path": path}))[1]
-
-    async def close(self) -> None:
-        """Kill all processes in the sandbox and delete its files; see `Sandbox.close`."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._kill()
-            with contextlib.suppress(OSError):
-                self._keeper.shutdown(socket.SHUT_RDWR)  # end the wait of a request for its answer
-            if not self._turn.locked():
-                self._keeper.close()
-
-    async def _ask(
-        self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: socket.socket | None = None
-    ) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the sandbox's keeper process and wait for the answer; `seconds` is the deadline of the
-        program.
-        """
-        async with self._turn:
-            if self._is_closed:
-                raise SandboxFailed("the sandbox is closed")
+    async def _take_spare(self) -> NamespaceSandbox:
+        """Return an empty sandbox, which is a spare one if there is any."""
+        while self._spares and not self._has_died():
             try:
-                async with asyncio.timeout(seconds + GRACE_SECONDS):
-                    message = pack(dict(request), body)
-                    if channel is not None:
-                        await _send_with(self._keeper, message[:1], channel.fileno())
-                        channel.close()
-                        message = message[1:]
-                    await asyncio.get_running_loop().sock_sendall(self._keeper, message)
-                header, data = await self._receive(seconds + GRACE_SECONDS)
-            except OSError as error:
-                await self.close()
-                raise SandboxFailed(f"the sandbox has ended: {error}") from None
-            except BaseException:
-                await self.close()  # otherwise a late answer would be taken for the answer to the next request
-                raise
-            finally:
-                if self._is_closed:
-                    self._keeper.close()
-        if "broken" in header:
-            await self.close()
-            raise SandboxFailed(f"the sandbox has ended: {header['broken']}")
-        if "errno" in header:
-            raise OSError(header["errno"], header["error"], request.get("path"))
-        return header, data
+                return await self._spares.popleft()
+            except SandboxFailed:
+                if self._process is None:  # the sandboxes were closed meanwhile
+                    raise
+        return await self.create()
 
-    async def _receive(self, seconds: float) -> tuple[dict[str, Any], bytes]:
+    def _fill(self) -> None:
+        """Create spare sandboxes in the background, so that later programs start sooner. A sandbox in use that can be
+        renewed counts as a spare one.
+        """
+        coming = self._running if self.renews else 0
+        while len(self._spares) + coming < self._config.spares:
+            self._spares.append(asyncio.create_task(self._create()))
+
+    async def _renew(self, sandbox: NamespaceSandbox) -> NamespaceSandbox:
+        """Return the sandbox after its renewal; if the sandbox cannot be renewed, return a new one."""
         try:
-            async with asyncio.timeout(seconds):
-                header, body = LENGTHS.unpack(await self._read(LENGTHS.size))
-                return json.loads(await self._read(header)), await self._read(body)
-        except TimeoutError:
-            await self.close()
-            raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
-
-    async def _read(self, count: int) -> bytes:
-        data, loop = bytearray(), asyncio.get_running_loop()
-        while len(data) < count:
-            part = await loop.sock_recv(self._keeper, min(count - len(data), 16 * CHUNK))
-            if not part:
-                raise SandboxFailed("the sandbox has ended; its process was killed")
-            data += part
-        return bytes(data)
+            await sandbox.renew()
+        except SandboxFailed:
+            return await self._create()
+        return sandbox
 
 
 class BubblewrapSandboxes(BoxSandboxes):
     """Creates sandboxes in a box of Linux namespaces. See the module's docstring."""
 
     capabilities = frozenset(Capability)
+    renews = True
 
     def __init__(self, config: BubblewrapSandbox) -> None:
         super().__init__(config)
@@ -365,15 +293,3 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
     python = inside / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     start = [str(python), "-S", "-X", "utf8", "-P", f"{IN_BOX}/start.py", json.dumps(limits)]
     return [bwrap, *options, *start]
-
-
-async def _send_with(connection: socket.socket, data: bytes, descriptor: int) -> None:
-    """Send data and a file descriptor over a Unix socket, retrying while the socket's buffer is full."""
-    while True:
-        try:
-            socket.send_fds(connection, [data], [descriptor])
-            return
-        except BlockingIOError:
-            await asyncio.sleep(0.001)
-        except OSError as error:
-            raise SandboxFailed(f"the box has ended: {error}") from None

@@ -39,7 +39,8 @@ class SandboxBase(Section):
         4,
         ge=0,
         le=256,
-        description="number of empty sandboxes that are created in advance, so that a program starts sooner",
+        description="number of empty sandboxes that are kept ready, so that a program starts sooner; 0: each program "
+        "runs in a sandbox that is created for it",
     )
 
 

@@ -1,5 +1,6 @@
-"""Runs the keeper of one sandbox: process 1 of the sandbox's namespaces, which starts programs and enforces limits.
-The keeper runs one program at a time, as requested by the process that created the sandbox.
+"""Runs the keeper of one sandbox: process 1 of the programs' process namespace, which starts programs and enforces
+limits. The keeper runs one program at a time, as requested by the process that created the sandbox. The keeper's parent
+process is the sandbox's holder (see `holder`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rollflow.tasks.sandboxes.box.rights import (
     SAME_CORES,
     build_filter,
     check,
-    give_up_capabilities,
     install_filter,
     libc,
+    set_capabilities,
 )
 from rollflow.tasks.sandboxes.box.watch import (
     Watch,
@@ -32,12 +33,13 @@ from rollflow.tasks.sandboxes.box.watch import (
     kill_all,
     limit_program,
     list_processes,
-    set_limits,
 )
 from rollflow.tasks.sandboxes.box.wire import pack, read_regular_file, receive
 
 NOSUID, NODEV, NOEXEC = 2, 4, 8  # flags of mount
 FOLDER = "/work"
+# environment variables of a program, in addition to PATH
+VARIABLES = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 OPENAT2 = 437
 # flags of openat2: stay in this file system, follow no links of /proc, never leave the folder
 BENEATH = 0x01 | 0x02 | 0x08
@@ -46,6 +48,8 @@ SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SE
 CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436
 IDLE_SECONDS = 0.1  # seconds between two measurements of processes that outlived their program
 NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
+READY = pack({"ready": True})
+RENEW = 75  # exit code of a keeper whose sandbox may be renewed
 Request = dict[str, Any]
 
 
@@ -60,8 +64,7 @@ class ForkedProgram:
 
     def begin(self, request: Request, body: bytes, fds: list[int]) -> None:
         """Send the forked process its request and the data for its stdin."""
-        with os.fdopen(self.stdin, "wb", closefd=False) as file:
-            file.write(body)
+        write_all(self.stdin, body)
         os.lseek(self.stdin, 0, os.SEEK_SET)
         # seal stdin, because a program could store data in it beyond the memory limit
         fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)
@@ -88,25 +91,22 @@ class Keeper:
     """
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
-        """Mount the sandbox's folder and /proc, set the limits, and drop all capabilities."""
+        """Mount the sandbox's folder and /proc, and drop all capabilities."""
         self._owner, self._limits = owner, limits
         self._filter = build_filter(os.uname().machine, SAME_CORES if "cores" in limits else ())
-        if "cores" in limits:
-            os.sched_setaffinity(0, limits["cores"])
         self._program: ForkedProgram | None = None
+        self._is_clean = True  # False as soon as a program did not end by itself, or may have left processes
         size = f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=0755"
         mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)
         mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
         os.chdir(FOLDER)
-        check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # keep programs from reading this process's memory
-        set_limits(limits)
-        give_up_capabilities()
+        set_capabilities(0)
 
     def serve(self) -> Request:
         """Answer requests in an endless loop; only in a process forked to run Python source, return the request of that
         program.
         """
-        self._answer({"ready": True})
+        self._owner.sendall(READY)
         if own := self._fork_program():
             return own
         while True:
@@ -117,6 +117,8 @@ class Keeper:
                     return own
                 self._run(request, body, fds)
                 continue
+            if request["do"] == "renew":
+                os._exit(RENEW if self._is_clean else 1)
             try:
                 data = b""
                 if request["do"] == "upload":
@@ -148,11 +150,10 @@ class Keeper:
         """
         gate, other = socket.socketpair()
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
-        try:
-            pid = os.fork()
-        except BlockingIOError:  # processes of earlier programs have exhausted the limit of processes
+        # `os.fork` would run functions that Python modules registered, which only reset locks that are free here
+        if (pid := libc.fork()) < 0:  # processes of earlier programs have exhausted the limit of processes
             kill_all()
-            pid = os.fork()
+            check(pid := libc.fork(), "fork")
         if pid == 0:
             for one in (gate, self._owner):
                 # otherwise garbage collection of the socket would close a descriptor that the program uses
@@ -174,6 +175,8 @@ class Keeper:
             os.close(fd)
         watch = Watch(self._owner, program.pid, list(program.pipes), self._limits)
         watch.wait(began + request["timeout"], keep_children=request["keep_children"])
+        assert watch.code is not None
+        self._is_clean &= watch.end == "exited" and watch.code >= 0 and not request["keep_children"]
         result = {"end": watch.end, "code": watch.code, "seconds": time.monotonic() - began}
         self._answer(result | {"stdout": len(watch.output[0])}, bytes(watch.output[0] + watch.output[1]))
 
@@ -200,7 +203,7 @@ class Keeper:
             limit_program(self._limits, request["timeout"])
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:
-                os.execvpe(request["command"][0], request["command"], variables_of(request))
+                os.execvpe(request["command"][0], request["command"], {**os.environ, **request["env"]})
         except (OSError, ValueError) as error:
             named = " ".join(request["command"][:1]) or request["name"]
             os.write(2, f"{named}: {error}\n".encode())
@@ -213,10 +216,9 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
     check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f"mount {target}")
 
 
-def variables_of(request: Request) -> dict[str, str]:
-    """Return the environment variables that a program starts with."""
-    own = {"PATH": os.environ["PATH"], "HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    return {**own, **request["env"]}
+def unmount(target: str) -> None:
+    """Unmount a file system; raise `OSError` if the file system is still in use."""
+    check(libc.umount2(target.encode(), 0), f"unmount {target}")
 
 
 def open_beneath(path: str, flags: int, mode: int = 0) -> int:
@@ -252,11 +254,16 @@ def write_file(path: str, data: bytes) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = open_beneath(path, flags, 0o755)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
+        write_all(fd, data)
     finally:
         os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all data to an open file."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def read_file(path: str, most: int) -> bytes:

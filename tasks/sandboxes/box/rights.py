@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import resource
 import struct
@@ -27,6 +28,7 @@ from typing import Any
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 38
 FILTER = 2  # SECCOMP_MODE_FILTER
 CAPABILITIES = 64  # more than there are
+CAP_SYS_ADMIN = 21  # number of the capability to mount file systems and to create namespaces
 CAPABILITY_VERSION = 0x20080522
 NEW_NAMESPACES = 0x7E020000  # all flags of the system call clone that create namespaces
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
@@ -177,10 +179,11 @@ def check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
+@functools.cache
 def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
     """Build the seccomp filter for a machine ("x86_64" or "aarch64"), as a classic BPF program.
 
-    Each rule in `more` rejects one more system call.
+    Each rule in `more` rejects one more system call. The result is cached, and a forked process inherits the cache.
     """
     column = 0 if machine == "x86_64" else 1
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
@@ -207,13 +210,21 @@ def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, i
     return [*code, (LOAD, 0, 0, 0)] if tests else code
 
 
-def give_up_capabilities() -> None:
-    """Drop all capabilities of this process and its children permanently."""
+def forbid_privileges() -> None:
+    """Drop all capabilities of this process but CAP_SYS_ADMIN, and keep this process and its children permanently from
+    gaining others.
+    """
     for capability in range(CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability
-    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
-    check(libc.capset(header, bytes(24)), "capset")
+    set_capabilities(1 << CAP_SYS_ADMIN)
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def set_capabilities(capabilities: int) -> None:
+    """Drop all capabilities of this process but these, given as a bit set of the first 32 capabilities."""
+    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
+    sets = struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0)  # effective, permitted, inheritable; upper halves
+    check(libc.capset(header, sets), "capset")
 
 
 def install_filter(program: bytes) -> None:

@@ -1,18 +1,22 @@
 """Creates the sandboxes of a box, in a process that never runs code of the model.
 
-    owner --"new", a socket--> this process --clone into new namespaces--> keeper <--requests by the socket-- owner
+    owner --"new", a socket--> this process --clone into new namespaces--> holder
+                                                                             | clone into a new process namespace
+                                                                             v
+                                      owner --requests by the socket-----> keeper
                                                                              | fork, limits, filter of system calls
                                                                              v
                                                                            program
 
 The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
 process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
-of these namespaces: no process in the sandbox can send the keeper a signal, and the kernel kills all processes of the
-sandbox when the keeper ends.
+of the process namespace that programs see: no process in the sandbox can send the keeper a signal, and the kernel kills
+all processes of the sandbox when the keeper ends. The holder makes an unused sandbox of a used one (see `holder`).
 
-A program given as Python source runs in a fork of its keeper, which is a fork of this process, so common modules are
-already imported. No program sees data of another program, because neither keepers nor this process run code of the
-model. Each program starts with the same random seed, so that repeated runs give equal results.
+A program given as Python source runs in a fork of its keeper, which descends from this process by forks, so common
+modules are already imported. No program sees data of another program, because neither the holder nor this process runs
+code of the model or reads its data. Each program starts with the same random seed, so that repeated runs give equal
+results.
 
 This file runs as `python -I -S start.py LIMITS`, where the JSON text `LIMITS` contains the file descriptor of the
 owner's socket.
@@ -20,6 +24,7 @@ owner's socket.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -36,8 +41,9 @@ from typing import Any, NoReturn
 ROOT = __file__.rpartition("/rollflow/")[0]
 sys.path.insert(0, ROOT)
 
-from rollflow.tasks.sandboxes.box.keeper import NODEV, NOEXEC, NOSUID, Keeper, Request, mount, variables_of  # noqa: E402
-from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, check, libc  # noqa: E402
+from rollflow.tasks.sandboxes.box.holder import hold_sandbox  # noqa: E402
+from rollflow.tasks.sandboxes.box.keeper import NODEV, NOEXEC, NOSUID, VARIABLES, Request, mount  # noqa: E402
+from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, build_filter, check, libc  # noqa: E402
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
@@ -47,11 +53,11 @@ USER = 1000  # user and group id of a program in the sandbox's user namespace
 
 
 class Parent:
-    """Creates the keeper process of each sandbox, and kills a keeper on request."""
+    """Creates the holder process of each sandbox, and kills a holder on request."""
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
         self._owner, self._limits = owner, limits
-        self._keepers: dict[int, int] = {}  # process id of a keeper -> number of its sandbox
+        self._holders: dict[int, int] = {}  # process id of a holder -> number of its sandbox
         self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(ended)
@@ -79,19 +85,19 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Start a sandbox's keeper in new namespaces; only in a process forked to run Python source, return the
+        """Start a sandbox's holder in new namespaces; only in a process forked to run Python source, return the
         program's request.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
         if pid == 0:
             os.close(go)
-            return self._become_keeper(wait, fd, self._limits | request["limits"])
+            return self._become_holder(wait, fd, self._limits | request["limits"])
         os.close(wait)
-        # if the user id maps are not written, the keeper cannot mount its folder and reports this
+        # if the user id maps are not written, the sandbox's folder cannot be mounted, which the keeper reports
         with contextlib.suppress(OSError):
             check(pid, "clone")
-            self._keepers[pid] = request["number"]
+            self._holders[pid] = request["number"]
             for name, text in (("setgroups", "deny"), ("uid_map", os.geteuid()), ("gid_map", os.getegid())):
                 with open(f"/proc/{pid}/{name}", "w") as file:
                     file.write(text if isinstance(text, str) else f"{USER} {text} 1")
@@ -99,7 +105,7 @@ class Parent:
         os.close(fd)
         return None
 
-    def _become_keeper(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
+    def _become_holder(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
         owner = socket.socket(fileno=fd)
         try:
             os.read(wait, 1)  # wait until the parent process has written the user id maps of this process
@@ -108,22 +114,22 @@ class Parent:
             os.close(wait)
             os.close(self._ended)
             self._owner.close()
-            return Keeper(owner, limits).serve()
+            return hold_sandbox(owner, limits)
         except OSError as error:
             with contextlib.suppress(OSError):
                 owner.sendall(pack({"broken": str(error)}))
             os._exit(1)
 
     def _kill(self, number: int) -> None:
-        for pid, one in self._keepers.items():
+        for pid, one in self._holders.items():
             if one == number:
                 os.kill(pid, signal.SIGKILL)
 
     def _collect(self) -> None:
-        """Collect ended keepers."""
+        """Collect ended holders."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                self._keepers.pop(pid, None)
+                self._holders.pop(pid, None)
 
 
 def become_user(user: int) -> None:
@@ -135,17 +141,14 @@ def become_user(user: int) -> None:
 
 def run_warm(request: Request) -> NoReturn:
     """Execute Python source as the module `__main__`, then exit this process."""
-    variables = variables_of(request)
-    os.environ.clear()
-    os.environ.update(variables)
+    os.environ.update(request["env"])
     sys.argv = [request["name"], *request["arguments"]]
     sys.path[sys.path.index(ROOT)] = os.getcwd()
     main = type(sys)("__main__")
     main.__dict__.update(__file__=request["name"], __builtins__=__builtins__)
     sys.modules["__main__"] = main
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "random" in sys.modules:
-        sys.modules["random"].seed(0)  # reset the seed, because Python reseeds `random` after each fork
+    gc.enable()
     code = 1
     try:
         try:
@@ -171,8 +174,6 @@ def return_code(error: SystemExit) -> int:
 
 def finish(code: int) -> int:
     """Shut the program down as the Python interpreter does: join threads, run exit functions, flush output."""
-    import atexit
-
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -194,16 +195,28 @@ def main() -> Request:
         mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
         become_user(limits["user"])
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    # setting the user id clears this flag, and without it no keeper's user id map can be written
+    # setting the user id clears this flag, and without it no holder's user id map can be written
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
     for name in limits["imports"]:
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+    prepare_forks()
     owner.send(b"{}")
     return Parent(owner, limits).serve()
+
+
+def prepare_forks() -> None:
+    """Do everything that would take the same time in each program, before this process forks."""
+    variables = {**VARIABLES, "PATH": os.environ["PATH"]}
+    os.environ.clear()
+    os.environ.update(variables)
+    if "random" in sys.modules:
+        sys.modules["random"].seed(0)
+    compile("print()", "", "exec")  # the first call creates types
+    build_filter(os.uname().machine)
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

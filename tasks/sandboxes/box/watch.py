@@ -27,6 +27,7 @@ ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
 SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
 SOCKET_KIB = 416  # largest send buffer of a socket in KiB under the kernel's default settings
 WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not SIGCHLD
+CORES = os.cpu_count() or 1
 COMPARED = 64  # largest number of processes with which a process is compared to find shared memory
 KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
@@ -54,14 +55,17 @@ class Watch:
 
     def wait(self, deadline: float, *, keep_children: bool) -> None:
         """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
+        measure = time.monotonic() + POLL_SECONDS
         while self.code is None:
-            self._handle_events(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+            self._handle_events(max(0.0, min(measure, deadline) - time.monotonic()))
             if self.code is None:
                 self.code = collect_ended().get(self._pid)
             if self.code is None and time.monotonic() >= deadline:
                 self._stop("timeout")
-            elif self.code is None and (excess := find_excess(self._limits)):
-                self._stop(excess)
+            elif self.code is None and time.monotonic() >= measure:
+                if excess := find_excess(self._limits):
+                    self._stop(excess)
+                measure = time.monotonic() + POLL_SECONDS
         if not keep_children:
             kill_all()
         self._drain()
@@ -233,7 +237,7 @@ def limit_program(limits: dict[str, Any], seconds: float) -> None:
 
     `seconds` is the program's deadline; the limit of CPU time allows all cores to be used until the deadline.
     """
-    cpu = int(seconds * (os.cpu_count() or 1)) + 2
+    cpu = int(seconds * CORES) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits["folder_bytes"], limits["folder_bytes"]))
 
@@ -243,7 +247,8 @@ def set_limits(limits: dict[str, Any]) -> None:
     for which, most in (
         # a coarse bound; `find_excess` enforces the exact memory limit
         (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),
-        (resource.RLIMIT_NPROC, limits["processes"] + 1),  # the kernel enforces this limit for every user except root
+        # the holder and the keeper count, too; the kernel enforces this limit for every user except root
+        (resource.RLIMIT_NPROC, limits["processes"] + 2),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_MEMLOCK, 2**20),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -1,0 +1,145 @@
+"""One sandbox of a box: sends the owner's requests to the sandbox's keeper process, and receives its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed, SandboxLost
+from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
+
+GRACE_SECONDS = 5.0  # seconds that a sandbox may take to answer, in addition to the deadline of its program
+
+
+class NamespaceSandbox:
+    """A sandbox in a box; the sandbox's keeper process, at the other end of the socket `keeper`, runs the programs."""
+
+    def __init__(self, keeper: socket.socket, kill: Callable[[], None]) -> None:
+        self._keeper, self._kill = keeper, kill
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait until the sandbox's folder is mounted."""
+        header, _ = await self._receive(seconds)
+        if "broken" in header:
+            await self.close()
+            raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
+
+    async def exec(self, program: Program) -> ExecResult:
+        """Run a program in this sandbox; see `Sandbox.exec`."""
+        request = {
+            "do": "exec",
+            "command": list(program.command),
+            "code": program.code,
+            "name": program.name,
+            "arguments": list(program.arguments),
+            "env": dict(program.env),
+            "cwd": program.cwd,
+            "timeout": program.timeout,
+            "keep_children": program.keep_children,
+        }
+        was_closed = self._is_closed
+        try:
+            found, output = await self._ask(request, program.stdin, program.timeout, program.channel)
+        except SandboxFailed as error:
+            if was_closed:
+                raise
+            raise SandboxLost(str(error)) from None
+        stdout = found["stdout"]
+        return ExecResult(ProgramEnd(found["end"]), found["code"], output[:stdout], output[stdout:], found["seconds"])
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file in this sandbox; see `Sandbox.upload`."""
+        await self._ask({"do": "upload", "path": path}, data)
+
+    async def download(self, path: str) -> bytes:
+        """Read a file of this sandbox; see `Sandbox.download`."""
+        return (await self._ask({"do": "download", "path": path}))[1]
+
+    async def renew(self) -> None:
+        """Kill all processes in the sandbox, delete its files, and make it as good as new.
+
+        Raises:
+            SandboxFailed: the sandbox cannot be renewed, for example because a program did not end by itself; the
+            sandbox is closed.
+        """
+        await self._ask({"do": "renew"})
+
+    async def close(self) -> None:
+        """Kill all processes in the sandbox and delete its files; see `Sandbox.close`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._kill()
+            with contextlib.suppress(OSError):
+                self._keeper.shutdown(socket.SHUT_RDWR)  # end the wait of a request for its answer
+            if not self._turn.locked():
+                self._keeper.close()
+
+    async def _ask(
+        self, request: Mapping[str, Any], body: bytes = b"", seconds: float = 0.0, channel: socket.socket | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a request to the sandbox's keeper process and wait for the answer; `seconds` is the deadline of the
+        program.
+        """
+        async with self._turn:
+            if self._is_closed:
+                raise SandboxFailed("the sandbox is closed")
+            try:
+                async with asyncio.timeout(seconds + GRACE_SECONDS):
+                    message = pack(dict(request), body)
+                    if channel is not None:
+                        await send_with(self._keeper, message[:1], channel.fileno())
+                        channel.close()
+                        message = message[1:]
+                    await asyncio.get_running_loop().sock_sendall(self._keeper, message)
+                header, data = await self._receive(seconds + GRACE_SECONDS)
+            except OSError as error:
+                await self.close()
+                raise SandboxFailed(f"the sandbox has ended: {error}") from None
+            except BaseException:
+                await self.close()  # otherwise a late answer would be taken for the answer to the next request
+                raise
+            finally:
+                if self._is_closed:
+                    self._keeper.close()
+        if "broken" in header:
+            await self.close()
+            raise SandboxFailed(f"the sandbox has ended: {header['broken']}")
+        if "errno" in header:
+            raise OSError(header["errno"], header["error"], request.get("path"))
+        return header, data
+
+    async def _receive(self, seconds: float) -> tuple[dict[str, Any], bytes]:
+        try:
+            async with asyncio.timeout(seconds):
+                header, body = LENGTHS.unpack(await self._read(LENGTHS.size))
+                return json.loads(await self._read(header)), await self._read(body)
+        except TimeoutError:
+            await self.close()
+            raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
+
+    async def _read(self, count: int) -> bytes:
+        data, loop = bytearray(), asyncio.get_running_loop()
+        while len(data) < count:
+            part = await loop.sock_recv(self._keeper, min(count - len(data), 16 * CHUNK))
+            if not part:
+                raise SandboxFailed("the sandbox has ended; its process was killed")
+            data += part
+        return bytes(data)
+
+
+async def send_with(connection: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send data and a file descriptor over a Unix socket, retrying while the socket's buffer is full."""
+    while True:
+        try:
+            socket.send_fds(connection, [data], [descriptor])
+            return
+        except BlockingIOError:
+            await asyncio.sleep(0.001)
+        except OSError as error:
+            raise SandboxFailed(f"the box has ended: {error}") from None
