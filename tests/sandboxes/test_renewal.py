@@ -150,8 +150,8 @@ async def leave(box: Box, hostile: Hostile, command: bool) -> ExecResult:
     given: dict[str, Any] = {"stdin": MARK.encode() * 999, "env": {"LEFT": MARK}, "arguments": [MARK] * 9}
     code = f"# {MARK}\n{hostile.source}"
     if not command:
-        return await box.sandboxes.run(Program(code=code, timeout=hostile.seconds, **given))
-    program = Program(command=[PYTHON, "main.py"], timeout=hostile.seconds + 1, **given)
+        return await box.sandboxes.run(Program(code=code, timeout=LONG, **given))
+    program = Program(command=[PYTHON, "main.py"], timeout=LONG, **given)
     return await box.sandboxes.run(program, {"main.py": code.encode(), "more/data": MARK.encode()})
 
 

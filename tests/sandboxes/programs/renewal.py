@@ -107,7 +107,6 @@ LEAVING = (
         "        try:\n            data = os.read(f, 4096)\n"
         "            if os.write(f, data or b'1'): escaped(folder, name)\n"
         "        except OSError: pass\n        os.close(f)",
-        seconds=20.0,
     ),
     Hostile("host name", "fails(socket.sethostname, 'left')\nrefused('domain', 171, b'left', 4)", machine="x86_64"),
     Hostile(
