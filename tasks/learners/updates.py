@@ -87,7 +87,9 @@ class Updates:
         minibatches."""
         weight_R = torch.zeros(len(self.data.rewards))
         tokens_R = torch.from_numpy(self.data.masked_tokens[part])
-        weight_R[part] = row_weights(tokens_R, self.roles.config.objective.aggregation, self.roles.longest).float()
+        episodes_R = None if self.data.episodes is None else torch.from_numpy(self.data.episodes[part])
+        aggregation, longest = self.roles.config.objective.aggregation, self.roles.longest
+        weight_R[part] = row_weights(tokens_R, aggregation, longest, episodes_R).float()
         return weight_R
 
     def compute_loss(self, some: slice, hidden_MH: Tensor, micro: MicroBatch, weight_R: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.records import StopReason, Trajectory
+from rollflow.storage.records import Branch, StopReason, Trajectory
 from rollflow.storage.token_arrays import Float32s
+from rollflow.tasks.learners.base import no_wait
+from rollflow.tasks.learners.forward.pre_update import compute_before
 from rollflow.tasks.learners.torch_learner import TorchLearner
+from rollflow.tasks.learners.updates import Updates
+from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.testing.learners import batch_of, saved
 from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_learner import learner
@@ -86,3 +91,14 @@ def test_learner_refuses_token_rewards_it_cannot_use(folder: Path) -> None:
     made, draw = learner(folder, objective={"kind": "gspo"}), torch.Generator().manual_seed(0)
     with pytest.raises(ConfigError, match=r"ratio.level = 'geometric': the scorer gives values to tokens or steps"):
         made.step(sample(made, 0, draw, with_tokens=True), 0)
+
+
+def test_branches_share_the_weight_of_their_episode_in_the_loss(folder: Path) -> None:
+    """With the mean over episodes, the tokens of an episode's two branches weigh as much as one response."""
+    made = learner(folder, objective={"kind": "grpo", "aggregation": "sequence-mean"})
+    made.begin(0, no_wait)
+    [group] = sample(made, 0, torch.Generator().manual_seed(0), with_tokens=False).groups()
+    first, second, third, *_ = group.trajectories
+    data = BatchRows.of(batch_of([first, replace(second, branch=Branch(first.sample, len(PROMPT))), third]))
+    weights = Updates(made, data, compute_before(made, data), 0, no_wait).weights_of([0, 1, 2])
+    assert weights.tolist() == pytest.approx([1 / (4 * LENGTH), 1 / (4 * LENGTH), 1 / (2 * LENGTH)])
