@@ -62,7 +62,7 @@ from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerStatus, RewardStatus, RolloutStatus
-from rollflow.tasks.rollout.scheduler import ResumePoint
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import FORMAT, RunContext
 

@@ -34,7 +34,8 @@ from rollflow.tasks.actors.engine_client import RayEngine
 from rollflow.tasks.actors.wire import ENDINGS, Collected, PackedPartials, PackedRequests
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
+from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
 GROUPS, GROUP_SIZE, BATCHES = 16, 8, 6

@@ -27,7 +27,7 @@ from rollflow.storage.log.run_log import AttachedObject, Log, Writer
 from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing
-from rollflow.storage.records import Discard, FinishedGroup, PassRate, StoredObject
+from rollflow.storage.records import Discard, FinishedGroup, GroupKey, PassRate, StoredObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class StagedBatch:
     issued: tuple[int, ...] = ()  # prompts that were sent to the engines for the first time, in this order
     discards: tuple[Discard, ...] = ()
     filtered_rates: tuple[PassRate, ...] = ()  # pass rates of the groups in `discards` that the run's filter removed
+
+    @property
+    def ended_groups(self) -> list[GroupKey]:
+        """The keys of all groups that this batch trains on or discards."""
+        return [*(group.key for group in self.groups), *(discard.key for discard in self.discards)]
 
 
 class TrajectoryStore:

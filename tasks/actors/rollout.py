@@ -54,13 +54,16 @@ from rollflow.tasks.rollout.evaluation import (
 )
 from rollflow.tasks.rollout.judging import judge_repeatedly
 from rollflow.tasks.rollout.proxy import InferenceProxy
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.resuming.files import TurnFiles
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
+from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.context import RunContext, claim
 from rollflow.tasks.run.episode_ports import build_ports
 from rollflow.tasks.run.limits import build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
+from rollflow.tasks.runtime.causes import find_first_cause
 from rollflow.tasks.runtime.cpu import CpuClock
 from rollflow.tasks.runtime.gc_tuning import spare_collector
 from rollflow.tasks.runtime.spans import Spans, open_spans
@@ -69,12 +72,6 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest
 ROLLOUT = "rollout"
 STATS_SECONDS = 2.0
 PUT_SECONDS = 10.0
-
-
-def find_first_cause(failed: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the first exception inside nested exception groups."""
-    inner = failed.exceptions[0]
-    return find_first_cause(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 def start_rollout(context: RunContext, address: str) -> Any:
@@ -138,6 +135,7 @@ class RolloutActor:
         self.proxy = InferenceProxy(
             [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
         )
+        self._turn_files = TurnFiles(self.context.store, self.writer.claim)
         self.scheduler = self._create_scheduler()
         self.evaluations = self._create_evaluations()
 
@@ -155,6 +153,9 @@ class RolloutActor:
             vocabulary=read_vocabulary(self.context.policy_folder),
             spans=self._spans,
             start_epoch=self._start_epoch,
+            journal=self._turn_files.open_journal(
+                self.config.rollout.durable_turns if self._environment.has_turns else "off", self.context.log.state
+            ),
         )
         scheduler = RolloutScheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts

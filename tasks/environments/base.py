@@ -45,6 +45,18 @@ class Episode(Protocol):
         """Number of tokens that may still be added to the response."""
 
     @property
+    def id(self) -> str:
+        """A text that identifies the episode in its run. After a crash, the episode has the same id again.
+
+        An environment whose actions change something outside of the environment can give the id and the number of the
+        turn with each action, so that an action is not done twice.
+        """
+
+    @property
+    def is_recalled(self) -> bool:
+        """True if the newest turn was generated before a crash. The environment may have acted on this turn already."""
+
+    @property
     def ports(self) -> EnvironmentPorts:
         """Tokenizer, renderer, tools and clock, which the run gives to the environment."""
 

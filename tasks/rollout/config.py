@@ -114,6 +114,12 @@ class RolloutConfig(Section):
         description="number of times that a failing request to an engine is sent before the run fails; 1: no "
         "request is repeated",
     )
+    durable_turns: Literal["off", "background", "before-action"] = Field(
+        "background",
+        description="when a finished turn of an episode with several turns is stored, so that the episode continues "
+        "after a crash. background: at once, and nothing waits for it; before-action: before the environment gets the "
+        "turn; off: never, so episodes begin again",
+    )
     patience_seconds: float = Field(
         600.0,
         gt=0,

@@ -65,6 +65,8 @@ class PlayedEpisode:
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
     meet: Meeting | None = None  # for a scorer that compares the responses to the same prompt
+    id: str = ""
+    is_recalled: bool = False  # as `Episode.is_recalled` specifies
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     has_turns: bool = False  # True if the environment may have several turns
     turns: int = 0
@@ -371,6 +373,7 @@ class PlayedEpisode:
         generation = started.generation
         self.lived.add_generation(generation)
         self.first = self.first or started
+        self.is_recalled = started.is_recalled
         self.turns += 1
         self.generated += len(generation.made)
         self.ending = generation.ending

@@ -34,6 +34,7 @@ from rollflow.storage.records import (
     Trajectory,
     TrajectoryGroup,
 )
+from rollflow.storage.run_records.finished_turns import TurnKey
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
 from rollflow.tasks.environments.base import Environment
@@ -45,6 +46,7 @@ from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.peers import GroupPeers
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
+from rollflow.tasks.rollout.resuming.journal import TurnJournal
 from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
@@ -66,6 +68,7 @@ class GroupPorts:
     environment_ports: EnvironmentPorts = NO_PORTS
     spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
     scoring: ScoreQueue = field(default_factory=ScoreQueue)  # counts the responses that wait for a score
+    journal: TurnJournal = field(default_factory=TurnJournal)  # stores finished turns
 
 
 @dataclass(eq=False)
@@ -151,6 +154,7 @@ class GroupRollout:
             ports.vocabulary,
             ports.environment_ports,
             functools.partial(self._peers.arrive, sample) if compares else None,
+            id=f"{self.key.prompt}.{self.key.attempt}.{sample}",
         )
         if self._reason is not None:
             await episode.abandon()
@@ -176,7 +180,7 @@ class GroupRollout:
 
     async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
-        limits, proxy = self.ports.limits, self.ports.proxy
+        limits = self.ports.limits
         on_start = None if turn.number else functools.partial(self._note_start, sample)
         asked = RequestOptions(self.key.prompt, self.key, on_start)
         self._turns[sample] = turn.number
@@ -185,10 +189,23 @@ class GroupRollout:
             id = self._build_id(sample)
             request = GenerationRequest(id, turn.prompt, turn.max_new_tokens, limits.temperature, seed, stop=turn.stop)
             try:
-                return await proxy.generate(request, asked)
+                return await self._recall_or_generate(request, asked, TurnKey(self.key, sample, turn.number))
             except EngineFailed:
                 self._count_failure(sample)
         return None
+
+    async def _recall_or_generate(
+        self, request: GenerationRequest, asked: RequestOptions, key: TurnKey
+    ) -> VersionedGeneration:
+        """Return the turn that an earlier scheduler stored, or generate the turn and record it in the journal."""
+        journal = self.ports.journal
+        if (stored := journal.recall(key, request)) is not None:
+            if asked.on_start:
+                asked.on_start(stored.version)
+            return stored
+        made = await self.ports.proxy.generate(request, asked)
+        await journal.record(key, request, made)
+        return made
 
     def _count_failure(self, sample: int) -> None:
         """Count a failed try of a request; after the last allowed try, raise the error again."""

@@ -62,6 +62,7 @@ class VersionedGeneration:
 
     generation: Generation
     version: int
+    is_recalled: bool = False  # True if the generation was made before a crash, and was read from storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,7 @@ from dataclasses import dataclass, field
 
 from rollflow.storage.batch import pack_group
 from rollflow.storage.errors import ConfigError
-from rollflow.storage.log.state import RunState
 from rollflow.storage.records import (
-    Cursor,
     Discard,
     DiscardReason,
     FinishedGroup,
@@ -60,39 +58,12 @@ from rollflow.tasks.rollout.judging import ScoreQueue
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
+from rollflow.tasks.rollout.resuming.journal import TurnJournal
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
 from rollflow.tasks.rollout.running_by_version import RunningByVersion
 from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.scorers.config import name_section
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePoint:
-    """The point at which a scheduler starts a run: the beginning, or a state restored from the run's log."""
-
-    number: int = 0  # number of the first training batch that was never committed
-    cursor: Cursor = field(default_factory=Cursor)
-    again: tuple[GroupKey, ...] = ()
-    missing: tuple[int, ...] = ()  # numbers of the lost training batches that have to be formed again
-    voids: int = 0  # number of training batches that were voided (lost) so far
-    behind: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and its number of preemptions
-    redraws: tuple[tuple[int, int], ...] = ()  # pairs of a prompt and the number of its batches that led to NaN weights
-    # pairs of a source that skips solved questions, and the position after the last prompt of the source's newest epoch
-    epochs: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of_state(cls, state: RunState) -> ResumePoint:
-        """Build the resume point of a run with this recorded state."""
-        return cls(
-            number=state.next_batch,
-            cursor=state.cursor,
-            again=state.in_flight,
-            missing=tuple(state.holes),
-            voids=state.voids,
-            behind=tuple(state.behind.items()),
-            redraws=tuple(state.redraws.items()),
-            epochs=tuple((source, epoch.end) for source, epoch in state.epochs.items()),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +73,7 @@ class SchedulerPorts:
     `commit` stores a training batch durably and sends the batch to the learner. `pack` encodes a group of responses for
     storage as soon as the group is complete. In a simulation, which stores nothing, `pack` returns its argument.
     `start_epoch` starts an epoch of a prompt source and returns the position after the epoch's last prompt; only
-    sources that skip solved questions need epochs.
+    sources that skip solved questions need epochs. `journal` stores finished turns.
     """
 
     prompt: Callable[[int], Prompt]
@@ -114,6 +85,7 @@ class SchedulerPorts:
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     spans: Spans = field(default_factory=Spans)
     start_epoch: Callable[[int, int], Awaitable[int]] | None = None
+    journal: TurnJournal = field(default_factory=TurnJournal)
 
 
 class RolloutScheduler:
@@ -134,6 +106,7 @@ class RolloutScheduler:
         self._formation = Formation(limits, self.buffer, self._starts)
         self._spans = PromptSpans(ports.spans)
         self._room, self._ready = asyncio.Event(), asyncio.Event()
+        self._journal = ports.journal
         self.scoring = ScoreQueue(limits.max_unscored, self._room.set)
         self._group_ports = GroupPorts(
             limits,
@@ -146,6 +119,7 @@ class RolloutScheduler:
             ports.environment_ports,
             self._spans,
             self.scoring,
+            self._journal,
         )
         self._running: dict[GroupKey, GroupRollout] = {}  # running groups of responses, in the order of their start
         self._issued = 0
@@ -188,9 +162,10 @@ class RolloutScheduler:
     async def run(self) -> None:
         """Form all `limits.batches` training batches, then wait until all running groups of responses have ended."""
         async with asyncio.TaskGroup() as tasks:
-            admitting = tasks.create_task(self._admit(tasks))
+            endless = [tasks.create_task(self._admit(tasks)), tasks.create_task(self._journal.run())]
             await self._form_batches()
-            admitting.cancel()
+            for task in endless:
+                task.cancel()
 
     # --- starting groups ------------------------------------------------------------------------------------
 
@@ -351,6 +326,7 @@ class RolloutScheduler:
             if (staged := self._stage_batch()) is not None:
                 await self._ports.commit(staged)
                 self._spans.commit(staged)
+                await self._journal.close_groups(staged.ended_groups)
             else:
                 await self._ready.wait()
                 self._ready.clear()

@@ -31,7 +31,8 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import EngineUsage, TimedEngine
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
+from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.limits import build_limits

@@ -16,7 +16,7 @@ from rollflow.storage.log.state import EntryRefused
 from rollflow.storage.objects.local import LocalStore
 from rollflow.storage.records import GroupKey
 from rollflow.storage.trajectories import TrajectoryStore
-from rollflow.tasks.rollout.scheduler import ResumePoint
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
 from tests.support.batches import begin, file_of, learning, publish, ready, scheduling, staged, train
 from tests.support.described import describe
 from tests.support.log_model import Model, read_log

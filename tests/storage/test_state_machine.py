@@ -27,7 +27,7 @@ from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Discard, DiscardReason, GroupKey
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore, verify
 from rollflow.tasks.rollout.mixing import Mixture
-from rollflow.tasks.rollout.scheduler import ResumePoint
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
 from rollflow.tasks.runtime.clock import VirtualClockLoop
 from tests.support.batches import group
 from tests.support.counts import examples

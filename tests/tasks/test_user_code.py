@@ -37,7 +37,8 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.objectives.imported import ImportedObjective
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
-from rollflow.tasks.rollout.scheduler import ResumePoint, RolloutScheduler, SchedulerPorts
+from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
+from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.run.limits import build_limits
