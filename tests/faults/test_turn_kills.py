@@ -28,7 +28,7 @@ RECIPE = (
 [environment]
 kind = "import"
 path = "tests.support.counting_turns:CountingTurns"
-options = {{ path = "{path}" }}
+options = { path = "FILE" }
 
 [rollout]
 durable_turns = "before-action"
@@ -41,7 +41,7 @@ def finish_run(folder: Path, kills: int) -> Counter[str]:
     folder.mkdir()
     actions = folder / "actions"
     actions.touch()
-    draw, victim = random.Random(), Victim(folder / "home", RECIPE.format(path=actions))
+    draw, victim = random.Random(), Victim(folder / "home", RECIPE.replace("FILE", str(actions)))
     try:
         if kills:
             victim.wait_version(1, RUN_SECONDS)
