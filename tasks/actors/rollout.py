@@ -165,7 +165,6 @@ class RolloutActor:
         settings, longest = self.config.evaluation, self.config.engine.max_new_tokens
         environment = build_environment(self.config.environment)
         held, vocabulary = self.prompts.held_out(), read_vocabulary(self.context.policy_folder)
-        ports = build_ports(self.config, self.context.tokenizer)
         means = EvaluationPorts(
             wanted=self.context.evaluates,
             evaluated=lambda version: asyncio.to_thread(is_evaluated, self.context.store, version),
@@ -181,7 +180,7 @@ class RolloutActor:
                 self._score,
                 environment,
                 vocabulary,
-                ports,
+                build_ports(self.config, self.context.tokenizer),
                 self.config.accuracy_shares,
                 by_value=settings.correct == "value",
                 sets=self.prompts.evaluation_sets(),

@@ -1,8 +1,7 @@
 """An episode in progress, through which an environment requests generations of the policy and rewards.
 
 The creator of an episode passes the functions `ask`, `closed` and `scorer` to the episode. `ask` requests a generation.
-`closed` is called when the policy will generate no more tokens of an episode, and returns whether the episode is kept.
-`scorer` computes the reward.
+`closed` is called after the last generation, and returns whether the episode is kept. `scorer` computes the reward.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ class ScriptedEpisode:
     turns: int = 100
     longest: int = 40
     said: str = "<b:b>"
+    id: str = "0.0.0"
+    is_recalled: bool = False
     response: tuple[int, ...] = ()
     asked: list[str] = field(default_factory=list)
     lived: LivedEpisode = field(default_factory=LivedEpisode)
