@@ -67,7 +67,6 @@ def test_episodes_of_a_prompt_begin_in_the_same_state() -> None:
 
 
 def test_frozen_lake_runs_unchanged() -> None:
-    pytest.importorskip("gymnasium")
     from rollflow.tasks.environments.config import GymnasiumEnvironment
 
     actions = {"left": 0, "down": 1, "right": 2, "up": 3}
