@@ -104,7 +104,7 @@ def _encode(turn: FinishedTurn) -> str:
 
 def _decode(line: _Line) -> FinishedTurn:
     key = TurnKey(GroupKey(line.prompt, line.attempt), line.sample, line.turn)
-    arrays = Int32s(line.tokens), Float32s(line.logprobs), Int32s(line.versions)
-    if len(set(map(len, arrays))) > 1:
+    tokens, logprobs, versions = Int32s(line.tokens), Float32s(line.logprobs), Int32s(line.versions)
+    if not len(tokens) == len(logprobs) == len(versions):
         raise Corrupt("a finished turn does not have one log-prob and one version for each token")
-    return FinishedTurn(key, line.request, line.started_version, line.ending, *arrays)
+    return FinishedTurn(key, line.request, line.started_version, line.ending, tokens, logprobs, versions)

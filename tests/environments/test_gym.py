@@ -20,8 +20,9 @@ def test_rewards_of_turns_are_given_to_their_turns() -> None:
     score, episode, _ = play(gym(rewards="turns"), "1", "no 1", "1")
     assert score is not None
     assert score.value == 0.0
-    assert sorted(episode.records.rewards.values()) == [1.0, 2.0, 3.0]
-    assert len(set(episode.records.states)) == 3
+    turns = episode.lived.current.turns
+    assert [turn.reward for turn in turns] == [1.0, 2.0, 3.0]
+    assert len({turn.state for turn in turns}) == 3
 
 
 @pytest.mark.parametrize(
