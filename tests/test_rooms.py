@@ -81,15 +81,21 @@ MAY: dict[str, set[str]] = {
     },
     "tasks/environments/guest": set(),
     "tasks/statistics": set(),
-    "tasks/rollout": {"tasks/runtime", "tasks/engines", "tasks/environments", "tasks/scorers", "tasks/statistics"},
+    "tasks/rollout": {
+        *("tasks/engines", "tasks/environments", "tasks/rollout/resuming", "tasks/runtime", "tasks/scorers"),
+        "tasks/statistics",
+    },
+    "tasks/rollout/resuming": {"tasks/engines", "tasks/rollout"},
     "tasks/run": {  # the config is made of the rooms' own parts
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
         *("tasks/environments/foreign", "tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
     },
-    "tasks/simulation": {"tasks/engines", "tasks/rollout", "tasks/run", "tasks/runtime", "tasks/scorers"},
+    "tasks/simulation": {
+        *("tasks/engines", "tasks/rollout", "tasks/rollout/resuming", "tasks/run", "tasks/runtime", "tasks/scorers"),
+    },
     "tasks/actors": {
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),
-        *("tasks/actors/reward_helpers", "tasks/run", "tasks/runtime", "tasks/scorers"),
+        *("tasks/actors/reward_helpers", "tasks/rollout/resuming", "tasks/run", "tasks/runtime", "tasks/scorers"),
     },
     "tasks/actors/reward_helpers": {"tasks/actors", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "flows/services": set(),
