@@ -46,7 +46,7 @@ class Episode(Protocol):
 
     @property
     def id(self) -> str:
-        """A text that identifies the episode in its run. After a crash, the episode has the same id again.
+        """A text that identifies the episode in its run; "" in an evaluation. After a crash, the id is the same again.
 
         An environment whose actions change something outside of the environment can give the id and the number of the
         turn with each action, so that an action is not done twice.
