@@ -22,7 +22,7 @@ class CountingTurns(Environment):
         self._path = Path(path)
 
     async def play(self, episode: Episode) -> Score | None:
-        """Play `TURNS` turns; the last one is judged."""
+        """Play `TURNS` turns; the reward is 1 if the last turn begins with an odd token."""
         for turn in range(TURNS):
             generation = await episode.generate(max_tokens=3)
             if generation is None:
@@ -33,7 +33,7 @@ class CountingTurns(Environment):
             await asyncio.sleep(0.05)
             if turn < TURNS - 1:
                 episode.add(generation.tokens[:1])
-        return await episode.judge(generation.tokens)
+        return Score(float(generation.tokens[0] % 2))
 
     def _act(self, line: str) -> None:
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
