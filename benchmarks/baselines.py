@@ -17,6 +17,7 @@ from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, Prompt, TrajectoryGroup
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.rollout.admission import AdmissionInputs
+from rollflow.tasks.rollout.cache_queue import CacheLimits
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.episode import PlayedEpisode
 from rollflow.tasks.rollout.group import GroupRollout
@@ -152,6 +153,7 @@ class WholeGroupProxy(InferenceProxy):
         slots: int,
         replacement_seconds: float = 0.0,
         routing: Routing = "least-work",
+        cache: CacheLimits | None = None,
     ) -> None:
         super().__init__([], slots, replacement_seconds, routing)
         self._queue = WholeGroupQueue(slots, replacement_seconds)

@@ -122,7 +122,7 @@ def _bias(config: RunConfig, workload: Workload, figures: Figures) -> tuple[floa
     """Return the length bias after the warm-up; with a filter it is relative to the mean length of all prompts."""
     timed = config.model_copy(update={"engine": workload.hardware.engine(config)})
     grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
-    drawn = [tokens * grain for tokens in simulate_population(timed, figures.versions * config.groups)]
+    drawn = [one.tokens * grain for one in simulate_population(timed, figures.versions * config.groups)]
     if config.rollout.filter is None:
         return settled_bias(figures, drawn)
     trained = figures.trained_tokens[figures.warm_up :]

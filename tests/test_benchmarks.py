@@ -55,6 +55,8 @@ SHORT = {
 LONG = {  # servers, whole runs, seconds to minutes of a core
     "asynchrony": Smoke("--versions 1 --turns 1"),
     "chaos": Smoke("--timed 1 --vllm 0 --roles scheduler"),
+    "environments": Smoke("--quick --only kv"),
+    "episodes": Smoke("--quick"),
     "gpu": Smoke(),
     "learner_step": Smoke("--only tiny --turns 1 --sweep-steps 1 --sides rollflow plain"),
     "ledger_growth": Smoke("--largest 100", {"WHOLE": [30, 60], "TURNS": 1}),
@@ -82,6 +84,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
     "gpu_models": "gpu",
     "gpu_rows": "gpu",
     "gpu_speed": "gpu",
+    "lockstep": "environments",
     "learner_batches": "learner_step",
     "learner_sides": "learner_step",
     "publishing_sides": "publishing",

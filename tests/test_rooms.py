@@ -91,7 +91,8 @@ MAY: dict[str, set[str]] = {
         *("tasks/environments/foreign", "tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
     },
     "tasks/simulation": {
-        *("tasks/engines", "tasks/rollout", "tasks/rollout/resuming", "tasks/run", "tasks/runtime", "tasks/scorers"),
+        *("tasks/engines", "tasks/environments", "tasks/rollout", "tasks/rollout/resuming", "tasks/run"),
+        *("tasks/runtime", "tasks/scorers"),
     },
     "tasks/actors": {
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),

@@ -60,7 +60,7 @@ from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.context import RunContext, claim
 from rollflow.tasks.run.episode_ports import build_ports
-from rollflow.tasks.run.limits import build_limits
+from rollflow.tasks.run.limits import build_cache_limits, build_limits
 from rollflow.tasks.runtime.actor_warnings import warnings_of
 from rollflow.tasks.runtime.async_once import AsyncOnce
 from rollflow.tasks.runtime.causes import find_first_cause
@@ -132,9 +132,8 @@ class RolloutActor:
         self._spans = open_spans(tracking.spans, tracking.spans_share, self.context.key, self.context.run_id, ROLLOUT)
         self.reward = RewardClient(self.patience)
         # The inference proxy starts without engines, because each engine joins as soon as the engine is ready.
-        self.proxy = InferenceProxy(
-            [], self.config.engine.max_concurrent_requests, self.patience, self.config.rollout.routing
-        )
+        slots, cache = self.config.engine.max_concurrent_requests, build_cache_limits(self.config)
+        self.proxy = InferenceProxy([], slots, self.patience, self.config.rollout.routing, cache)
         self._turn_files = TurnFiles(self.context.store, self.writer.claim)
         self.scheduler = self._create_scheduler()
         self.evaluations = self._create_evaluations()

@@ -27,8 +27,12 @@ PackedPartials: TypeAlias = tuple[list[str], bytes, bytes, bytes, list[int]]
 Settings: TypeAlias = tuple[int, float, int | None, tuple[str, ...]]
 # (position, kind, sha256, length) of each part of a prompt that is not text
 PackedParts: TypeAlias = list[tuple[int, str, str, int]]
-# columns of requests: ids_N, prompts_T (int32), lengths_N, settings_N; then prefixes and non-text parts of prompts
-PackedRequests: TypeAlias = tuple[list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts]]
+# (episode, number of tokens of earlier turns) of a request of an episode with several turns
+Turns: TypeAlias = dict[str, tuple[str, int]]
+# columns of requests: ids_N, prompts_T (int32), lengths_N, settings_N; then prefixes, non-text parts of prompts, turns
+PackedRequests: TypeAlias = tuple[
+    list[str], bytes, list[int], list[Settings], PackedPartials, dict[str, PackedParts], Turns
+]
 # columns of finished responses: their tokens, the indices of their stop reasons in `ENDINGS`, cached_N
 PackedGenerations: TypeAlias = tuple[PackedPartials, bytes, list[int]]
 # result of `EngineActor.collect`: finished responses, failed requests, new tokens of running requests
@@ -44,17 +48,20 @@ def pack_requests(requests: Sequence[GenerationRequest]) -> PackedRequests:
         [(request.max_new_tokens, request.temperature, request.seed, request.stop) for request in requests],
         pack_partials({request.id: request.prefix for request in requests if request.prefix}),
         {request.id: _pack_parts(request.prompt.placed) for request in requests if request.prompt.placed},
+        {request.id: (request.episode, request.earlier) for request in requests if request.episode},
     )
 
 
 def unpack_requests(packed: PackedRequests) -> list[GenerationRequest]:
-    ids, prompts_T, lengths_N, settings_N, packed_prefixes, parts = packed
+    ids, prompts_T, lengths_N, settings_N, packed_prefixes, parts, turns = packed
     flat, prefixes = Int32s(prompts_T), unpack_partials(packed_prefixes)
     placed = {id: _unpack_parts(some) for id, some in parts.items()}
     prompts = [ModelInput(flat[cut], placed.get(id, ())) for id, cut in zip(ids, _build_slices(lengths_N), strict=True)]
     rows = zip(ids, prompts, settings_N, strict=True)
     return [
-        GenerationRequest(id, prompt, longest, temperature, seed, prefixes.get(id, TokenSpan()), stop)
+        GenerationRequest(
+            id, prompt, longest, temperature, seed, prefixes.get(id, TokenSpan()), stop, *turns.get(id, ("", 0))
+        )
         for id, prompt, (longest, temperature, seed, stop) in rows
     ]
 

@@ -96,6 +96,8 @@ class GenerationRequest:
     prefix: TokenSpan = TokenSpan()
     # stop strings, which are searched in the decoded response; the prefix contains no complete stop string
     stop: tuple[str, ...] = ()
+    episode: str = ""  # name of the episode of which the request is a turn; empty if no other turn follows
+    earlier: int = 0  # number of tokens at the end of `prompt` that earlier turns of the episode added
 
 
 @dataclass(frozen=True, slots=True)

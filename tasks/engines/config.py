@@ -48,6 +48,12 @@ class VllmEngineConfig(EngineBase):
         description="size of the KV cache of each engine, in bytes; default on a CPU: 256 MiB, or up to 4 GiB if "
         "one request needs more; default on a GPU: vLLM chooses the size",
     )
+    kv_tokens: int | None = Field(
+        None,
+        gt=0,
+        description='number of tokens that fit into the KV cache of one engine, for rollout.admit_by = "kv"; vLLM '
+        "logs this number at its start",
+    )
     prefix_caching: bool = Field(
         True,
         description="whether vLLM computes a prompt only once for all its responses; a cached prompt is never used "

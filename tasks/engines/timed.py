@@ -17,6 +17,10 @@ If `kv_tokens` is set, a request starts once its tokens and a spare block for ea
 cache. When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its
 tokens and moves to the head of the queue.
 
+The tokens of an episode stay in the KV cache after a turn, until the next turn of the episode or until other requests
+need their room; the episode whose turn ended first loses its tokens first. A turn computes only those tokens of its
+prompt that are not in the cache. A weight update empties the cache of all episodes that do not run.
+
 A weight update delays every running response by `prefill_seconds`, as in an engine that recomputes its attention state.
 The delay of a weight update is modelled by subtracting `prefill_seconds` from the engine's work.
 `prefill_seconds_per_token` delays the whole engine for each prompt or prefix token, and after a weight update for each
@@ -33,7 +37,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -42,42 +46,15 @@ from rollflow.storage.records import StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight, TokenSpan
 from rollflow.tasks.engines.config import TimedEngineConfig
+from rollflow.tasks.engines.kept_episodes import KeptEpisodes
 from rollflow.tasks.engines.lengths import ResponseLengths
 from rollflow.tasks.engines.stop_strings import watch_stops
+from rollflow.tasks.engines.timed_runs import EngineUsage, TimedRun
 
 LOGPROB = -1.0  # log-prob of every fake token
 SLACK_SECONDS = 1e-6  # an event loop may fire a timer early by at most this time, in seconds
 BLOCK = 16  # number of tokens in a block of the KV cache, as in vLLM
 TOKEN_SLACK = 1e-6  # tolerance for rounding errors, in tokens
-
-
-@dataclass(eq=False, slots=True)
-class _Run:
-    """One request, with the tokens that will be generated and the engine's work at which the request ends."""
-
-    request: GenerationRequest
-    tokens: Int32s
-    ending: StopReason
-    per_token: float  # work per token
-    needs: float  # seconds of work that all tokens of the request need
-    done: asyncio.Future[Generation]
-    running: bool = False
-    over: bool = False
-    finish: float = 0.0
-    length: float = 0.0  # length of the whole response, in real tokens
-    version: int = -1  # the engine's policy version when the request started to run
-    updates: int = 0  # number of weight updates before the request started to run
-
-
-@dataclass(slots=True)
-class EngineUsage:
-    """Counters of a timed engine's work since the engine was created."""
-
-    busy_seconds: float = 0.0  # seconds with at least one running request
-    slot_seconds: float = 0.0  # running time of requests, in seconds, summed over all requests
-    tokens: int = 0  # number of sampled tokens, including those of aborted responses
-    restarted: int = 0  # number of sampled tokens lost because a weight update restarted responses
-    preempted: int = 0  # number of requests preempted because the KV cache was full
 
 
 class TimedEngine:
@@ -92,16 +69,17 @@ class TimedEngine:
         self._suspended = False
         self._dead: str | None = None
         # requests that have not ended: they are running, queued, or left by a dead engine
-        self._runs: dict[str, _Run] = {}
-        self._queue: deque[_Run] = deque()  # may include aborted requests
-        self._heap: list[tuple[float, int, _Run]] = []  # this heap may include requests that were aborted or preempted
-        self._started: dict[_Run, None] = {}  # the running requests, in the order of their start
+        self._runs: dict[str, TimedRun] = {}
+        self._queue: deque[TimedRun] = deque()  # may include aborted requests
+        self._heap: list[tuple[float, int, TimedRun]] = []  # may include requests that were aborted or preempted
+        self._started: dict[TimedRun, None] = {}  # the running requests, in the order of their start
         self._order = count()
         self._active = 0
         self._work = 0.0
         self._growth = 1.0 / config.seconds_per_token if config.seconds_per_token else 0.0  # tokens per unit of work
         self._bound = config.kv_tokens
         self._base = 0.0  # number of tokens in the KV cache, minus active * work * growth
+        self._kept = KeptEpisodes(self._bound is not None or config.prefill_seconds_per_token > 0)
         self._held_up = 0.0  # remaining seconds of prefill that delay all requests
         self._since = 0.0  # time, on the event loop's clock, to which the work was last updated
         # (engine's work before a weight update, new policy version), for each update
@@ -169,6 +147,7 @@ class TimedEngine:
             self._work = self._base = 0.0
         self._updates.append((self._work, version))
         self._held_up = self._prefill(self._resident)
+        self._kept.clear()
         self._work -= self._config.prefill_seconds
         self._version = version
 
@@ -208,7 +187,7 @@ class TimedEngine:
         found = ((id, self._runs.get(id), since) for id, since in have.items())
         return {id: self._read_said(run).after(since) for id, run, since in found if run is not None}
 
-    def _draw_run(self, request: GenerationRequest) -> _Run:
+    def _draw_run(self, request: GenerationRequest) -> TimedRun:
         """Draw the tokens that continue a request's prefix, and compute the seconds of work for these tokens."""
         config, draw = self._config, random.Random(request.id if request.seed is None else request.seed)
         prompt = request.prompt.read_tokens("the timed engine")
@@ -222,7 +201,9 @@ class TimedEngine:
             length, tokens, ending = length * end / len(tokens), tokens[:end], StopReason.STOP
         needs = config.prefill_seconds + (len(tokens) - said) * per_token
         done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        return _Run(request, request.prefix.tokens + tokens[said:], ending, per_token, needs, done, length=length)
+        before = config.prompt_tokens + request.earlier * config.tokens_per_tick
+        given = request.prefix.tokens + tokens[said:]
+        return TimedRun(request, given, ending, per_token, needs, done, length=length, before=before)
 
     # --- time: the work is computed before any change, the timer is set after the change --------------------------
 
@@ -316,27 +297,42 @@ class TimedEngine:
             queue.popleft()
         self._pace()
 
-    def _fits(self, run: _Run) -> bool:
+    def _fits(self, run: TimedRun) -> bool:
         """Return whether a request's tokens fit into the KV cache, with a spare block for every running request."""
         return self._resident + self._context(run) + BLOCK * (self._active + 1) <= (self._bound or 0)
 
-    def _context(self, run: _Run) -> float:
+    def _context(self, run: TimedRun) -> float:
         """Return the number of prompt and prefix tokens that the engine computes before it generates."""
-        return self._config.prompt_tokens + len(run.request.prefix) * self._config.tokens_per_tick
+        return run.before + len(run.request.prefix) * self._config.tokens_per_tick
 
-    def _begin(self, run: _Run) -> None:
+    def _begin(self, run: TimedRun) -> None:
         run.running, run.version, run.updates = True, self._version, len(self._updates)
         run.finish = self._work + run.needs
-        self._held_up += self._prefill(self._context(run))
+        self._held_up += self._prefill(self._read_context(run))
         self._active += 1
-        self._base += self._config.prompt_tokens + run.length - run.finish * self._growth
+        self._base += run.before + run.length - run.finish * self._growth
         self._started[run] = None
+        self._trim()
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
-    def _leave(self, run: _Run) -> None:
+    def _read_context(self, run: TimedRun) -> float:
+        """Take the episode's tokens out of the cache; return the number of tokens that have to be computed."""
+        self._trim()
+        context = self._context(run)
+        run.cached = min(context, self._kept.take(run.request.episode))
+        self._usage.context += context
+        self._usage.cached += run.cached
+        return context - run.cached
+
+    def _trim(self) -> None:
+        """Evict episodes that do not run, as far as the running requests need the room."""
+        if self._bound is not None:
+            self._kept.evict(self._bound - self._resident)
+
+    def _leave(self, run: TimedRun) -> None:
         """Free a request's slot and cached tokens, and invalidate the request's entry in the heap."""
         self._active -= 1
-        self._base -= self._config.prompt_tokens + run.length - run.finish * self._growth
+        self._base -= run.before + run.length - run.finish * self._growth
         del self._started[run]
         run.running, run.finish = False, math.nan
         if self._active == 0:
@@ -353,7 +349,7 @@ class TimedEngine:
         run.request = replace(run.request, prefix=said)
         self._queue.appendleft(run)
 
-    def _stop(self, run: _Run) -> None:
+    def _stop(self, run: TimedRun) -> None:
         """Abort a request."""
         if run.over:
             return
@@ -362,33 +358,37 @@ class TimedEngine:
         self._end(run, self._count_said(run))
         self._admit()
 
-    def _end(self, run: _Run, said: int) -> None:
+    def _end(self, run: TimedRun, said: int) -> None:
         run.over = True
         self._usage.tokens += said - len(run.request.prefix)
         spoken = self._build_partial(run, said)
         if run.running:
             self._leave(run)
+            if run.ending is not StopReason.ABORTED:
+                self._kept.put(run.request.episode, run.before + run.length)
+                self._trim()
         if self._runs.get(run.request.id) is run:
             del self._runs[run.request.id]
         if not run.done.done():
-            run.done.set_result(Generation(run.request.id, spoken, run.ending))
+            cached = int(run.cached / self._config.tokens_per_tick)
+            run.done.set_result(Generation(run.request.id, spoken, run.ending, cached))
 
     # --- generated tokens --------------------------------------------------------------------------------------
 
-    def _count_said(self, run: _Run) -> int:
+    def _count_said(self, run: TimedRun) -> int:
         """Return the number of tokens that a request has generated, without the last one of a running request."""
         return self._count_said_at(run, self._work) if run.running else len(run.request.prefix)
 
-    def _count_said_at(self, run: _Run, work: float) -> int:
+    def _count_said_at(self, run: TimedRun, work: float) -> int:
         if run.per_token <= 0:
             return len(run.request.prefix)
         unsaid = math.ceil((run.finish - work) / run.per_token - TOKEN_SLACK)
         return max(len(run.request.prefix), len(run.tokens) - max(1, unsaid))
 
-    def _read_said(self, run: _Run) -> TokenSpan:
+    def _read_said(self, run: TimedRun) -> TokenSpan:
         return self._build_partial(run, self._count_said(run))
 
-    def _build_partial(self, run: _Run, said: int) -> TokenSpan:
+    def _build_partial(self, run: TimedRun, said: int) -> TokenSpan:
         """Return the first `said` tokens of a response, each with the policy version that generated the token."""
         prefix = run.request.prefix
         logprobs = prefix.logprobs + Float32s.same(LOGPROB, said - len(prefix))

@@ -15,6 +15,7 @@ from rollflow.tasks.environments.config import (
     ImportEnvironment,
     SingleTurnEnvironment,
     SokobanEnvironment,
+    TimedEnvironmentConfig,
     TrlEnvironment,
 )
 
@@ -46,6 +47,10 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.foreign.gym import GymnasiumEpisodes
 
             return GymnasiumEpisodes(config)
+        case TimedEnvironmentConfig():
+            from rollflow.tasks.environments.timed import TimedEnvironment
+
+            return TimedEnvironment(config)
 
 
 def read_counts(environment: Environment) -> Mapping[str, float]:

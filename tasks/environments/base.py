@@ -3,7 +3,7 @@
     prompt --> ( generate --> add )* --> judge, or a score computed by the environment
 
 - An environment asks its episode to generate tokens, with stop strings and a token limit for each call. An environment
-  never sees engines, policy versions or seeds.
+  never sees engines, policy versions or seeds of generations. It draws its own random numbers from `Episode.seed`.
 - An environment gets the run's tokenizer, renderer, tools and clock as `Episode.ports`. An environment calls the run's
   scorer through `Episode.judge` and `Episode.score`.
 - Tokens added by the environment are appended to the response. The policy is not trained on tokens that the environment
@@ -59,6 +59,18 @@ class Episode(Protocol):
     @property
     def ports(self) -> EnvironmentPorts:
         """Tokenizer, renderer, tools and clock, which the run gives to the environment."""
+
+    @property
+    def seed(self) -> int:
+        """A number from which an environment may draw its random numbers.
+
+        Every attempt at an episode has the same number, also after a crash. Each episode of a prompt has another
+        number.
+        """
+
+    @property
+    def attempt(self) -> int:
+        """How often the prompt was started before, because its episodes were discarded."""
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response. Return None if the episode is over or the response has no room left.

@@ -10,6 +10,7 @@ from pydantic import Field
 from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase, ImportTool
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment, TrlEnvironment
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
+from rollflow.tasks.environments.timed_config import TimedEnvironmentConfig
 from rollflow.tasks.runtime.sections import Imported
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ImportEnvironment",
     "ImportTool",
     "SingleTurnEnvironment",
+    "TimedEnvironmentConfig",
     "TrlEnvironment",
 ]
 
@@ -83,6 +85,7 @@ EnvironmentConfig = Annotated[
     | SokobanEnvironment
     | ImportEnvironment
     | TrlEnvironment
-    | GymnasiumEnvironment,
+    | GymnasiumEnvironment
+    | TimedEnvironmentConfig,
     Field(discriminator="kind"),
 ]

@@ -49,6 +49,11 @@ class RolloutConfig(Section):
         description="rule that chooses the engine for a request. least-work: the engine that would finish the "
         "request first; prefix: an engine that already runs another response to the same prompt",
     )
+    admit_by: Literal["slots", "kv"] = Field(
+        "slots",
+        description="what limits the episodes that run on the engines. slots: engine.max_concurrent_requests alone; "
+        "kv: also the tokens that the episodes hold in the KV cache, so that a turn finds the tokens of earlier turns",
+    )
     max_inflight_groups: int | None = Field(
         None,
         gt=0,

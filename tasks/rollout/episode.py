@@ -66,6 +66,8 @@ class PlayedEpisode:
     meet: Meeting | None = None  # for a scorer that compares the responses to the same prompt
     id: str = ""
     is_recalled: bool = False  # as `Episode.is_recalled` specifies
+    seed: int = 0  # number from which the environment draws its random numbers
+    attempt: int = 0  # how often the prompt was started before
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     has_turns: bool = False  # True if the environment may have several turns
     turns: int = 0
@@ -364,8 +366,7 @@ class PlayedEpisode:
         max_tokens = None if max_tokens is None else operator.index(max_tokens)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
-        longest = self.ports.limits.bound_turn(self.room, self.generated)
-        longest = longest if max_tokens is None else min(max_tokens, longest)
+        longest = min(self.ports.limits.bound_turn(self.room, self.generated), max_tokens or self.room)
         return Turn(self.turns, self.prompt.input.followed_by(self.response), longest, stop)
 
     def _append_generation(self, started: VersionedGeneration) -> None:
@@ -382,8 +383,7 @@ class PlayedEpisode:
         if tokens is self.made.tokens:
             return self.made.tokens
         if isinstance(tokens, Int32s):
-            array = tokens.array
-            wrong = array[(array < 0) | (array >= self.vocabulary)].tolist()
+            wrong = tokens.array[(tokens.array < 0) | (tokens.array >= self.vocabulary)].tolist()
         else:
             tokens = [operator.index(token) for token in tokens]
             wrong = [token for token in tokens if not 0 <= token < self.vocabulary]

@@ -300,6 +300,7 @@ class Evaluator:
             return await proxy.generate(request)
 
         episode = PlayedEpisode(prompt, self.max_new_tokens, ask, _want_every, self.score, self.vocabulary, self.ports)
+        episode.seed = prompt.index * self.samples + sample
         score = await episode.play(self.environment)
         assert score is not None, "every episode of an evaluation is wanted"
         made = [branch.made.versions for branch in episode.lived.played]

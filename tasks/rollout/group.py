@@ -142,8 +142,10 @@ class GroupRollout:
     async def _sample(self, prompt: Prompt, sample: int) -> Sequence[Trajectory]:
         """Run one episode until its reward is known, and return the trajectory of each of its branches; return nothing
         if the episode is not kept."""
-        ask = functools.partial(self._generate_turn, sample)
         ports = self.ports
+        id = f"{self.key.prompt}.{self.key.attempt}.{sample}"
+        named = id if ports.environment.has_turns else ""
+        ask = functools.partial(self._generate_turn, sample, named, prompt.input.length)
         compares = ports.limits.judging_of(prompt.scorer).compares_group
         episode = PlayedEpisode(
             prompt,
@@ -154,7 +156,9 @@ class GroupRollout:
             ports.vocabulary,
             ports.environment_ports,
             functools.partial(self._peers.arrive, sample) if compares else None,
-            id=f"{self.key.prompt}.{self.key.attempt}.{sample}",
+            id=id,
+            seed=sample_seed(ports.limits.seed, self.key.prompt, sample, redraws=self.redraws),
+            attempt=self.key.attempt,
         )
         if self._reason is not None:
             await episode.abandon()
@@ -178,7 +182,7 @@ class GroupRollout:
         self.ports.spans.respond(self.key, trajectories[0])
         return trajectories
 
-    async def _generate_turn(self, sample: int, turn: Turn) -> VersionedGeneration | None:
+    async def _generate_turn(self, sample: int, episode: str, given: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
         limits = self.ports.limits
         on_start = None if turn.number else functools.partial(self._note_start, sample)
@@ -187,7 +191,16 @@ class GroupRollout:
         seed = sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws)
         while self._reason is None:
             id = self._build_id(sample)
-            request = GenerationRequest(id, turn.prompt, turn.max_new_tokens, limits.temperature, seed, stop=turn.stop)
+            request = GenerationRequest(
+                id,
+                turn.prompt,
+                turn.max_new_tokens,
+                limits.temperature,
+                seed,
+                stop=turn.stop,
+                episode=episode,
+                earlier=turn.prompt.length - given,
+            )
             try:
                 return await self._recall_or_generate(request, asked, TurnKey(self.key, sample, turn.number))
             except EngineFailed:
@@ -223,6 +236,7 @@ class GroupRollout:
     async def _close_episode(self, episode: PlayedEpisode) -> bool:
         """Record that the policy generates no more tokens in this episode; return whether the episode is kept."""
         self.unanswered -= 1
+        self.ports.proxy.end_episode(episode.id)
         await self.ports.generated(episode.generated)
         return await self._count_response(episode)
 

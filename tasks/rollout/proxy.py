@@ -30,6 +30,7 @@ from typing import Any
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Engine, Generation, GenerationRequest, InFlight, TokenSpan
+from rollflow.tasks.rollout.cache_queue import CacheLimits, CacheQueue
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import EngineSlots, SlotQueue, Ticket
 
@@ -130,14 +131,17 @@ class InferenceProxy:
         slots: int,
         replacement_seconds: float = 0.0,
         routing: Routing = "least-work",
+        cache: CacheLimits | None = None,
     ) -> None:
         """Serve generation requests on the started engines `engines` and on engines that join later.
 
-        Each engine runs at most `slots` requests at the same time.
+        Each engine runs at most `slots` requests at the same time. With `cache`, episodes are admitted by their tokens.
         """
         self._slots = slots
         self._replacement_seconds = replacement_seconds
-        self._queue = SlotQueue(routing, replacement_seconds)
+        self._queue = (
+            CacheQueue(cache, routing, replacement_seconds) if cache else SlotQueue(routing, replacement_seconds)
+        )
         for place, engine in enumerate(engines):
             self._queue.put(place, EngineSlots(engine, slots))
         self._jobs: dict[str, _GenerationJob] = {}
@@ -183,6 +187,7 @@ class InferenceProxy:
         """
         asked = asked or RequestOptions()
         job = _GenerationJob(request, asked, self._queue.create_ticket(asked.priority, asked.group))
+        job.ticket.episode, job.ticket.tokens = request.episode, request.prompt.length + len(request.prefix)
         self._jobs[request.id] = job
         try:
             while True:
@@ -198,6 +203,10 @@ class InferenceProxy:
                     return job.build_answer(generation, self.version)
         finally:
             del self._jobs[request.id]
+
+    def end_episode(self, episode: str) -> None:
+        """Note that an episode requests no more generations."""
+        self._queue.end_episode(episode)
 
     async def abort(self, ids: Collection[str]) -> None:
         """Abort these requests; `generate` then returns the tokens generated so far. Unknown ids are ignored."""
@@ -304,6 +313,7 @@ class InferenceProxy:
         except EngineFailed as error:
             return self._handle_failure(lane, job, error)
         self._queue.observe(lane, len(generation.made) - had, clock() - began)
+        job.ticket.tokens = job.request.prompt.length + len(generation.made)
         if generation.ending is not StopReason.ABORTED or job.aborted:
             return generation
         handed_over = lane.failure is not None  # True if the engine failed; False if an update aborted the request

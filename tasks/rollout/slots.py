@@ -61,6 +61,8 @@ class Ticket:
     turn: tuple[float, int]  # sort key: the priority of the request, then the order of arrival
     group: Hashable = None
     granted: asyncio.Future[EngineSlots | None] | None = None
+    episode: str = ""  # name of the episode of which the request is a turn
+    tokens: int = 0  # number of tokens of the episode, with those of the request once it has ended
 
     @property
     def waits(self) -> bool:
@@ -140,6 +142,10 @@ class SlotQueue:
         ticket.granted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (ticket.turn, ticket))
         self._dispatch()
+        return await self._wait(ticket)
+
+    async def _wait(self, ticket: Ticket) -> EngineSlots | None:
+        assert ticket.granted is not None
         try:
             return await ticket.granted
         except asyncio.CancelledError:
@@ -155,6 +161,9 @@ class SlotQueue:
             if home[1] == 1:
                 del self._homes[ticket.group]
         self.offer_slots(lane)
+
+    def end_episode(self, episode: str) -> None:
+        """Note that an episode requests no more generations; an episode holds nothing in this queue."""
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a waiting request from the queue."""

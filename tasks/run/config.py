@@ -207,15 +207,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         """Check the rules that concern several sections of the config, and report all violations together."""
-        rules = (
-            self._batches,
-            self._policy,
-            self._rollout,
-            self._places,
-            self._check_names,
-            self._check_scorer,
-            self._trainable,
-        )
+        rules = [self._batches, self._policy, self._rollout, self._places]
+        rules += [self._check_names, self._check_scorer, self._trainable]
         refuse_all(refused for rule in rules for refused in rule())
         return self
 
@@ -254,6 +247,8 @@ class RunConfig(Section):
                 '"finished"'
             )
             yield refusal("rollout.redundant_groups", rollout.redundant_groups, cure)
+        if rollout.admit_by == "kv" and getattr(self.engine, "kv_tokens", None) is None:
+            yield refusal("rollout.admit_by", "kv", 'set engine.kv_tokens of a vLLM engine, or choose "slots"')
         if rollout.max_batches_ahead is not None and rollout.max_batches_ahead > self.async_ratio:
             cure = (
                 f"max_batches_ahead must not be above async_ratio = {self.async_ratio:g}, because groups started "

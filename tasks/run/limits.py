@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollflow.tasks.rollout.cache_queue import CacheLimits
 from rollflow.tasks.rollout.limits import JudgingLimits, RolloutLimits
 from rollflow.tasks.run.config import RunConfig
 
@@ -37,3 +38,12 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         },
         shares=tuple(source.share for source in config.prompts),
     )
+
+
+def build_cache_limits(config: RunConfig) -> CacheLimits | None:
+    """Build the limits by which episodes are admitted to the engines' KV caches; None if only slots limit them."""
+    tokens = getattr(config.engine, "kv_tokens", None)
+    if config.rollout.admit_by == "slots" or tokens is None:
+        return None
+    grain = getattr(config.engine, "tokens_per_tick", 1)  # a simulated engine counts larger tokens
+    return CacheLimits(tokens // grain, -(-getattr(config.engine, "prompt_tokens", 0) // grain))

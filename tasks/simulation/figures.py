@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.lengths import ResponseLengths
+from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.environments.timed import TimedEnvironment
 from rollflow.tasks.rollout.group import sample_seed
 from rollflow.tasks.rollout.mixing import Mixture
 from rollflow.tasks.run.config import RunConfig
@@ -64,11 +67,18 @@ class Bias:
     trained_p99: float
     population_p99: float
     trained: int
+    trained_turns: float = 1.0  # mean number of turns of the trained episodes
+    population_turns: float = 1.0
 
     @property
     def mean_difference(self) -> float:
         """Relative difference between the mean length of the trained responses and that of the population."""
         return self.trained_mean / self.population_mean - 1.0
+
+    @property
+    def turns_difference(self) -> float:
+        """Relative difference between the mean number of turns of the trained episodes and that of the population."""
+        return self.trained_turns / self.population_turns - 1.0
 
     @property
     def p99_difference(self) -> float:
@@ -192,34 +202,65 @@ def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: i
     """Compare the lengths of trained responses with those of the population; return both."""
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
-    drawn = np.array(simulate_population(config, -(-count // config.group_size), records.filtered), np.int64) * grain
+    population = simulate_population(config, -(-count // config.group_size), records.filtered)
+    drawn = np.array([one.tokens for one in population], np.int64) * grain
     found = Bias(
         trained_mean=float(trained.mean()),
         population_mean=float(drawn.mean()),
         trained_p99=float(np.percentile(trained, 99)),
         population_p99=float(np.percentile(drawn, 99)),
         trained=count,
+        trained_turns=float(np.frombuffer(records.trained_turns, np.int64)[:count].mean()),
+        population_turns=float(np.mean([one.turns for one in population])),
     )
     return found, drawn.tolist()
 
 
-def simulate_population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[int]:
-    """Draw the length of every response to the first `prompts` prompts, except the prompts in `filtered`."""
-    engine = config.engine
-    assert isinstance(engine, TimedEngineConfig)
-    lengths, longest = ResponseLengths(engine), engine.max_new_tokens * engine.tokens_per_tick
-    mixture = Mixture([source.share for source in config.prompts])
-    drawn: list[int] = []
+class DrawnEpisode(NamedTuple):
+    """An episode as drawn, before any schedule: its number of turns, and of simulated tokens of the policy."""
+
+    turns: int
+    tokens: int
+
+
+def simulate_population(config: RunConfig, prompts: int, filtered: Collection[int] = ()) -> list[DrawnEpisode]:
+    """Draw every episode of the first `prompts` prompts, except the prompts in `filtered`."""
+    assert isinstance(config.engine, TimedEngineConfig)
+    lengths, mixture = ResponseLengths(config.engine), Mixture([source.share for source in config.prompts])
+    section = config.environment
+    environment = (
+        TimedEnvironment(section, config.engine.tokens_per_tick)
+        if isinstance(section, TimedEnvironmentConfig)
+        else None
+    )
+    drawn: list[DrawnEpisode] = []
     while len(drawn) < prompts * config.group_size:
         index = mixture.next()
         if index in filtered:
             mixture.note_filtered(index)
             continue
         for sample in range(config.group_size):
-            draw = random.Random(sample_seed(config.seed, index, sample))
-            length = min(lengths.draw(SimulatedPrompts.tokens(index), draw), longest)
-            drawn.append(max(1, round(length / engine.tokens_per_tick)))
+            drawn.append(_draw_episode(config, lengths, environment, index, sample))
     return drawn
+
+
+def _draw_episode(
+    config: RunConfig, lengths: ResponseLengths, environment: TimedEnvironment | None, index: int, sample: int
+) -> DrawnEpisode:
+    """Draw one episode as the engine and the timed environment do, if the environment never fails."""
+    engine, seed, prompt = config.engine, sample_seed(config.seed, index, sample), SimulatedPrompts.tokens(index)
+    assert isinstance(engine, TimedEngineConfig)
+    grain, room, tokens, turns = engine.tokens_per_tick, engine.max_new_tokens, 0, 0
+    limits: Sequence[int | None] = (None,) if environment is None else environment.draw_limits(index, seed)
+    for limit in limits:
+        draw = random.Random(sample_seed(config.seed, index, sample, turns))
+        length = min(lengths.draw(prompt, draw), min(room, limit or room) * grain)
+        made = max(1, round(length / grain))
+        turns, tokens, added = turns + 1, tokens + made, environment.observation_tokens if environment else 0
+        if room - made <= added:
+            break
+        room -= made + added
+    return DrawnEpisode(turns, tokens)
 
 
 def _shares(records: SimulationRecords, warm: int, versions: int) -> StepShares:

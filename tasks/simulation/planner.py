@@ -373,7 +373,7 @@ class _Search:
         if len(self._lengths) < count * self._config.group_size:
             timed = self._config.model_copy(update={"engine": self._hardware.engine(self._config)})
             grain = timed.engine.tokens_per_tick  # type: ignore[union-attr]  # it is a timed engine
-            self._lengths = [tokens * grain for tokens in simulate_population(timed, count)]
+            self._lengths = [one.tokens * grain for one in simulate_population(timed, count)]
         return self._lengths
 
 

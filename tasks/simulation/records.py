@@ -12,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rollflow.storage.records import DiscardReason, Trajectory, TrajectoryGroup
+from rollflow.storage.token_arrays import Bools
 from rollflow.storage.trajectories import StagedBatch
-from rollflow.tasks.engines.timed import EngineUsage
+from rollflow.tasks.engines.timed_runs import EngineUsage
 
 
 class Gauge:
@@ -86,6 +87,7 @@ class SimulationRecords:
     steps: list[Span] = field(default_factory=list)  # train steps; each ends when its policy version is published
     updates: list[Span] = field(default_factory=list)  # pauses of the engines
     trained_lengths: array[int] = field(default_factory=lambda: array("l"))  # length of each trained response
+    trained_turns: array[int] = field(default_factory=lambda: array("l"))  # number of turns of each trained response
     filtered: set[int] = field(default_factory=set)  # prompts whose groups of responses were filtered
     # generation time of each trained response
     generation_seconds: array[float] = field(default_factory=lambda: array("d"))
@@ -115,6 +117,7 @@ class SimulationRecords:
             FormedBatch(staged.number, now, self.last_generation, staleness, len(trajectories), sum(lengths))
         )
         self.trained_lengths.extend(lengths)
+        self.trained_turns.extend(map(count_turns, trajectories))
         self.generation_seconds.extend(t.generation_seconds for t in trajectories)
 
 
@@ -123,3 +126,8 @@ def trajectories_of(staged: StagedBatch) -> list[Trajectory]:
     return [
         trajectory for group in staged.groups if isinstance(group, TrajectoryGroup) for trajectory in group.trajectories
     ]
+
+
+def count_turns(trajectory: Trajectory) -> int:
+    """Count the turns of a trajectory: the runs of sampled tokens, between which an environment added tokens."""
+    return trajectory.loss_mask.data.count(b"\0\1") if isinstance(trajectory.loss_mask, Bools) else 1

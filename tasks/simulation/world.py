@@ -29,13 +29,18 @@ from rollflow.storage.errors import ConfigError, EngineFailed, RollflowError
 from rollflow.storage.records import TrajectoryGroup
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.config import TimedEngineConfig
-from rollflow.tasks.engines.timed import EngineUsage, TimedEngine
+from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.engines.timed_runs import EngineUsage
+from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
+from rollflow.tasks.environments.timed import TimedEnvironment
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
 from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
 from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.run.limits import build_limits
+from rollflow.tasks.run.limits import build_cache_limits, build_limits
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.simulation.evaluations import TimedEvaluations, takes_engines
 from rollflow.tasks.simulation.figures import Figures, figures_of
@@ -115,6 +120,8 @@ class SimulatedRun:
     scheduler_type: type[RolloutScheduler] = RolloutScheduler
     prompts_type: type[SimulatedPrompts] = SimulatedPrompts
     rewards_type: type[TimedRewards] = TimedRewards
+    environment_type: type[TimedEnvironment] = TimedEnvironment
+    check_batch: Callable[[StagedBatch, float], None] = staticmethod(check_fresh)
 
     def __init__(self, config: RunConfig, hardware: Hardware, recipe: RunConfig, timeline: bool) -> None:
         assert isinstance(config.engine, TimedEngineConfig)
@@ -135,11 +142,11 @@ class SimulatedRun:
         """Create and connect the parts of the run."""
         config = self.config
         engines = list(self.engines.values())
-        self.proxy = self.proxy_type(engines, self.engine.max_concurrent_requests, FOREVER, config.rollout.routing)
+        slots, cache = self.engine.max_concurrent_requests, build_cache_limits(config)
+        self.proxy = self.proxy_type(engines, slots, FOREVER, config.rollout.routing, cache)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
-        ports = SchedulerPorts(
-            self.prompts_type(config, self.hardware.reward).at, self.rewards.score, self._commit, self._pack
-        )
+        prompts = self.prompts_type(config, self.hardware.reward)
+        ports = SchedulerPorts(prompts.at, self.rewards.score, self._commit, self._pack, self._build_environment())
         self.scheduler = self.scheduler_type(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = VersionCallbacks(self._note_published, self._note_updated)
         self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
@@ -206,7 +213,7 @@ class SimulatedRun:
 
     async def _commit(self, staged: StagedBatch) -> None:
         """Store a batch in memory, and put the batch into the channel to the learner."""
-        check_fresh(staged, self.config.async_ratio)
+        self.check_batch(staged, self.config.async_ratio)
         self.records.form(staged)
         self.memory.batches[staged.number] = staged
         await self.channel.put(staged.number, staged, FOREVER)
@@ -216,6 +223,13 @@ class SimulatedRun:
     def _pack(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """Return the group of responses unchanged, because a simulation stores nothing."""
         return group
+
+    def _build_environment(self) -> Environment:
+        """Build the timed environment of the recipe; all other kinds of environment have a single turn here."""
+        section = self.config.environment
+        if not isinstance(section, TimedEnvironmentConfig):
+            return SINGLE_TURN
+        return self.environment_type(section, self.engine.tokens_per_tick)
 
     def _engine(self, place: int) -> TimedEngine:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))

@@ -45,6 +45,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("engine.max_requests=3", ["engine.max_requests = 3", "engine.max_concurrent_requests"]),
         ("versions=many", ["versions = 'many'", "integer"]),
         ("versions=true", ["versions = true", "write a number"]),
+        ('rollout.admit_by="kv"', ["rollout.admit_by = 'kv'", "engine.kv_tokens"]),
         ("rollout.redundant_groups=false", ["rollout.redundant_groups = false", "write a number"]),
         ("rollout.filter.min_mean=true", ["rollout.filter.min_mean = true", "write a number"]),
         ("train.betas=[true, 0.9]", ["train.betas = [true, 0.9]", "write a number"]),

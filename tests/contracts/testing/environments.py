@@ -64,6 +64,8 @@ class ScriptedEpisode:
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     talk: Conversation = field(default_factory=Conversation)
     fault: str = ""
+    seed: int = 0
+    attempt: int = 0
 
     @property
     def room(self) -> int:

@@ -1,0 +1,311 @@
+"""Simulates asynchronous episodes of environments on a virtual clock, and compares them with environments in lock-step.
+
+All simulations use the shipped scheduler, episodes, proxy and channel, with timed engines and timed environments. In
+lock-step, all environments of a batch step together (`benchmarks.lockstep`). Ratios are lock-step / ours in seconds per
+step unless stated. The bound of a row is the largest speed-up that any schedule can reach on the same machines: with
+the same environments, which are never idle, the same engines and the same learner.
+
+    python -m benchmarks.environments [--only gaussian ...] [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from benchmarks.lockstep import ArealRun, LockstepRun, OneOffRun
+from benchmarks.report import Row, arguments, at_least, at_most, publish
+from benchmarks.workloads import ROLL, changed, ran, recipe
+from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.environments.timed import TimedEnvironment
+from rollflow.tasks.rollout.config import RolloutConfig
+from rollflow.tasks.rollout.group import sample_seed
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.simulation.figures import Figures
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import SimulatedRun
+
+VERSIONS = 24  # versions of a simulation, including the warm-up
+QUICK_VERSIONS = 3
+SECONDS_PER_TOKEN = 0.01
+OF_BOUND = 0.95
+BIAS = 0.01  # largest difference of the mean number of turns
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """A workload of N prompts with G episodes each, as many environments, and engines with a slot for each of them."""
+
+    name: str
+    groups: int
+    size: int
+    environment: dict[str, Any]
+    train_seconds: float = 0.0
+    tokens_per_tick: int = 50
+    rollout: dict[str, Any] = field(default_factory=dict)
+    engines: dict[str, Any] = field(default_factory=dict)
+    prompt_tokens: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of episodes in a batch, which is also the number of environments."""
+        return self.groups * self.size
+
+    def recipe(self, alpha: float, **rollout: Any) -> RunConfig:
+        """Return the recipe; environments limit the length of a turn, and a response is long enough for all turns."""
+        section = TimedEnvironmentConfig.model_validate({"kind": "timed", "places": self.count, **self.environment})
+        config = recipe(alpha, self.groups, self.size, cap=1_000_000)
+        chosen = RolloutConfig.model_validate({**self.rollout, **rollout})
+        return config.model_copy(update={"environment": section, "rollout": chosen})
+
+    def hardware(self) -> Hardware:
+        """Return engines with a slot for each environment, and a learner that takes `train_seconds`."""
+        slots = {"count": 8, "max_concurrent_requests": -(-self.count // 8), "seconds_per_token": SECONDS_PER_TOKEN}
+        endless = {"median": 1e9, "sigma": 0.0, "correlation": 0.0, "tokens_per_tick": self.tokens_per_tick}
+        endless |= {"prompt_tokens": self.prompt_tokens}
+        learner = {"seconds_per_version": self.train_seconds}
+        return changed(Hardware(), engines=slots | self.engines, responses=endless, learner=learner)
+
+    def bound(self, versions: int) -> float:
+        """Return the seconds of a step if no environment is ever idle, and the learner never waits."""
+        config = self.recipe(1)
+        section = config.environment
+        assert isinstance(section, TimedEnvironmentConfig)
+        environment, seconds, prompts = TimedEnvironment(section, self.tokens_per_tick), 0.0, versions * self.groups
+        for prompt in range(prompts):
+            for sample in range(self.size):
+                seed = sample_seed(config.seed, prompt, sample)
+                limits = environment.draw_limits(prompt, seed)
+                steps = islice(environment.draw_steps(seed), 1 + len(limits))
+                tokens = sum(limit or 0 for limit in limits) * self.tokens_per_tick
+                seconds += sum(step.seconds for step in steps) + tokens * SECONDS_PER_TOKEN
+        return max(seconds / (prompts * self.size) * self.count / (section.places or 1), self.train_seconds)
+
+
+def gaussian(sigma: float) -> Episodes:
+    """Return ROLL Flash's study of step latencies: Gaussian with mean 10 s, 256 environments, 20 turns.
+
+    The generation of a turn takes 6.6 s, with which a model of the study gives its 2.46 at sigma 10.
+    """
+    steps = {"turns": 20, "turn_tokens": 660, "step_seconds": 10, "step_sigma": sigma}
+    return Episodes(f"step latency Gaussian(10, {sigma:g})", 32, 8, steps, tokens_per_tick=66)
+
+
+# 16 tasks x 8 episodes, at most 50 steps and 512 tokens a turn, as in verl-agent's example for ALFWorld. The seconds of
+# a step are assumed: a game takes milliseconds, and an actor that serves it among others takes seconds.
+ALFWORLD = Episodes(
+    "ALFWorld-like",
+    16,
+    8,
+    {
+        "turns": 20,
+        "turns_sigma": 0.6,
+        "max_turns": 50,
+        "correlation": 0.5,
+        "turn_tokens": 200,
+        "turn_tokens_sigma": 0.4,
+        "observation_tokens": 100,
+        "distribution": "lognormal",
+        "step_seconds": 1.0,
+        "step_sigma": 1.0,
+        "reset_seconds": 5.0,
+        "reset_sigma": 0.5,
+    },
+    train_seconds=60.0,
+)
+# Containers start in 20 to 60 s, and commands take from parts of a second (files) to minutes (tests), as published for
+# SWE agents (RollArt, SkyRL); at most 100 turns.
+SWE = Episodes(
+    "SWE-like",
+    16,
+    8,
+    {
+        "turns": 30,
+        "turns_sigma": 0.4,
+        "max_turns": 100,
+        "correlation": 0.5,
+        "turn_tokens": 300,
+        "turn_tokens_sigma": 0.7,
+        "observation_tokens": 400,
+        "distribution": "lognormal",
+        "step_seconds": 3.0,
+        "step_sigma": 1.0,
+        "reset_seconds": 30.0,
+        "reset_sigma": 0.3,
+    },
+    train_seconds=120.0,
+)
+
+
+def bias(case: str, figures: Figures) -> Iterator[Row]:
+    """Return the rows of the bias: trained against drawn episodes."""
+    off = figures.bias
+    yield Row(case, "bias: mean trained tokens, %", 100 * off.mean_difference)
+    yield at_most(case, "bias: mean trained turns, % (either way)", 100 * abs(off.turns_difference), 100 * BIAS)
+
+
+def compared(work: Episodes, versions: int, aim: float | None = None) -> Iterator[Row]:
+    """Compare asynchronous episodes with lock-step, at alpha 0 and at alpha 1."""
+    together = ran(work.recipe(0), work.hardware(), max(3, versions // 3), LockstepRun)
+    alone, ours = (ran(work.recipe(alpha), work.hardware(), versions) for alpha in (0, 1))
+    limit = together.step_seconds / work.bound(versions)
+    speed_up = together.step_seconds / ours.step_seconds
+    yield Row(work.name, "lock-step, s", together.step_seconds)
+    yield Row(work.name, "asynchronous episodes, alpha 1, s", ours.step_seconds)
+    yield Row(work.name, "asynchronous episodes, alpha 0, over lock-step", together.step_seconds / alone.step_seconds)
+    yield Row(work.name, "bound of the speed-up", limit)
+    metric = "asynchronous episodes, alpha 1, over lock-step"
+    yield Row(work.name, metric, speed_up) if aim is None else at_least(work.name, metric, speed_up, aim)
+    yield at_least(work.name, "share of the bound", speed_up / limit, OF_BOUND)
+    yield Row(work.name, "mean staleness", ours.staleness_mean)
+    yield from bias(work.name, ours)
+
+
+def step_latency(versions: int) -> Iterator[Row]:
+    """Simulate ROLL Flash's study of step latencies: 2.46x at sigma 10."""
+    for sigma in (1, 3, 5, 7, 10):
+        yield from compared(gaussian(sigma), versions, 2.46 if sigma == 10 else None)
+
+
+def mixes(versions: int) -> Iterator[Row]:
+    """Simulate mixes of turns and latencies like those of ALFWorld (published 2.72x) and of SWE agents."""
+    yield from compared(ALFWORLD, versions, 3.0)
+    yield from compared(SWE, versions, 2.1)
+
+
+# Environments of which some are slow or hang, as RollArt reports for shared clusters; lengths of turns are equal.
+FAULTY = Episodes(
+    "5% slow environments, 0.1% of the steps hang",
+    16,
+    8,
+    {
+        "turns": 10,
+        "turn_tokens": 300,
+        "step_seconds": 5.0,
+        "step_sigma": 3.0,
+        "slow_share": 0.05,
+        "slow_factor": 4.0,
+        "hangs": 0.001,
+        "hang_seconds": 600.0,
+    },
+    tokens_per_tick=100,
+)
+
+
+def redundancy(versions: int) -> Iterator[Row]:
+    """Simulate redundant environments at alpha 0: more groups, and larger groups; what they gain and bias."""
+    base = 0.0
+    for groups in (0, 2, 4):
+        for size in (0, 1, 2):
+            work = replace(FAULTY, environment={**FAULTY.environment, "places": (16 + groups) * (8 + size)})
+            work = replace(work, engines={"max_concurrent_requests": -(-(16 + groups) * (8 + size) // 8)})
+            rollout = {"redundant_groups": groups, "redundant_responses": size}
+            found = ran(work.recipe(0, **rollout), work.hardware(), versions)
+            base = base or found.step_seconds
+            case = f"{work.name}, {groups} more groups, groups larger by {size}"
+            yield Row(case, "over no redundancy", base / found.step_seconds)
+            yield Row(case, "tokens not trained on, %", 100 * sum(found.tokens.wasted.values()) / found.tokens.sampled)
+            yield from bias(case, found)
+
+
+def rivals(versions: int) -> Iterator[Row]:
+    """Simulate the rules of other systems on the SWE-like mix; a row names the side whose bound on age is larger.
+
+    ROLL's group queues deliver the groups that were started first. AReaL bounds the number of started episodes, and no
+    episode's age: its bound is larger. One-off generates a batch while the previous batch is trained on.
+    """
+    work = SWE
+    ours = ran(work.recipe(1), work.hardware(), versions)
+    others = {
+        "ROLL's group queues, alpha 1": ran(work.recipe(1, **ROLL), work.hardware(), versions),
+        "AReaL's rule, eta 1 (larger bound: ages above 1)": ran(work.recipe(1), work.hardware(), versions, ArealRun),
+        "one-off, alpha 1": ran(work.recipe(1), work.hardware(), versions, OneOffRun),
+    }
+    yield Row(work.name, "ours, alpha 1, s", ours.step_seconds)
+    yield Row(work.name, "ours, alpha 1: oldest trained episode, versions", max(ours.staleness))
+    for name, other in others.items():
+        yield Row(work.name, f"{name}: over ours", other.step_seconds / ours.step_seconds)
+        yield Row(work.name, f"{name}: oldest trained episode, versions", max(other.staleness))
+        yield Row(work.name, f"{name}: bias of turns, %", 100 * other.bias.turns_difference)
+
+
+# One engine with 64 slots, whose KV cache holds a quarter of the tokens of 64 episodes: a prompt of 4,000 tokens, and
+# half of 30 turns of 700 tokens. Prefill at 10,000 tokens/s and decoding at 50 tokens/s are of the order of a 32B model
+# on one node; ThunderAgent reports 3.01x for such a scheduler.
+HELD = 4_000 + 15 * 700
+CROWDED = Episodes(
+    "KV cache oversubscribed 4 times",
+    8,
+    8,
+    {
+        "turns": 30,
+        "turns_sigma": 0.3,
+        "max_turns": 60,
+        "turn_tokens": 300,
+        "turn_tokens_sigma": 0.5,
+        "observation_tokens": 400,
+        "distribution": "lognormal",
+        "step_seconds": 2.0,
+        "step_sigma": 1.0,
+    },
+    engines={
+        "count": 1,
+        "max_concurrent_requests": 64,
+        "seconds_per_token": 0.02,
+        "batch_slowdown": 0.01,
+        "kv_tokens": 64 * HELD // 4,
+        "prefill_seconds_per_token": 1e-4,
+    },
+    prompt_tokens=4_000,
+)
+
+
+class CountingRun(SimulatedRun):
+    """A simulated run that notes how many prompt and prefix tokens the engines found in their caches."""
+
+    hit = 0.0
+
+    async def _close(self) -> None:
+        usages = self._usages()
+        type(self).hit = sum(usage.cached for usage in usages) / sum(usage.context for usage in usages)
+        await super()._close()
+
+
+def caches(versions: int) -> Iterator[Row]:
+    """Simulate admission by the tokens in the KV cache, against admission by slots."""
+    name = CROWDED.name
+    found: dict[str, Figures] = {}
+    for admit in ("slots", "kv"):
+        found[admit] = ran(CROWDED.recipe(1, admit_by=admit), CROWDED.hardware(), versions, CountingRun)
+        yield Row(name, f"admission by {admit}, s", found[admit].step_seconds)
+        hit = 100 * CountingRun.hit
+        metric = f"admission by {admit}: tokens of the context found in the cache, %"
+        yield Row(name, metric, hit) if admit == "slots" else at_least(name, metric, hit, 90)
+    gain = found["slots"].step_seconds / found["kv"].step_seconds
+    yield at_least(name, "admission by kv over slots (ThunderAgent 3.01)", gain, 2)
+    yield from bias(name, found["kv"])
+
+
+SECTIONS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "gaussian": step_latency,
+    "mixes": mixes,
+    "redundancy": redundancy,
+    "rivals": rivals,
+    "kv": caches,
+}
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
+    parser.add_argument("--quick", action="store_true", help="few versions of each simulation")
+    options = parser.parse_args()
+    versions = QUICK_VERSIONS if options.quick else VERSIONS
+    rows = [row for name in options.only for row in SECTIONS[name](versions)]
+    publish(rows, "environments", options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Defines rollouts with which asynchronous episodes are compared. No recipe can choose them.
+
+`ArealRun` follows AReaL's rule: admission counts started episodes, and no episode's age is checked when a batch is
+formed. An episode may then be older than alpha. `OneOffRun` generates one batch while the previous one is trained on.
+
+In lock-step, all environments step together. In each round, all episodes of a batch generate a turn, and the
+environments step when the last episode has generated; the next round begins when the last environment has stepped.
+`LockstepRun` is a simulated run in which batches are also generated one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.baselines import BatchRun, BatchScheduler
+from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.environments.timed import TimedEnvironment
+from rollflow.tasks.rollout.formation import Formation
+from rollflow.tasks.rollout.scheduler import RolloutScheduler
+from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.simulation.world import SimulatedRun
+
+
+class Rounds:
+    """A barrier for the episodes of a batch. An episode that has ended delays no round."""
+
+    def __init__(self, size: int) -> None:
+        """Wait in each round for all `size` episodes of a batch."""
+        self._size = size
+        self._begun = self._playing = self._waiting = 0
+        self._round = asyncio.Event()
+
+    def join(self) -> None:
+        """Count an episode that begins."""
+        self._begun += 1
+        self._playing += 1
+
+    def leave(self) -> None:
+        """Count an episode that has ended."""
+        self._playing -= 1
+        self._open()
+
+    async def meet(self) -> None:
+        """Wait until every episode of the batch has arrived."""
+        self._waiting += 1
+        arrived = self._round
+        self._open()
+        await arrived.wait()
+
+    def _open(self) -> None:
+        if self._waiting and self._waiting == self._playing and self._begun % self._size == 0:
+            self._waiting = 0
+            self._round.set()
+            self._round = asyncio.Event()
+
+
+class LockstepEnvironment(TimedEnvironment):
+    """A timed environment whose episodes take every generation and every step together."""
+
+    def __init__(self, config: TimedEnvironmentConfig, tokens_per_tick: int, size: int) -> None:
+        super().__init__(config, tokens_per_tick)
+        self._rounds = Rounds(size)
+
+    async def play(self, episode: Episode) -> Score | None:
+        self._rounds.join()
+        try:
+            return await super().play(episode)
+        finally:
+            self._rounds.leave()
+
+    async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
+        made = await super().ask(episode, limit)
+        await self._rounds.meet()
+        return made
+
+    async def work(self, seconds: float) -> None:
+        await super().work(seconds)
+        await self._rounds.meet()
+
+
+class LockstepRun(BatchRun):
+    """A simulated run in which all episodes of a batch step together."""
+
+    def _build_environment(self) -> Environment:
+        section = self.config.environment
+        assert isinstance(section, TimedEnvironmentConfig)
+        size = self.config.groups * self.config.group_size
+        return LockstepEnvironment(section, self.engine.tokens_per_tick, size)
+
+
+class AgelessFormation(Formation):
+    """Forms a batch as soon as it is full, however old its groups are."""
+
+    def oldest_allowed(self, number: int) -> float:
+        return -math.inf
+
+    def must_wait(self, number: int, running: Iterable[int], *, learner_is_busy: bool, is_lost: bool) -> bool:
+        return False
+
+
+class ArealScheduler(RolloutScheduler):
+    """Admits as AReaL's staleness manager does: running and accepted episodes up to (version + 1 + alpha) batches."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._formation = AgelessFormation(self.limits, self.buffer, self._starts)
+
+
+class ArealRun(SimulatedRun):
+    """A simulated run in which the age of an episode is not bounded."""
+
+    scheduler_type = ArealScheduler
+    check_batch = staticmethod(lambda staged, async_ratio: None)
+
+
+class OneOffRun(SimulatedRun):
+    """A simulated run that generates one batch after the other, beside training."""
+
+    scheduler_type = BatchScheduler

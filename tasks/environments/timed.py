@@ -1,0 +1,121 @@
+"""Simulates an environment with several turns: the timed environment only takes time, and adds tokens of no meaning.
+
+    reset --> ( generate --> step --> add )* --> generate --> step --> judge
+
+- The number of turns and their token limits depend only on the episode's seed and prompt, so a long episode that was
+  discarded is long again. The seconds of a step, failures and hangs also depend on the attempt, because they belong to
+  the machine on which the environment runs.
+- An environment that fails or hangs ends its episode with the outcome "unjudged", because the policy did not cause it.
+- The timed environment reads time only from the event loop, so it runs unchanged on a virtual clock.
+
+An episode with `places` waits for a place before its reset, and frees the place when it ends or is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.scorers.base import Score
+
+FAILED = Score(0.0, "the simulated environment failed", Outcome.UNJUDGED)
+HUNG = Score(0.0, "the simulated environment hung", Outcome.UNJUDGED)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of an environment: its seconds, and the score with which it ends the episode, if it fails."""
+
+    seconds: float
+    failure: Score | None = None
+
+
+class TimedEnvironment(Environment):
+    """An environment whose steps only take time. See the module's docstring."""
+
+    def __init__(self, config: TimedEnvironmentConfig, tokens_per_tick: int = 1) -> None:
+        """Create the environment; its places are shared by all its episodes.
+
+        Args:
+            tokens_per_tick: number of real tokens that one token of the engines stands for, as in a simulation.
+        """
+        self._config, self._tick = config, tokens_per_tick
+        self.observation_tokens = math.ceil(config.observation_tokens / tokens_per_tick)
+        self._places: AbstractAsyncContextManager[object] = (
+            asyncio.Semaphore(config.places) if config.places else contextlib.nullcontext()
+        )
+
+    async def play(self, episode: Episode) -> Score | None:
+        """Play one episode: as many turns as drawn, with a step of the environment between two turns."""
+        async with self._places:
+            return await self._play_turns(episode)
+
+    async def _play_turns(self, episode: Episode) -> Score | None:
+        steps = self.draw_steps(episode.seed, episode.attempt)
+        await self.work(next(steps).seconds)
+        limits = self.draw_limits(episode.prompt.index, episode.seed)
+        for turn, limit in enumerate(limits, 1):
+            made = await self.ask(episode, limit)
+            if made is None:
+                return None
+            step = next(steps)
+            await self.work(step.seconds)
+            if step.failure is not None:
+                return step.failure
+            if turn == len(limits) or episode.room <= self.observation_tokens:
+                return await episode.judge(made.tokens)
+            if self.observation_tokens:
+                episode.add((int(made.tokens[-1]),) * self.observation_tokens)
+        return None
+
+    async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
+        """Let the policy generate one turn."""
+        return await episode.generate(max_tokens=limit)
+
+    async def work(self, seconds: float) -> None:
+        """Take the time of one step or reset."""
+        await asyncio.sleep(seconds)
+
+    def draw_limits(self, prompt: int, seed: int) -> list[int | None]:
+        """Draw the turns of an episode: for each turn, the largest number of tokens that the policy may generate."""
+        config, draw = self._config, random.Random(f"turns {seed}")
+        z = math.sqrt(1.0 - config.correlation) * draw.gauss(0.0, 1.0)
+        if config.correlation:
+            z += math.sqrt(config.correlation) * random.Random(f"turns of prompt {prompt}").gauss(0.0, 1.0)
+        turns = min(config.max_turns, max(1, round(config.turns * math.exp(config.turns_sigma * z))))
+        return [self._draw_limit(draw) for _ in range(turns)]
+
+    def draw_steps(self, seed: int, attempt: int = 0) -> Iterator[Step]:
+        """Draw the reset of an episode, and then its steps, without end."""
+        config, draw = self._config, random.Random(f"steps {seed} {attempt}")
+        factor = config.slow_factor if draw.random() < config.slow_share else 1.0
+        yield Step(factor * self._draw_seconds(draw, config.reset_seconds, config.reset_sigma))
+        while True:
+            seconds = factor * self._draw_seconds(draw, config.step_seconds, config.step_sigma)
+            fate = draw.random()
+            if fate < config.hangs:
+                yield Step(config.hang_seconds, HUNG)
+            else:
+                yield Step(seconds, FAILED if fate < config.hangs + config.failures else None)
+
+    def _draw_limit(self, draw: random.Random) -> int | None:
+        config = self._config
+        if config.turn_tokens is None:
+            return None
+        tokens = config.turn_tokens * math.exp(config.turn_tokens_sigma * draw.gauss(0.0, 1.0))
+        return max(1, round(tokens / self._tick))
+
+    def _draw_seconds(self, draw: random.Random, typical: float, spread: float) -> float:
+        z = draw.gauss(0.0, 1.0) if spread else 0.0
+        if self._config.distribution == "gaussian":
+            return max(0.0, typical + spread * z)
+        return typical * math.exp(spread * z)

@@ -1,0 +1,88 @@
+"""Defines the config section of the timed environment."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollflow.tasks.environments.base_config import EnvironmentBase
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, refuse
+
+
+class TimedEnvironmentConfig(EnvironmentBase):
+    """A simulated environment for tests and planning, which only takes time. It draws the number of turns, their
+    lengths and the seconds of each step.
+    """
+
+    kind: Literal["timed"] = Field(
+        "timed", description="simulated environment with several turns, whose steps only take a drawn time"
+    )
+    turns: float = Field(8.0, ge=1, description="median number of turns of a simulated episode")
+    turns_sigma: float = Field(
+        0.0,
+        ge=0,
+        description="sigma of the lognormal distribution of the number of turns; 0: every episode has the median "
+        "number of turns",
+    )
+    max_turns: int = Field(50, gt=0, description="largest number of turns of a simulated episode")
+    correlation: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="correlation between the numbers of turns of the episodes of one prompt, from 0 (independent) to "
+        "1 (equal)",
+    )
+    turn_tokens: int | None = Field(
+        None,
+        gt=0,
+        description="median of the largest number of tokens that the policy may generate in a turn; default: a turn "
+        "is limited only by engine.max_new_tokens",
+    )
+    turn_tokens_sigma: float = Field(
+        0.0, ge=0, description="sigma of the lognormal distribution of turn_tokens; 0: every turn has the same limit"
+    )
+    observation_tokens: int = Field(
+        1, ge=0, description="number of tokens that a simulated environment adds to the response after each step"
+    )
+    distribution: Literal["gaussian", "lognormal"] = Field(
+        "gaussian",
+        description="distribution of the seconds of a step. gaussian: mean step_seconds, standard deviation "
+        "step_sigma, and 0 in place of a negative number; lognormal: median step_seconds, sigma step_sigma",
+    )
+    step_seconds: float = Field(
+        1.0, ge=0, le=LONGEST_SECONDS, description="mean (or median) seconds of one step of a simulated environment"
+    )
+    step_sigma: float = Field(
+        0.0, ge=0, description="spread of the seconds of a step, in seconds for gaussian, as a sigma for lognormal"
+    )
+    reset_seconds: float = Field(
+        0.0, ge=0, le=LONGEST_SECONDS, description="mean (or median) seconds until a simulated environment is ready"
+    )
+    reset_sigma: float = Field(0.0, ge=0, description="spread of the seconds of a reset, as for the seconds of a step")
+    slow_share: float = Field(0.0, ge=0, le=1, description="share of the simulated environments that are slow")
+    slow_factor: float = Field(
+        1.0, ge=1, description="factor by which the steps and the reset of a slow simulated environment take longer"
+    )
+    failures: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="probability of each step that the simulated environment fails and ends its episode",
+    )
+    hangs: float = Field(
+        0.0, ge=0, le=1, description="probability of each step that the simulated environment hangs and then fails"
+    )
+    hang_seconds: float = Field(
+        600.0, gt=0, le=LONGEST_SECONDS, description="seconds until a hanging simulated environment fails"
+    )
+    places: int | None = Field(
+        None, gt=0, description="largest number of simulated environments at the same time; default: no limit"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.failures + self.hangs > 1:
+            cure = f"failures = {self.failures:g} and hangs must not exceed 1 together; lower one of them"
+            refuse("environment.hangs", self.hangs, cure)
+        return self

@@ -1,0 +1,163 @@
+"""The timed environment: what its draws depend on, and how it ends; runs with it in real and simulated worlds."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from itertools import islice
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks.lockstep import LockstepRun
+from benchmarks.workloads import changed, recipe
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.log.entries import BatchCommitted
+from rollflow.storage.objects.memory import MemoryStore
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.environments.ports import NO_PORTS
+from rollflow.tasks.environments.timed import TimedEnvironment
+from rollflow.tasks.rollout.group import sample_seed
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.runtime.clock import run_virtual
+from rollflow.tasks.simulation.figures import Figures
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
+from rollflow.testing.environments import ScriptedEpisode
+from tests.support.log_runs import read
+from tests.support.pipeline import Pipeline
+
+
+def timed(**keys: object) -> TimedEnvironment:
+    return TimedEnvironment(TimedEnvironmentConfig.model_validate({"kind": "timed", **keys}))
+
+
+def seconds(environment: TimedEnvironment, seed: int, attempt: int = 0) -> list[float]:
+    return [step.seconds for step in islice(environment.draw_steps(seed, attempt), 50)]
+
+
+def test_draws_depend_on_seed_and_attempt() -> None:
+    """A long episode that was discarded is long again, but runs on another machine."""
+    spread = {"turns": 8, "turns_sigma": 1.0, "turn_tokens": 20, "turn_tokens_sigma": 0.5, "step_sigma": 0.5}
+    one, other = timed(**spread), timed(**spread)
+    assert one.draw_limits(3, 7) == other.draw_limits(3, 7) != one.draw_limits(3, 8)
+    assert seconds(one, 7) == seconds(other, 7) != seconds(one, 8)
+    assert seconds(one, 7) != seconds(one, 7, attempt=1)
+
+
+def test_gaussian_steps_have_their_mean_and_no_negative_second() -> None:
+    """With mean and deviation 10, the mean of max(0, x) is 10 (0.8413 + 0.2420) = 10.83."""
+    environment = timed(step_seconds=10, step_sigma=10)
+    drawn = [step.seconds for seed in range(400) for step in islice(environment.draw_steps(seed), 1, 51)]
+    assert min(drawn) == 0.0
+    assert statistics.fmean(drawn) == pytest.approx(10.83, abs=0.15)
+
+
+def test_lognormal_steps_have_their_median() -> None:
+    environment = timed(distribution="lognormal", step_seconds=4, step_sigma=1.5)
+    drawn = [step.seconds for seed in range(400) for step in islice(environment.draw_steps(seed), 1, 51)]
+    assert statistics.median(drawn) == pytest.approx(4, rel=0.05)
+
+
+def test_turns_of_a_prompt_are_correlated() -> None:
+    environment = timed(turns=20, turns_sigma=0.5, max_turns=1000, correlation=1.0)
+    assert len({len(environment.draw_limits(4, seed)) for seed in range(20)}) == 1
+    assert len({len(environment.draw_limits(prompt, 4)) for prompt in range(20)}) > 5
+
+
+@pytest.mark.parametrize(("keys", "reason", "took"), [({"failures": 1}, "failed", 2.0), ({"hangs": 1}, "hung", 30.0)])
+def test_failed_environment_leaves_the_episode_unjudged(keys: dict[str, float], reason: str, took: float) -> None:
+    environment = timed(step_seconds=2, hang_seconds=30, **keys)
+
+    async def play() -> tuple[object, float]:
+        score = await environment.play(ScriptedEpisode(NO_PORTS))
+        return score, asyncio.get_running_loop().time()
+
+    score, at = run_virtual(play())
+    assert score is not None
+    assert (score.outcome, score.value, at) == (Outcome.UNJUDGED, 0.0, took)  # type: ignore[attr-defined]
+    assert reason in score.reason  # type: ignore[attr-defined]
+
+
+def test_places_limit_the_environments_at_the_same_time() -> None:
+    """Six episodes of 1 s reset and two steps of 2 s, in two places, take 15 s."""
+
+    async def play() -> float:
+        environment = timed(turns=2, step_seconds=2, reset_seconds=1, places=2)
+        await asyncio.gather(*(environment.play(ScriptedEpisode(NO_PORTS, seed=seed)) for seed in range(6)))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(play()) == pytest.approx(15)
+
+
+def test_more_failures_than_steps_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"hangs"):
+        timed(failures=0.7, hangs=0.4)
+
+
+def test_redundant_episode_ends_while_its_environment_hangs() -> None:
+    """Some steps hang for an hour; two extra responses per prompt keep the run from waiting, and are counted."""
+    environment = timed(turns=3, turn_tokens=4, step_seconds=0.1, hangs=0.02, hang_seconds=3600)
+    choices = {"redundant_responses": 2, "on_stale": "drop"}
+    pipeline = Pipeline(MemoryStore("hangs"), versions=6, environment=environment, choices=choices)
+
+    async def run() -> float:
+        await pipeline.run()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(run()) < 3600
+    assert audit(pipeline.store).clean
+    committed = [entry.body for entry in read(pipeline.store) if isinstance(entry.body, BatchCommitted)]
+    assert sum(body.surplus_tokens for body in committed) > 0
+
+
+# --- simulations ------------------------------------------------------------------------------------------------
+
+STEPS = {"turns": 4, "turn_tokens": 100, "step_seconds": 10, "step_sigma": 10, "places": 16}
+
+
+def config(alpha: float, **keys: object) -> RunConfig:
+    section = TimedEnvironmentConfig.model_validate({"kind": "timed", **STEPS, **keys})
+    return recipe(alpha, 4, 4, cap=100_000).model_copy(update={"environment": section})
+
+
+def hardware(**engines: object) -> Hardware:
+    endless = {"median": 1e9, "sigma": 0.0, "correlation": 0.0, "tokens_per_tick": 10}
+    slots = {"count": 2, "max_concurrent_requests": 8, "seconds_per_token": 0.01}
+    return changed(Hardware(), engines=slots | engines, responses=endless)
+
+
+def figures(run: RunConfig, world_type: type[SimulatedRun] = SimulatedRun) -> Figures:
+    return simulate(run, hardware(), versions=12, world_type=world_type).figures
+
+
+def test_simulated_turns_are_those_that_were_drawn() -> None:
+    """Every episode has 4 turns of 100 tokens; nothing is discarded, so there is no bias."""
+    found = figures(config(1)).bias
+    assert (found.trained_turns, found.population_turns) == (4, 4)
+    assert found.trained_mean == found.population_mean == 400
+
+
+def test_varying_turns_are_trained_as_drawn() -> None:
+    found = figures(config(0, turns_sigma=0.7, turn_tokens_sigma=0.5)).bias
+    assert found.trained_turns == found.population_turns > 4
+    assert found.trained_mean == found.population_mean
+
+
+def test_lockstep_waits_for_the_slowest_step_of_each_round() -> None:
+    """Each of the 4 rounds takes 1 s of generation and the longest of 16 steps, plus a reset that takes no time."""
+    run = config(0)
+    together, ours = figures(run, LockstepRun), figures(run)
+    environment = TimedEnvironment(run.environment, 10)  # type: ignore[arg-type]
+    expected = list[float]()
+    for version in range(12):
+        seeds = [sample_seed(run.seed, prompt, i) for prompt in range(4 * version, 4 * version + 4) for i in range(4)]
+        drawn = [[step.seconds for step in islice(environment.draw_steps(seed), 1, 5)] for seed in seeds]
+        expected.append(4 * 1.0 + sum(max(round_of) for round_of in zip(*drawn, strict=True)))
+    assert together.steps == pytest.approx(expected)
+    assert ours.step_seconds < together.step_seconds / 1.3
+
+
+def test_simulation_with_environments_is_repeatable() -> None:
+    assert figures(config(1, turns_sigma=0.5)) == figures(config(1, turns_sigma=0.5))
