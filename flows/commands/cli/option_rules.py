@@ -36,6 +36,7 @@ EXCLUDED: Mapping[str, Mapping[str, Sequence[str]]] = {
 NEEDED: Mapping[str, Mapping[str, Sequence[str]]] = {
     "audit": {"repair": ("yes",)},
     "doctor": {"cluster": ("set",)},
+    "play": {"endpoint": ("model", "token_env"), "run": ("version", "store")},
     "serve": {"sandboxes": ("set", "host", "port", "token_file", "no_token", "at_once", "queue", "live")},
     "plan": {
         "gpus": ("alpha", "quick", "best", "max_bias", "max_waste", "write", "cost"),

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollflow.flows.commands.cli.asking_options import add_asking, add_rejudge
 from rollflow.flows.commands.cli.option_rules import check_combination, check_earlier_name, move_version
 from rollflow.flows.commands.cli.parser import Commands, HelpFormat, PrintCompletion, PrintVersion
 from rollflow.flows.commands.cli.shared_options import (
@@ -212,25 +213,7 @@ def _add_proving(commands: Commands) -> None:
     replay.add_argument("--all", action="store_true", help="train every policy version again, in order from version 1")
     replay.add_argument("--ranks", type=int, metavar="N", help="number of training processes; default: as in the run")
     replay.add_argument("--json", action="store_true", help="print one JSON object for each version")
-    _add_rejudge(commands)
-
-
-def _add_rejudge(commands: Commands) -> None:
-    rejudge = commands.add(
-        "rejudge",
-        "Judge stored responses again, and show which verdicts would change",
-        "The responses are judged with the scorers of today, or with those of --set. Nothing is written to the run. "
-        "The exit code is 1 if a verdict changed, or if a response could not be judged.",
-        "rollflow rejudge --last 10 --set reward.decimals=3",
-    )
-    add_run_argument(rejudge)
-    batch = "policy version whose batch is judged again (default: the newest)"
-    rejudge.add_argument("version", nargs="?", metavar="VERSION", help=batch)
-    rejudge.add_argument("--last", type=parse_positive, metavar="N", help="judge the batches of the newest N versions")
-    rejudge.add_argument("--all", action="store_true", help="judge the batches of all policy versions")
-    add_set_argument(rejudge, "set a key of a scorer to another value, e.g. reward.deadline_seconds=30")
-    rejudge.add_argument("--show", type=parse_positive, default=10, metavar="N", help="changes to show (default: 10)")
-    rejudge.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_rejudge(commands)
 
 
 def _add_keeping(commands: Commands) -> None:
@@ -391,6 +374,7 @@ def _add_looking_up(commands: Commands) -> None:
 GROUPS = {
     "Train": _add_training,
     "Watch": _add_watching,
+    "Play and evaluate": add_asking,
     "Prove": _add_proving,
     "Export and clean up": _add_keeping,
     "Plan": _add_planning,

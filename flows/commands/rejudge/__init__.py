@@ -12,27 +12,22 @@ import argparse
 import asyncio
 import json
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
 
 from rollflow.flows.commands.cli.chosen_run import chosen_run
 from rollflow.flows.commands.cli.exit_codes import FAILED, OK
+from rollflow.flows.commands.cli.progress_line import show_progress
 from rollflow.flows.commands.rejudge.report import build_value, print_report
 from rollflow.flows.config import override_config
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.config_changes import tree_of
 from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.run.rejudge import Progress, RejudgeReport, Rejudging
+from rollflow.tasks.run.rejudge import RejudgeReport, Rejudging
 from rollflow.tasks.run.user_code import check_own_parts
 from rollflow.tasks.scorers.base_config import RewardBase
 
-LINE_SECONDS = 10.0  # Seconds between two lines of progress if the output is not a terminal.
 KIND = re.compile(r"\s*(reward|rewards\.([\w-]+))\.kind\s*=\s*[\"']?([\w-]+)")
 
 
@@ -45,8 +40,9 @@ def command(options: argparse.Namespace) -> int:
     config = choose_config(context.config, options.set)
     check_own_parts(config)
     report = RejudgeReport(context.run_id, options.show)
-    with _show_progress(versions) as progress:
-        asyncio.run(Rejudging(context, config).run(versions, report, progress))
+    with show_progress("reading responses") as tell:
+        rejudging = Rejudging(context, config)
+        asyncio.run(rejudging.run(versions, report, lambda *far: tell(_describe_progress(versions, *far))))
     if options.json:
         print(json.dumps(build_value(context, config, report)))
     else:
@@ -107,32 +103,6 @@ def _change_kind(tree: dict[str, Any], name: str | None, kind: str) -> None:
         sections[key] = {name: value for name, value in section.items() if name in RewardBase.model_fields}
 
 
-@contextmanager
-def _show_progress(versions: Sequence[int]) -> Iterator[Progress]:
-    """Show the progress of scoring on standard error. A terminal gets one changing line; any other output gets a new
-    line every few seconds.
-    """
-    console = Console(stderr=True, highlight=False)
-
-    def describe(version: int, responses: int, scored: int) -> str:
-        return (
-            f"version {version} ({versions.index(version) + 1} of {len(versions)}): {scored} of {responses} responses"
-        )
-
-    if console.is_terminal:
-        with console.status("reading responses") as line:
-            yield lambda *far: line.update(f"judging {describe(*far)}")
-    else:
-        yield _print_now_and_then(describe)
-
-
-def _print_now_and_then(describe: Callable[[int, int, int], str]) -> Progress:
-    last = time.monotonic()
-
-    def progress(version: int, responses: int, scored: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            print(f"judging {describe(version, responses, scored)}", file=sys.stderr, flush=True)
-
-    return progress
+def _describe_progress(versions: Sequence[int], version: int, responses: int, scored: int) -> str:
+    place = versions.index(version) + 1
+    return f"judging version {version} ({place} of {len(versions)}): {scored} of {responses} responses"

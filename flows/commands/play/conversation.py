@@ -1,0 +1,89 @@
+"""Follows an episode as people read it: who said what, instead of tokens.
+
+Everything that stands in the context of a turn, and that no player has written, was written by the environment. If the
+environment rendered chat messages, their contents are shown, without the marks of the chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rollflow.storage.model_input import NO_TOKEN
+from rollflow.storage.records import Prompt
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.environments.ports import Message, Renderer
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+
+USER = "user"
+
+
+class NotedRenderer(Renderer):
+    """Renders messages as `renderer` does, and remembers the messages of the tokens that it returned."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        """Wrap a renderer of one episode."""
+        self._renderer = renderer
+        self._rendered = dict[tuple[int, ...], Sequence[Message]]()
+
+    def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        """Return the tokens of the messages."""
+        tokens = self._renderer.render(prompt, response, messages)
+        self._rendered[tuple(tokens)] = tuple(messages)
+        return tokens
+
+    def parse(self, tokens: Sequence[int]) -> Message:
+        """Convert generated tokens into a message."""
+        return self._renderer.parse(tokens)
+
+    def find(self, tokens: Sequence[int]) -> Sequence[Message] | None:
+        """Return the messages that were rendered as exactly these tokens, or None."""
+        return self._rendered.get(tuple(tokens))
+
+
+@dataclass
+class Conversation:
+    """What was said in an episode so far. `messages` has the whole context as chat messages: the prompt, the answers,
+    and what the environment wrote.
+    """
+
+    prompt: Prompt
+    tokenizer: PolicyTokenizer
+    renderer: NotedRenderer
+    messages: list[Mapping[str, str]] = field(default_factory=list)
+    is_rewritten: bool = False  # True if the environment rewrote the context before the newest turn
+    _known: Int32s = field(default_factory=Int32s)  # the context as far as it was noted
+
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.messages = list(self.prompt.messages) or [{"role": USER, "content": self.prompt.text}]
+        self._known = self.prompt.input.flat
+
+    def read_context(self, context: Int32s) -> Sequence[Mapping[str, str]]:
+        """Return the messages by which the environment has continued the context since the last call, and note them."""
+        self.is_rewritten = context[: len(self._known)] != self._known
+        if self.is_rewritten:
+            self._begin()
+        new = context[len(self._known) :]
+        self._known = context
+        found = self._read_messages(new)
+        self.messages += found
+        return found
+
+    def _read_messages(self, tokens: Int32s) -> Sequence[Mapping[str, str]]:
+        if not len(tokens):
+            return ()
+        if (rendered := self.renderer.find(tokens)) is not None:
+            return rendered
+        own = [token for token in tokens if token != NO_TOKEN]
+        return ({"role": USER, "content": self.tokenizer.decode_response(own, special=False)},)
+
+    def note_answer(self, tokens: Int32s) -> str:
+        """Note the answer of a player, and return its text."""
+        self._known = self._known + tokens
+        text = self.tokenizer.decode_response(tokens, special=False)
+        self.messages.append({"role": "assistant", "content": text})
+        return text

@@ -1,0 +1,91 @@
+"""A command in a real terminal: a pseudo-terminal that shows what a person sees, and types what a person types."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from struct import pack
+
+from tests.support.waiting import HANG_SECONDS
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+MARKS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")  # colours, cursor movements and carriage returns
+
+
+@dataclass
+class Terminal:
+    """A running command and its terminal. `shown` is all text so far, without colours."""
+
+    process: subprocess.Popen[bytes]
+    master: int
+    shown: str = ""
+    read: int = 0  # position behind the text that was awaited last
+
+    def type(self, text: str) -> None:
+        """Press these keys."""
+        os.write(self.master, text.encode())
+
+    def await_text(self, text: str) -> str:
+        """Wait until the text appears after what was awaited before; return everything up to it."""
+        limit = time.monotonic() + HANG_SECONDS
+        while (at := self.shown.find(text, self.read)) < 0:
+            assert time.monotonic() < limit, f"waited for {text!r}; shown: {self.shown}"
+            if not self._follow(1.0):
+                assert text in self.shown[self.read :], f"ended without {text!r}; shown: {self.shown}"
+        before, self.read = self.shown[self.read : at], at + len(text)
+        return before
+
+    def end(self) -> int:
+        """Wait for the end of the command; return its exit code."""
+        limit = time.monotonic() + HANG_SECONDS
+        while self._follow(1.0):
+            assert time.monotonic() < limit, f"still running; shown: {self.shown}"
+        return self.process.wait(HANG_SECONDS)
+
+    def _follow(self, seconds: float) -> bool:
+        """Read what is shown next; return False if the command has closed the terminal."""
+        if not select.select([self.master], [], [], seconds)[0]:
+            return True
+        try:
+            found = os.read(self.master, 65536)
+        except OSError:  # Linux reports the end of the last process like this.
+            return False
+        self.shown += MARKS.sub("", found.decode(errors="replace"))
+        return bool(found)
+
+
+@contextmanager
+def terminal(*arguments: str, env: Mapping[str, str] | None = None, columns: int = 80) -> Iterator[Terminal]:
+    """Run `rollflow` with these arguments in a terminal of its own."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, pack("HHHH", 40, columns, 0, 0))
+    variables = {**os.environ, "TERM": "xterm", **(env or {})}
+    variables.pop("COLUMNS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollflow.flows.commands.cli", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=variables,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C needs a controlling terminal
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(master)
