@@ -70,7 +70,9 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
     seconds = trained[-1].at - before.at - paused
     used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
     bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
+    turns = [version.metrics["turns"] for version in trained if "turns" in version.metrics]
     return {
+        **({"turns": f"{sum(turns) / len(turns):.1f}"} if turns else {}),
         "reward": f"{total('reward') / len(trained):.3f}",
         "staleness": f"{total('staleness_mean') / len(trained):.2f}",
         "tokens/s": f"{used / seconds:,.0f}" if seconds > 0 else "",

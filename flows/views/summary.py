@@ -62,6 +62,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "versions": versions,
         "no_signal": count_no_signal(trained),
         "alarms": [*(alarm.sentence for alarm in scan_alarms(trained, context.config.shares)), *_list_flips(context)],
+        **_list_turns(trained),
         "second_verdicts": {name: asdict(one) for name, one in read_all_counts(context.store).items()},
         "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
@@ -83,6 +84,13 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "seed": context.config.seed,
         "storage": context.store.uri,
     }
+
+
+def _list_turns(trained: Sequence[PolicyVersion]) -> dict[str, dict[str, float]]:
+    """Return the metrics of turns and outcomes of the newest policy version; empty for a run of single turns."""
+    newest = trained[-1].metrics if trained else {}
+    found = {name: round(newest[name], 4) for name in sorted(newest) if name.startswith(("turn", "outcome_"))}
+    return {"turns": found} if "turns" in found else {}
 
 
 def _list_flips(context: RunContext) -> list[str]:

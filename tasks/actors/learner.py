@@ -45,6 +45,7 @@ from rollflow.tasks.actors.placement import actor_options, learner_cpus
 from rollflow.tasks.actors.publishing import Publishing
 from rollflow.tasks.actors.ranks import rank_hosts
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus
+from rollflow.tasks.actors.turn_metrics import compute_turn_metrics
 from rollflow.tasks.learners.base import AGAIN, Learner
 from rollflow.tasks.learners.checkpoint.sharded_files import stage_files
 from rollflow.tasks.learners.distributed.rank_protocol import NEAR
@@ -172,7 +173,8 @@ class LearnerActor:
         waited = time.monotonic()
         batch, entry = self._next_batch(number)
         metrics = compute_batch_metrics(batch, self.batches.read_commit(entry), self.batches.discards(entry), number)
-        metrics |= compute_domain_metrics(batch, self.config.shares) | {"wait_seconds": time.monotonic() - waited}
+        metrics |= compute_domain_metrics(batch, self.config.shares) | compute_turn_metrics(batch)
+        metrics |= {"wait_seconds": time.monotonic() - waited}
         metrics |= compute_skip_metrics(self.context.log.state, self.config)
         with self.meter.busy():
             self._train(number, batch, entry, metrics)

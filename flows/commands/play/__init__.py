@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import tempfile
 from collections.abc import Iterator
@@ -77,14 +76,15 @@ def _play(options: argparse.Namespace, recipe: AskedRecipe, policy: AskedPolicy)
             prompts = _list_prompts(recipe, held_out=options.held_out)
             for number, prompt in enumerate(itertools.islice(prompts, episodes), 1):
                 await game.play(number, episodes, prompt)
+                if game.is_over:
+                    break
 
     try:
-        with contextlib.suppress(EOFError):
-            if person is None:
-                asyncio.run(work())
-            else:
-                screen.note(KEYS)
-                person.run(work)
+        if person is None:
+            asyncio.run(work())
+        else:
+            screen.note(KEYS)
+            person.run(work)
     finally:
         screen.summarize(scores)
 

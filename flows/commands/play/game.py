@@ -24,7 +24,9 @@ ENDINGS = {StopReason.LENGTH: "cut at the limit"}
 
 @dataclass
 class Game:
-    """Plays one episode after another. `scores` are those of the episodes that ended."""
+    """Plays one episode after another. `scores` are those of the episodes that ended; `is_over` is True once the player
+    has left.
+    """
 
     recipe: AskedRecipe
     tokenizer: PolicyTokenizer
@@ -32,12 +34,12 @@ class Game:
     judge: Judge
     screen: Screen
     scores: list[Score] = field(default_factory=list)
+    is_over: bool = False
 
     async def play(self, number: int, episodes: int | None, prompt: Prompt) -> None:
-        """Play an episode from its prompt to its score, and show it.
+        """Play an episode from its prompt to its score, and show it; if the player leaves, the episode has no score.
 
         Raises:
-            EOFError: the player has left.
             Unreachable: the episode of a player that is no person took longer than `rollout.patience_seconds`.
         """
         self.screen.begin(number, episodes, f"{prompt.domain}, prompt {prompt.index}")
@@ -48,7 +50,7 @@ class Game:
             prompt,
             self.recipe.config.engine.max_new_tokens,
             lambda turn: self._ask(number, turn, conversation),
-            _keep,
+            self._keep,
             self.judge,
             self.recipe.vocabulary,
             replace(self.recipe.ports, renderer=renderer),
@@ -59,14 +61,15 @@ class Game:
                 score = await episode.play(self.recipe.environment)
         except TimeoutError:
             raise Unreachable(f"episode {number} did not end within rollout.patience_seconds = {patience:g}") from None
-        assert score is not None, "every played episode is wanted"
+        if score is None:
+            return
         self._show_messages(conversation.read_context(prompt.input.flat + episode.response))
         score = episode.find_unjudged(score) or score
         self.scores.append(score)
         self.screen.score(score)
 
-    async def _ask(self, number: int, turn: Turn, conversation: Conversation) -> VersionedGeneration:
-        """Show what the environment said, and let the player answer."""
+    async def _ask(self, number: int, turn: Turn, conversation: Conversation) -> VersionedGeneration | None:
+        """Show what the environment said, and let the player answer; return None if the player has left."""
         messages = conversation.read_context(turn.prompt.flat)
         if conversation.is_rewritten:
             self.screen.note("the environment has rewritten the context, which is now:")
@@ -76,7 +79,11 @@ class Game:
             limit = [f"up to {turn.max_new_tokens} tokens"]
             stops = [f"ends at {' or '.join(map(repr, turn.stop))}"] if turn.stop else []
             self.screen.head(self.player.name, [*notes, *limit, *stops])
-        found = await self.player.answer(number, turn, conversation)
+        try:
+            found = await self.player.answer(number, turn, conversation)
+        except EOFError:
+            self.is_over = True
+            return None
         text = conversation.note_answer(found.generation.tokens)
         if not self.player.is_person:
             ending = ENDINGS.get(found.generation.ending)
@@ -94,7 +101,6 @@ class Game:
         for message in messages:
             self.screen.say(SPEAKERS.get(message["role"], message["role"]), message["content"])
 
-
-async def _keep(_: PlayedEpisode) -> bool:
-    """Return True, because every played episode is scored."""
-    return True
+    async def _keep(self, _: PlayedEpisode) -> bool:
+        """Return whether the episode is scored: unless the player has left, every played episode is."""
+        return not self.is_over

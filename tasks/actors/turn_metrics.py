@@ -1,0 +1,27 @@
+"""Computes the metrics of a training batch that only episodes with several turns have."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.records import Outcome
+
+
+def compute_turn_metrics(batch: TrajectoryBatch) -> dict[str, float]:
+    """Compute the mean number of turns of an episode, the mean number of sampled tokens of a turn, and the share of the
+    episodes with each outcome.
+
+    A batch without recorded turns has no such metrics. An episode counts once, no matter how many branches it has; a
+    row without recorded turns has one turn.
+    """
+    if (starts := batch.optional("turn_starts")) is None:
+        return {}
+    turns = sum(1 if found is None else len(found) for found in starts.to_pylist())
+    tokens = batch.table["loss_mask"].combine_chunks().flatten().true_count
+    found = {"turns": turns / batch.episodes, "turn_length": tokens / max(turns, 1)}
+    if (outcomes := batch.optional("outcome")) is not None:
+        rows = zip(outcomes.to_pylist(), batch.branches, strict=True)
+        counts = Counter(outcome for outcome, is_branch in rows if outcome is not None and not is_branch)
+        found |= {f"outcome_{outcome.value}": counts[outcome.value] / batch.episodes for outcome in Outcome}
+    return found
