@@ -118,6 +118,8 @@ MAY: dict[str, set[str]] = {
         "flows/views/timelines",
     },
     "flows/commands/rejudge": {"flows", "flows/commands/cli"},
+    "flows/commands/play": {"flows", "flows/commands/cli", "flows/policies", "flows/views"},
+    "flows/commands/evaluate": {"flows", "flows/commands/cli", "flows/policies", "flows/tracking"},
     "flows/commands": {
         *("flows", "flows/commands/cli", "flows/ray_cluster", "flows/registration", "flows/services"),
         *("flows/tracking", "flows/views", "flows/views/timelines"),
@@ -152,7 +154,10 @@ LIBRARIES: dict[str, set[str]] = {
     "langdetect": {"tasks/scorers/text/language"},
     "openai": {"tasks/scorers/judge/endpoint"},
     "aiolimiter": {"tasks/scorers/judge/endpoint"},
-    "httpx": {"flows/registration/prefect_api", "tasks/sandboxes/run_code", "tasks/sandboxes/rock"},
+    "httpx": {
+        *("flows/commands/play/endpoint", "flows/registration/prefect_api"),
+        *("tasks/sandboxes/run_code", "tasks/sandboxes/rock"),
+    },
 }
 # Single arrows that point the wrong way until somebody turns them.
 EXCEPTIONS: set[tuple[str, str]] = set()
