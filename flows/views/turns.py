@@ -143,7 +143,7 @@ def render_head(speaker: str, notes: Sequence[str] = ()) -> Text:
 def render_text(text: str) -> Padding:
     """Return a text, two columns to the right. A text without visible characters is quoted."""
     shown = Text(text.strip("\n")) if text.strip() else Text(repr(text) if text else "(nothing)", style="dim")
-    return Padding(shown, (0, 0, 0, 2))
+    return Padding(shown, (0, 0, 0, 2), expand=False)
 
 
 def prompt_tokens(trajectory: Trajectory) -> Sequence[int]:

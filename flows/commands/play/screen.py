@@ -52,9 +52,9 @@ class Screen:
         self._console.print(line)
         if score.parts:
             parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
-            self._console.print(Padding(Text(f"parts: {parts}"), (0, 0, 0, 2)))
+            self._console.print(Padding(Text(f"parts: {parts}"), (0, 0, 0, 2), expand=False))
         if score.reason:
-            self._console.print(Padding(Text(score.reason), (0, 0, 0, 2)))
+            self._console.print(Padding(Text(score.reason), (0, 0, 0, 2), expand=False))
 
     def summarize(self, scores: Sequence[Score]) -> None:
         """Show the mean score of all episodes that ended."""
