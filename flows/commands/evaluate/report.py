@@ -157,6 +157,8 @@ def print_report(report: EvaluationReport, console: Console) -> None:
     console.print(Text(report.policy, style="bold"), soft_wrap=True)
     if report.done:
         console.print(_build_table(report))
+        for line in _list_passes(report):
+            console.print(line, markup=False)
     if report.done < report.asked:
         console.print(f"stopped after {report.done:,} of {report.asked:,} responses", soft_wrap=True)
     if missing := sum(counts.unjudged for name, counts in report.rows if name in (HELD_OUT, *report.sets)):
@@ -164,12 +166,20 @@ def print_report(report: EvaluationReport, console: Console) -> None:
         console.print(said, soft_wrap=True, markup=False)
 
 
+def _list_passes(report: EvaluationReport) -> Iterator[str]:
+    """Return a line with pass@k for each row of the table, because columns for every k would not fit a terminal."""
+    for name, counts in report.rows if report.powers else ():
+        known = ((k, counts.find_pass_at(k)) for k in report.powers)
+        found = ", ".join(f"pass@{k} {share:.3f}" for k, share in known if share is not None)
+        yield f"{name}: {found or 'no prompt has all its samples yet'}"
+
+
 def _build_table(report: EvaluationReport) -> Table:
     rows = list(report.rows)
     several_turns = any(counts.turns > counts.responses for _, counts in rows)
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("prompts of")
-    for name in ("responses", "accuracy", "95% interval", *(f"pass@{k}" for k in report.powers), "reward", "tokens"):
+    for name in ("responses", "accuracy", "95% interval", "reward", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     if several_turns:
         table.add_column("turns", justify="right")
@@ -177,8 +187,7 @@ def _build_table(report: EvaluationReport) -> Table:
         low, high = counts.interval
         known = counts.responses
         means = (counts.reward / known, counts.tokens / known, counts.turns / known) if known else (math.nan,) * 3
-        passes = [f"{found:.3f}" if (found := counts.find_pass_at(k)) is not None else "" for k in report.powers]
-        cells = [f"{known:,}", f"{counts.accuracy:.3f}", f"{low:.3f} - {high:.3f}", *passes]
+        cells = [f"{known:,}", f"{counts.accuracy:.3f}", f"{low:.3f} - {high:.3f}"]
         cells += [f"{means[0]:.3f}", f"{means[1]:.1f}", *([f"{means[2]:.1f}"] if several_turns else [])]
         table.add_row(Text(name), *cells, style="bold" if name == HELD_OUT else "")
     return table
