@@ -105,7 +105,9 @@ def test_ctrl_c_ends_the_game_without_a_traceback(recipe: Path) -> None:
         person.type("x\n")
         person.await_text("episode 2")
         person.await_text("  > ")
-        person.type(f"half an answer{CTRL_C}")
+        person.type("half an answer")
+        person.await_text("half an answer")  # the line editor works now, and a signal interrupts it
+        person.type(CTRL_C)
         assert person.end() == INTERRUPTED
         rest = person.shown[person.read :]
         assert "1 episode · mean score 0 · 1 wrong" in rest
