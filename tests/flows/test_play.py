@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.cli.exit_codes import INTERRUPTED
-from rollflow.flows.commands.play.conversation import Conversation, NotedRenderer
 from rollflow.flows.commands.play.players import cut_at_stop, generate_text
+from rollflow.flows.commands.play.transcript import NotedRenderer, Transcript
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import Int32s
@@ -216,9 +216,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
     return PolicyTokenizer(folder)
 
 
-def start(tokenizer: PolicyTokenizer, text: str = "How many?") -> tuple[Prompt, Conversation]:
+def start(tokenizer: PolicyTokenizer, text: str = "How many?") -> tuple[Prompt, Transcript]:
     prompt = Prompt("one", 0, "letters", text, ModelInput.of(tokenizer.encode_response(text)))
-    return prompt, Conversation(prompt, tokenizer, NotedRenderer(PolicyRenderer(tokenizer, ())))
+    return prompt, Transcript(prompt, tokenizer, NotedRenderer(PolicyRenderer(tokenizer, ())))
 
 
 @given(text=st.text(max_size=30), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2), most=st.integers(1, 12))

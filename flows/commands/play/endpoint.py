@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from rollflow.flows.commands.play.conversation import USER, Conversation
 from rollflow.flows.commands.play.players import generate_text
+from rollflow.flows.commands.play.transcript import USER, Transcript
 from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.rollout.episode import Turn
@@ -38,7 +38,7 @@ class EndpointPlayer:
     token: str = ""
     is_person: bool = False
 
-    async def answer(self, episode: int, turn: Turn, conversation: Conversation) -> VersionedGeneration:
+    async def answer(self, episode: int, turn: Turn, conversation: Transcript) -> VersionedGeneration:
         """Ask the model for an answer.
 
         Raises:

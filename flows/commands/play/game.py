@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollflow.flows.commands.play.conversation import USER, Conversation, NotedRenderer
 from rollflow.flows.commands.play.players import Player
 from rollflow.flows.commands.play.screen import Screen
+from rollflow.flows.commands.play.transcript import USER, NotedRenderer, Transcript
 from rollflow.flows.policies.asked_recipe import AskedRecipe
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.records import Prompt, StopReason
@@ -45,7 +45,7 @@ class Game:
         self.screen.begin(number, episodes, f"{prompt.domain}, prompt {prompt.index}")
         self._show_prompt(prompt)
         renderer = NotedRenderer(self.recipe.ports.renderer)
-        conversation = Conversation(prompt, self.tokenizer, renderer)
+        conversation = Transcript(prompt, self.tokenizer, renderer)
         episode = PlayedEpisode(
             prompt,
             self.recipe.config.engine.max_new_tokens,
@@ -68,7 +68,7 @@ class Game:
         self.scores.append(score)
         self.screen.score(score)
 
-    async def _ask(self, number: int, turn: Turn, conversation: Conversation) -> VersionedGeneration | None:
+    async def _ask(self, number: int, turn: Turn, conversation: Transcript) -> VersionedGeneration | None:
         """Show what the environment said, and let the player answer; return None if the player has left."""
         messages = conversation.read_context(turn.prompt.flat)
         if conversation.is_rewritten:

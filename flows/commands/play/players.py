@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollflow.flows.commands.play.conversation import Conversation
+from rollflow.flows.commands.play.transcript import Transcript
 from rollflow.storage.records import StopReason
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
@@ -31,7 +31,7 @@ class Player(Protocol):
     name: str
     is_person: bool = False
 
-    async def answer(self, episode: int, turn: Turn, conversation: Conversation) -> VersionedGeneration:
+    async def answer(self, episode: int, turn: Turn, conversation: Transcript) -> VersionedGeneration:
         """Answer a turn of episode number `episode`. The conversation ends with what the environment said last.
 
         Raises:
@@ -72,7 +72,7 @@ class PersonPlayer:
     name: str = "you"
     is_person: bool = True
 
-    async def answer(self, episode: int, turn: Turn, conversation: Conversation) -> VersionedGeneration:
+    async def answer(self, episode: int, turn: Turn, conversation: Transcript) -> VersionedGeneration:
         """Ask the person for an answer. A line that ends with a backslash is continued on the next line."""
         lines = [await self.read("  > ")]
         while lines[-1].endswith("\\"):
@@ -99,7 +99,7 @@ class RandomPlayer:
     is_person: bool = False
     _tokens: list[int] = field(default_factory=list)
 
-    async def answer(self, episode: int, turn: Turn, conversation: Conversation) -> VersionedGeneration:
+    async def answer(self, episode: int, turn: Turn, conversation: Transcript) -> VersionedGeneration:
         """Draw tokens until the end token, a stop string, or the largest number of tokens."""
         draw = random.Random(f"{self.seed}:{episode}:{turn.number}")
         if not self._tokens:
@@ -125,7 +125,7 @@ class EnginePlayer:
     seed: int
     is_person: bool = False
 
-    async def answer(self, episode: int, turn: Turn, conversation: Conversation) -> VersionedGeneration:
+    async def answer(self, episode: int, turn: Turn, conversation: Transcript) -> VersionedGeneration:
         """Let the policy generate an answer."""
         request = GenerationRequest(
             id=f"play.{episode}.{turn.number}",

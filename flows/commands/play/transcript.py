@@ -42,7 +42,7 @@ class NotedRenderer(Renderer):
 
 
 @dataclass
-class Conversation:
+class Transcript:
     """What was said in an episode so far. `messages` has the whole context as chat messages: the prompt, the answers,
     and what the environment wrote.
     """
