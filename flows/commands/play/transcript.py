@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollflow.storage.model_input import NO_TOKEN
 from rollflow.storage.records import Prompt
@@ -30,6 +31,23 @@ class NotedRenderer(Renderer):
         """Return the tokens of the messages."""
         tokens = self._renderer.render(prompt, response, messages)
         self._rendered[tuple(tokens)] = tuple(messages)
+        return tokens
+
+    def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
+        """Return the tokens of the prompt with the tools' schemas."""
+        return self._renderer.render_opening(prompt, tools, text)
+
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Return whether the prompt is rendered with the chat template."""
+        return self._renderer.is_chat(prompt)
+
+    def rewrite(
+        self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
+    ) -> Sequence[int] | None:
+        """Return the tokens of the whole conversation if the chat template changes an answer, and remember it."""
+        tokens = self._renderer.rewrite(prompt, earlier, recent, messages)
+        if tokens is not None:
+            self._rendered[tuple(tokens)] = (*earlier, *recent, *messages)
         return tokens
 
     def parse(self, tokens: Sequence[int]) -> Message:
