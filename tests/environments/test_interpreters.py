@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ OLDEST = (3, 9)
 
 def find_interpreters() -> list[str]:
     """Return interpreters on this machine, from the oldest one that the guest supports."""
-    found = []
-    for minor in (9, 10, 12, 13):
-        path = shutil.which(f"python3.{minor}")
-        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            found.append(path)
-    return found
+    beside = sorted(map(str, Path(sys.base_prefix).parent.glob("*3.*/bin/python3")))  # as pyenv installs them
+    named = [shutil.which(f"python3.{minor}") for minor in range(9, 15)]
+    asked = "import sys; sys.exit(not (3, 9) <= sys.version_info < (3, 15) or sys.version_info[:2] == (3, 11))"
+    return [
+        path
+        for path in [*beside, *named]
+        if path and subprocess.run([path, "-c", asked], capture_output=True, check=False).returncode == 0
+    ]
 
 
 @pytest.mark.parametrize("file", [*GUEST.glob("*.py"), *GUESTS.glob("*.py")], ids=lambda file: file.name)
@@ -78,9 +81,10 @@ def test_check_accepts_environments_that_work() -> None:
 
 
 def test_check_names_the_missing_library(tmp_path: Path) -> None:
-    config = GymnasiumEnvironment(id="FrozenLake-v1", python=shutil.which("python3.9") or "/no/python")
-    if not find_interpreters():
+    interpreters = find_interpreters()
+    if not interpreters:
         pytest.skip("this machine has no other Python")
+    config = GymnasiumEnvironment(id="FrozenLake-v1", python=interpreters[0])
     with pytest.raises(ConfigError, match=r'install it with pip install "rollflow\[environments\]"'):
         check_environment(config)
 

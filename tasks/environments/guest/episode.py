@@ -41,7 +41,7 @@ def load_class(spec: Fields) -> dict[str, Any]:
     """Import all that an environment needs, as the keys of its config name it."""
     if spec["folder"] not in ("", *sys.path):
         sys.path.insert(0, spec["folder"])
-    if spec["kind"] == "gymnasium":
+    if spec.get("id"):
         importlib.import_module("gymnasium")
     return {key: import_object(spec[key]) for key in ("path", "observe", "act") if spec.get(key)}
 

@@ -49,11 +49,11 @@ class GuestKeeper:
         self._doomed: set[int] = set()  # episodes to kill as soon as they are born
         self._waiting: list[Start] = []  # episodes that the template has not been asked to start
         self._asked: dict[int, Start] = {}  # episodes that the template has been asked to start
-        self._child, child = os.pipe()
+        self._child, self._wakeup = os.pipe()
         os.set_blocking(self._child, False)
-        os.set_blocking(child, False)
+        os.set_blocking(self._wakeup, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(child)
+        signal.set_wakeup_fd(self._wakeup)
 
     def serve(self) -> None:
         """Start and end processes until rollflow is gone."""
@@ -196,16 +196,16 @@ class GuestKeeper:
             send_packet(self._control, {"ready": True, **message})
 
     def _become_template(self, link: socket.socket) -> None:
-        """Import the class, and fork a process for each episode."""
-        self._leave()
-        end_with_parent(self._pid)
-        os.setsid()
-        try:
-            load_class(self._spec)
-            send_packet(link, {"threads": len(os.listdir("/proc/self/task")) - 1})
-        except BaseException as error:  # noqa: BLE001 - the user's module may raise anything, or exit
-            send_packet(link, {"error": describe_error(error)})
+        """Import the class, and fork a process for each episode. No error may lead back to the code of the keeper."""
         with contextlib.suppress(BaseException):
+            self._leave()
+            end_with_parent(self._pid)
+            os.setsid()
+            try:
+                load_class(self._spec)
+                send_packet(link, {"threads": len(os.listdir("/proc/self/task")) - 1})
+            except BaseException as error:  # noqa: BLE001 - the user's module may raise anything, or exit
+                send_packet(link, {"error": describe_error(error)})
             while True:
                 message, fds = receive_packet(link)
                 middle = os.fork()
@@ -220,14 +220,14 @@ class GuestKeeper:
         os._exit(0)
 
     def _become_episode(self, fd: int, link: socket.socket | None) -> None:
-        """Serve one episode, as a child of the keeper, and end."""
-        if link:
-            link.close()
-        else:
-            self._leave()
-        while link and os.getppid() != self._pid and os.path.exists(f"/proc/{self._pid}"):
-            time.sleep(SOON)
+        """Serve one episode, as a child of the keeper, and end. No error may lead back to the code of the keeper."""
         with contextlib.suppress(BaseException):
+            if link:
+                link.close()
+            else:
+                self._leave()
+            while link and os.getppid() != self._pid and os.path.exists(f"/proc/{self._pid}"):
+                time.sleep(SOON)
             end_with_parent(self._pid)
             os.setsid()
             set_process_option(PR_SET_CHILD_SUBREAPER, 1)
@@ -239,10 +239,14 @@ class GuestKeeper:
 
     def _leave(self) -> None:
         """Undo in a forked process what only the keeper needs."""
-        wakeup = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
-        for fd in (wakeup, self._child, *(fd for _, fds in (*self._waiting, *self._asked.values()) for fd in fds)):
+        for fd in (
+            self._wakeup,
+            self._child,
+            *(fd for _, fds in (*self._waiting, *self._asked.values()) for fd in fds),
+        ):
             os.close(fd)
         if self._link:
             self._link.close()
