@@ -79,9 +79,17 @@ class PolicyRenderer:
         if template.keeps_answer(tuple(message["role"] for message in messages), thinks=thinks):
             return None
         before = template.render_messages(prompt.messages)
-        whole = template.render_messages([*prompt.messages, *earlier, *recent, *messages])
+        spoken = [self._drop_end(message) for message in (*earlier, *recent)]
+        whole = template.render_messages([*prompt.messages, *spoken, *messages])
         # some chat templates begin a thought in the prompt, which cannot be taken back
         return self._tokenizer.encode_response(whole[len(before) :]) if whole.startswith(before) else None
+
+    def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:
+        """Return an answer without the end of the turn, which the chat template writes itself."""
+        end = self._tokenizer.turn_end
+        if end is None or message["role"] != "assistant":
+            return message
+        return {**message, "content": message["content"].removesuffix(self._tokenizer.decode([end]))}
 
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
         """Convert generated tokens into a chat message of the assistant, without the final stop token."""

@@ -207,11 +207,12 @@ class PolicyTokenizer:
         return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
 
     @cached_property
-    def _turn_end(self) -> int | None:
+    def turn_end(self) -> int | None:
+        """The special token that the chat template writes after an answer, or None."""
         return self.template.end_of_turn(self.special)
 
     def _check(self, tokens: Sequence[int], asked: Asked, chat: bool) -> None:
-        ends = self._ends | ({self._turn_end} if chat else set())
+        ends = self._ends | ({self.turn_end} if chat else set())
         if len(tokens) > 1 and tokens[-1] in ends:
             where = "chat = True: the chat template's prompt" if chat else f"the question {asked[-40:]!r}"
             cure = "let it begin an answer (add_generation_prompt)" if chat else "remove that token from it"
