@@ -204,6 +204,7 @@ def test_run_with_branches_counts_each_episode_once() -> None:
     assert tokens == sum(one.response_tokens for batch in batches for g in batch.groups() for one in g.trajectories)
     for batch in batches:
         assert count_rows(batch, 0).staleness.total() == batch.episodes
+        assert batch.episode_rewards.tolist() == [value for group in batch.groups() for value in group.episode_rewards]
         for group in batch.groups():
             assert group.pass_rate is not None
             assert group.pass_rate.responses == pipeline.group_size
