@@ -210,14 +210,21 @@ class GuestKeeper:
                 message, fds = receive_packet(link)
                 middle = os.fork()
                 if not middle:
-                    pid = os.fork()
-                    if not pid:
-                        self._become_episode(fds[0], link)
-                    send_packet(link, {"born": message["number"], "pid": pid})
-                    os._exit(0)
+                    self._fork_episode(message["number"], fds[0], link)
                 os.close(fds[0])
-                os.waitpid(middle, 0)
+                if os.waitpid(middle, 0)[1]:  # the machine has no room for a process
+                    break
         os._exit(0)
+
+    def _fork_episode(self, number: int, fd: int, link: socket.socket) -> None:
+        """Fork the process of an episode, announce the process to the keeper, and end, so that the keeper adopts it."""
+        with contextlib.suppress(OSError):
+            pid = os.fork()
+            if not pid:
+                self._become_episode(fd, link)
+            send_packet(link, {"born": number, "pid": pid})
+            os._exit(0)
+        os._exit(1)
 
     def _become_episode(self, fd: int, link: socket.socket | None) -> None:
         """Serve one episode, as a child of the keeper, and end. No error may lead back to the code of the keeper."""
