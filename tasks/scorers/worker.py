@@ -25,6 +25,7 @@ import asyncio
 import functools
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -167,6 +168,9 @@ def is_bounded(config: RewardConfig) -> bool:
 
 def main() -> None:
     """Score the requests that arrive on the standard input, until the input ends."""
+    # Ctrl-C in a terminal ends the owner of this process, which then ends its workers. A handler that does nothing is
+    # used, because programs that this process starts would inherit an ignored signal.
+    signal.signal(signal.SIGINT, lambda *_: None)
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # text that a verifier prints must not be read as a score

@@ -47,7 +47,6 @@ class WorkerProcess:
             env=environment,
             pass_fds=(open_socket().fileno(),),
             limit=LONGEST_LINE,
-            process_group=0,  # Ctrl-C in a terminal interrupts only the owner, which then ends its workers
         )
         return cls(process)
 
