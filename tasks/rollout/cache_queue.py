@@ -1,7 +1,7 @@
 """The cache queue: a slot queue that admits episodes by the tokens that they hold in the engines' KV caches.
 
 - An episode is admitted to the engine with the most room, once its tokens fit into the engine's KV cache together with
-  one more turn of every episode on the engine. The episode then has a *claim* on that engine.
+  `TURNS_AHEAD` more turns of every episode on the engine. The episode then has a *claim* on that engine.
 - A turn of an episode with a claim runs on the engine of the claim, which still has the tokens of earlier turns, and
   goes before all episodes without a claim.
 - An episode keeps its claim while its environment works (the episode is *parked*). If the claims on an engine, with one
@@ -22,6 +22,10 @@ from itertools import count
 
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import MEMORY, EngineSlots, SlotQueue, Ticket
+
+# Turns of growth for which an engine has room when it admits an episode. With less room, an episode that was evicted is
+# soon admitted and evicted again.
+TURNS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class CacheUse:
     returning: list[tuple[tuple[float, int], Ticket]] = field(default_factory=list)
 
     def fits(self, tokens: int, turn: float) -> bool:
-        """Return whether an episode fits, with one more turn of `turn` tokens for each episode."""
-        return not self.claims or self.tokens + tokens + turn * (self.claims + 1) <= self.capacity
+        """Return whether an episode fits, with `TURNS_AHEAD` more turns of `turn` tokens for each episode."""
+        return not self.claims or self.tokens + tokens + TURNS_AHEAD * turn * (self.claims + 1) <= self.capacity
 
 
 class CacheQueue(SlotQueue):
