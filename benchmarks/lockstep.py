@@ -32,17 +32,18 @@ class Rounds:
     def __init__(self, size: int) -> None:
         """Wait in each round for all `size` episodes of a batch."""
         self._size = size
-        self._begun = self._playing = self._waiting = 0
+        self._begun = self._waiting = 0
+        self._playing: set[Episode] = set()
         self._round = asyncio.Event()
 
-    def join(self) -> None:
+    def join(self, episode: Episode) -> None:
         """Count an episode that begins."""
         self._begun += 1
-        self._playing += 1
+        self._playing.add(episode)
 
-    def leave(self) -> None:
-        """Count an episode that has ended."""
-        self._playing -= 1
+    def leave(self, episode: Episode) -> None:
+        """Forget an episode that takes no further turn."""
+        self._playing.discard(episode)
         self._open()
 
     async def meet(self) -> None:
@@ -53,7 +54,7 @@ class Rounds:
         await arrived.wait()
 
     def _open(self) -> None:
-        if self._waiting and self._waiting == self._playing and self._begun % self._size == 0:
+        if self._waiting and self._waiting == len(self._playing) and self._begun % self._size == 0:
             self._waiting = 0
             self._round.set()
             self._round = asyncio.Event()
@@ -67,11 +68,15 @@ class LockstepEnvironment(TimedEnvironment):
         self._rounds = Rounds(size)
 
     async def play(self, episode: Episode) -> Score | None:
-        self._rounds.join()
+        self._rounds.join(episode)
         try:
             return await super().play(episode)
         finally:
-            self._rounds.leave()
+            self._rounds.leave(episode)
+
+    async def finish(self, episode: Episode, made: Generation) -> Score | None:
+        self._rounds.leave(episode)  # the score may wait for the whole batch
+        return await super().finish(episode, made)
 
     async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
         made = await super().ask(episode, limit)

@@ -72,7 +72,7 @@ class TimedEnvironment(Environment):
             if step.failure is not None:
                 return step.failure
             if turn == len(limits) or episode.room <= self.observation_tokens:
-                return await episode.judge(made.tokens)
+                return await self.finish(episode, made)
             if self.observation_tokens:
                 episode.add((int(made.tokens[-1]),) * self.observation_tokens)
         return None
@@ -80,6 +80,10 @@ class TimedEnvironment(Environment):
     async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
         """Let the policy generate one turn."""
         return await episode.generate(max_tokens=limit)
+
+    async def finish(self, episode: Episode, made: Generation) -> Score | None:
+        """Have the last turn of an episode scored."""
+        return await episode.judge(made.tokens)
 
     async def work(self, seconds: float) -> None:
         """Take the time of one step or reset."""

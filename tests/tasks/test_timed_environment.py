@@ -159,5 +159,12 @@ def test_lockstep_waits_for_the_slowest_step_of_each_round() -> None:
     assert ours.step_seconds < together.step_seconds / 1.3
 
 
+def test_lockstep_goes_on_when_short_episodes_have_ended() -> None:
+    run = config(0, turns_sigma=0.7)
+    together, ours = figures(run, LockstepRun), figures(run)
+    assert together.bias.trained_turns == ours.bias.trained_turns
+    assert ours.step_seconds < together.step_seconds
+
+
 def test_simulation_with_environments_is_repeatable() -> None:
     assert figures(config(1, turns_sigma=0.5)) == figures(config(1, turns_sigma=0.5))
