@@ -92,11 +92,13 @@ def test_every_number_of_the_run_status_is_a_ray_gauge() -> None:
         waits_for="storage",
         discards={"stale": 2},
         failed={1: "died"},
+        environment={"steps": 3.0},
     )
     found = {(name, what): value for name, what, value in read_figures(status)}
     assert found["cpu_seconds", "engine"] == 3.0
     assert found["waits", ""] == found["failed", "1"] == 1.0
     assert found["discards", "stale"] == 2.0
+    assert found["environment", "steps"] == 3.0
     told = {name for name, _ in found}
     assert {one.name for one in fields(status)} - told <= {"costs", "waits_for", "filtered", "warned"}
 
