@@ -159,9 +159,9 @@ def _read_values(text: str) -> Sequence[float]:
 
 
 def outcome_of(value: Any) -> Outcome:
-    """Return the outcome of a score with this value: "unjudged" if the value is NaN."""
+    """Return the outcome of a score with this value: "wrong" if the value is no number."""
     if not isinstance(value, Real):
-        return Outcome.UNJUDGED
+        return Outcome.WRONG
     number = float(value)
     return Outcome.CORRECT if number >= 1 else Outcome.PARTIAL if number > 0 else Outcome.WRONG
 
