@@ -46,6 +46,21 @@ class Terminal:
         before, self.read = self.shown[self.read : at], at + len(text)
         return before
 
+    def interrupt(self) -> int:
+        """Press Ctrl-C until the command ends; return its exit code.
+
+        Python's line editor can miss a signal that arrives while it begins to read, and then waits for the next key.
+        """
+        limit = time.monotonic() + HANG_SECONDS
+        seen = ""
+        self.type(CTRL_C)
+        while self._follow(10.0):
+            assert time.monotonic() < limit, f"still running; shown: {self.shown}"
+            if self.shown == seen:
+                self.type(CTRL_C)
+            seen = self.shown
+        return self.process.wait(HANG_SECONDS)
+
     def end(self) -> int:
         """Wait for the end of the command; return its exit code."""
         limit = time.monotonic() + HANG_SECONDS
