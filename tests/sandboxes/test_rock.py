@@ -125,7 +125,8 @@ async def test_rock_server_starts_describes_and_stops_a_sandbox(sandboxes: Sandb
 async def test_resource_limits_of_a_request_are_enforced(sandboxes: Sandboxes) -> None:
     async with serve(sandboxes) as caller:
         await caller.start(memory="64m", cpus=0.5, disk="2m")
-        code = "x = []\nwhile len(x) < 100: x.append(b'x' * (1 << 20))\nprint('held')"
+        # a busy machine looks at the memory late, so the program keeps it for a while
+        code = "import time\nx = []\nwhile len(x) < 100: x.append(b'x' * (1 << 20))\ntime.sleep(20)\nprint('held')"
         found = (await caller.send("execute", command=["python3", "-c", code]))["result"]
         assert "held" not in found["stdout"]
         fill = "for n in 1 2 3; do head -c 1000000 /dev/zero > file$n; done"
