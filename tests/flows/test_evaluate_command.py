@@ -151,7 +151,12 @@ def test_ctrl_c_prints_what_is_known(
         return score
 
     monkeypatch.setattr(evaluating, "build_judge", hang_after_two)
-    assert main(["evaluate", "small", recipe]) == INTERRUPTED
+    # a shell that starts the tests in the background lets them ignore the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["evaluate", "small", recipe]) == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()
     assert "stopped after 2 of 6 responses" in captured.out
     assert "rollflow: stopped" in captured.err

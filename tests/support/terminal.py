@@ -46,21 +46,6 @@ class Terminal:
         before, self.read = self.shown[self.read : at], at + len(text)
         return before
 
-    def interrupt(self) -> int:
-        """Press Ctrl-C until the command ends; return its exit code.
-
-        Python's line editor can miss a signal that arrives while it begins to read, and then waits for the next key.
-        """
-        limit = time.monotonic() + HANG_SECONDS
-        seen = ""
-        self.type(CTRL_C)
-        while self._follow(10.0):
-            assert time.monotonic() < limit, f"still running; shown: {self.shown}"
-            if self.shown == seen:
-                self.type(CTRL_C)
-            seen = self.shown
-        return self.process.wait(HANG_SECONDS)
-
     def end(self) -> int:
         """Wait for the end of the command; return its exit code."""
         limit = time.monotonic() + HANG_SECONDS
@@ -80,6 +65,12 @@ class Terminal:
         return bool(found)
 
 
+def _control_terminal() -> None:
+    """Let Ctrl-C interrupt the command, also if a shell started the tests in the background, without the signal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def terminal(*arguments: str, env: Mapping[str, str] | None = None, columns: int = 80) -> Iterator[Terminal]:
     """Run `rollflow` with these arguments in a terminal of its own."""
@@ -94,7 +85,7 @@ def terminal(*arguments: str, env: Mapping[str, str] | None = None, columns: int
         stderr=slave,
         env=variables,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C needs a controlling terminal
+        preexec_fn=_control_terminal,
     )
     os.close(slave)
     try:
