@@ -142,7 +142,7 @@ def test_episode_passes_its_image_to_engine_and_batch() -> None:
         found = await episode.play(SINGLE_TURN)
         assert found is not None
         assert episode._build_turn((), None).prompt == MIXED.followed_by(Int32s.of((8, 9)))
-        return episode.trajectory(0, 0, found)
+        return episode.trajectories(found)[0]
 
     one = asyncio.run(play())
     assert asked == [MIXED]

@@ -189,6 +189,10 @@ def said(ledger: Ledger) -> list[list[tuple[int, list[tuple[int, ...]]]]]:
 def test_random_schedules_cover_every_rollout_option() -> None:
     """A config key that no schedule draws could hide a deadlock: one did."""
     drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
+    drawn |= {
+        "admit_by",
+        "durable_turns",
+    }  # test_cache_queue.py and test_turn_journal.py draw them
     named = {"patience_seconds": "patience", "attempts": "attempts"}
     assert {named.get(key, key) for key in RolloutConfig.model_fields} <= drawn
 
