@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from benchmarks.lockstep import ArealRun, LockstepRun, OneOffRun
+from benchmarks.lockstep import ArealRun, LockstepRun
 from benchmarks.report import Row, arguments, at_least, at_most, publish
 from benchmarks.workloads import ROLL, changed, ran, recipe
 from rollflow.tasks.environments.config import TimedEnvironmentConfig
@@ -89,7 +89,7 @@ def gaussian(sigma: float) -> Episodes:
 
     The generation of a turn takes 6.6 s, with which a model of the study gives its 2.46 at sigma 10.
     """
-    steps = {"turns": 20, "turn_tokens": 660, "step_seconds": 10, "step_sigma": sigma}
+    steps = {"median_turns": 20, "turn_tokens": 660, "step_seconds": 10, "step_sigma": sigma}
     return Episodes(f"step latency Gaussian(10, {sigma:g})", 32, 8, steps, tokens_per_tick=66)
 
 
@@ -100,7 +100,7 @@ ALFWORLD = Episodes(
     16,
     8,
     {
-        "turns": 20,
+        "median_turns": 20,
         "turns_sigma": 0.6,
         "max_turns": 50,
         "correlation": 0.5,
@@ -122,7 +122,7 @@ SWE = Episodes(
     16,
     8,
     {
-        "turns": 30,
+        "median_turns": 30,
         "turns_sigma": 0.4,
         "max_turns": 100,
         "correlation": 0.5,
@@ -181,7 +181,7 @@ FAULTY = Episodes(
     16,
     8,
     {
-        "turns": 10,
+        "median_turns": 10,
         "turn_tokens": 300,
         "step_seconds": 5.0,
         "step_sigma": 3.0,
@@ -214,14 +214,13 @@ def rivals(versions: int) -> Iterator[Row]:
     """Simulate the rules of other systems on the SWE-like mix; a row names the side whose bound on age is larger.
 
     ROLL's group queues deliver the groups that were started first. AReaL bounds the number of started episodes, and no
-    episode's age: its bound is larger. One-off generates a batch while the previous batch is trained on.
+    episode's age: its bound is larger.
     """
     work = SWE
     ours = ran(work.recipe(1), work.hardware(), versions)
     others = {
         "ROLL's group queues, alpha 1": ran(work.recipe(1, **ROLL), work.hardware(), versions),
         "AReaL's rule, eta 1 (larger bound: ages above 1)": ran(work.recipe(1), work.hardware(), versions, ArealRun),
-        "one-off, alpha 1": ran(work.recipe(1), work.hardware(), versions, OneOffRun),
     }
     yield Row(work.name, "ours, alpha 1, s", ours.step_seconds)
     yield Row(work.name, "ours, alpha 1: oldest trained episode, versions", max(ours.staleness))
@@ -240,7 +239,7 @@ CROWDED = Episodes(
     8,
     8,
     {
-        "turns": 30,
+        "median_turns": 30,
         "turns_sigma": 0.3,
         "max_turns": 60,
         "turn_tokens": 300,

@@ -48,7 +48,13 @@ AIM = 50.0  # microseconds of scheduling for a turn
 
 def workload(flying: int, turns: int = TURNS) -> tuple[RunConfig, Hardware]:
     """Return a workload with `flying` episodes in flight, and a learner that trains at once."""
-    section = {"kind": "timed", "turns": turns, "max_turns": 10 * turns, "turn_tokens": 100, "observation_tokens": 100}
+    section = {
+        "kind": "timed",
+        "median_turns": turns,
+        "max_turns": 10 * turns,
+        "turn_tokens": 100,
+        "observation_tokens": 100,
+    }
     section |= {"step_seconds": 9.0, "step_sigma": 3.0, "turns_sigma": 0.3}
     config = {"groups": flying // GROUP // 2, "group_size": GROUP, "async_ratio": 2, "policy": {"path": "simulated"}}
     config |= {"evaluation": {"every": 0}, "engine": {"max_new_tokens": 1_000_000}, "environment": section}

@@ -1,7 +1,7 @@
 """Defines rollouts with which asynchronous episodes are compared. No recipe can choose them.
 
 `ArealRun` follows AReaL's rule: admission counts started episodes, and no episode's age is checked when a batch is
-formed. An episode may then be older than alpha. `OneOffRun` generates one batch while the previous one is trained on.
+formed. An episode may then be older than alpha.
 
 In lock-step, all environments step together. In each round, all episodes of a batch generate a turn, and the
 environments step when the last episode has generated; the next round begins when the last environment has stepped.
@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.baselines import BatchRun, BatchScheduler
+from benchmarks.baselines import BatchRun
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import TimedEnvironmentConfig
@@ -121,9 +121,3 @@ class ArealRun(SimulatedRun):
 
     scheduler_type = ArealScheduler
     check_batch = staticmethod(lambda staged, async_ratio: None)
-
-
-class OneOffRun(SimulatedRun):
-    """A simulated run that generates one batch after the other, beside training."""
-
-    scheduler_type = BatchScheduler

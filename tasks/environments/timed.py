@@ -95,7 +95,7 @@ class TimedEnvironment(Environment):
         z = math.sqrt(1.0 - config.correlation) * draw.gauss(0.0, 1.0)
         if config.correlation:
             z += math.sqrt(config.correlation) * random.Random(f"turns of prompt {prompt}").gauss(0.0, 1.0)
-        turns = min(config.max_turns, max(1, round(config.turns * math.exp(config.turns_sigma * z))))
+        turns = min(config.max_turns, max(1, round(config.median_turns * math.exp(config.turns_sigma * z))))
         return [self._draw_limit(draw) for _ in range(turns)]
 
     def draw_steps(self, seed: int, attempt: int = 0) -> Iterator[Step]:

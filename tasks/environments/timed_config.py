@@ -18,7 +18,7 @@ class TimedEnvironmentConfig(EnvironmentBase):
     kind: Literal["timed"] = Field(
         "timed", description="simulated environment with several turns, whose steps only take a drawn time"
     )
-    turns: float = Field(8.0, ge=1, description="median number of turns of a simulated episode")
+    median_turns: float = Field(8.0, ge=1, description="median number of turns of a simulated episode")
     turns_sigma: float = Field(
         0.0,
         ge=0,

@@ -51,7 +51,7 @@ from tests.tasks.test_scheduler import trained
 
 CASES: dict[str, EnvironmentConfig] = {
     "single-turn": SingleTurnEnvironment(),
-    "timed": TimedEnvironmentConfig(turns=3, turn_tokens=4, step_seconds=0.01, step_sigma=0.005),
+    "timed": TimedEnvironmentConfig(median_turns=3, turn_tokens=4, step_seconds=0.01, step_sigma=0.005),
     "import": ImportEnvironment(path="letters.environments:SecondThought", options={"hint": [32, 33]}),
     "tool": ImportEnvironment(
         path="letters.environments:AskTool", tools={"count": ImportTool(path="letters.tools:count")}

@@ -264,7 +264,7 @@ class CacheProxy(InferenceProxy):
 
 @pytest.mark.parametrize("deaths", [(), ((1.0, 0), (2.0, 1))])
 def test_run_that_admits_by_tokens_passes_the_audit(deaths: tuple[tuple[float, int], ...]) -> None:
-    section = TimedEnvironmentConfig(turns=3, turns_sigma=0.5, turn_tokens=8, step_seconds=0.05, step_sigma=0.05)
+    section = TimedEnvironmentConfig(median_turns=3, turns_sigma=0.5, turn_tokens=8, step_seconds=0.05, step_sigma=0.05)
     choices = {"redundant_responses": 1, "on_stale": "drop"}
     pipeline = Pipeline(
         MemoryStore(f"cache {len(deaths)}"),

@@ -39,7 +39,7 @@ def seconds(environment: TimedEnvironment, seed: int, attempt: int = 0) -> list[
 
 def test_draws_depend_on_seed_and_attempt() -> None:
     """A long episode that was discarded is long again, but runs on another machine."""
-    spread = {"turns": 8, "turns_sigma": 1.0, "turn_tokens": 20, "turn_tokens_sigma": 0.5, "step_sigma": 0.5}
+    spread = {"median_turns": 8, "turns_sigma": 1.0, "turn_tokens": 20, "turn_tokens_sigma": 0.5, "step_sigma": 0.5}
     one, other = timed(**spread), timed(**spread)
     assert one.draw_limits(3, 7) == other.draw_limits(3, 7) != one.draw_limits(3, 8)
     assert seconds(one, 7) == seconds(other, 7) != seconds(one, 8)
@@ -61,7 +61,7 @@ def test_lognormal_steps_have_their_median() -> None:
 
 
 def test_turns_of_a_prompt_are_correlated() -> None:
-    environment = timed(turns=20, turns_sigma=0.5, max_turns=1000, correlation=1.0)
+    environment = timed(median_turns=20, turns_sigma=0.5, max_turns=1000, correlation=1.0)
     assert len({len(environment.draw_limits(4, seed)) for seed in range(20)}) == 1
     assert len({len(environment.draw_limits(prompt, 4)) for prompt in range(20)}) > 5
 
@@ -84,7 +84,7 @@ def test_places_limit_the_environments_at_the_same_time() -> None:
     """Six episodes of 1 s reset and two steps of 2 s, in two places, take 15 s."""
 
     async def play() -> float:
-        environment = timed(turns=2, step_seconds=2, reset_seconds=1, places=2)
+        environment = timed(median_turns=2, step_seconds=2, reset_seconds=1, places=2)
         await asyncio.gather(*(environment.play(ScriptedEpisode(NO_PORTS, seed=seed)) for seed in range(6)))
         return asyncio.get_running_loop().time()
 
@@ -98,7 +98,7 @@ def test_more_failures_than_steps_are_refused() -> None:
 
 def test_redundant_episode_ends_while_its_environment_hangs() -> None:
     """Some steps hang for an hour; two extra responses per prompt keep the run from waiting, and are counted."""
-    environment = timed(turns=3, turn_tokens=4, step_seconds=0.1, hangs=0.02, hang_seconds=3600)
+    environment = timed(median_turns=3, turn_tokens=4, step_seconds=0.1, hangs=0.02, hang_seconds=3600)
     choices = {"redundant_responses": 2, "on_stale": "drop"}
     pipeline = Pipeline(MemoryStore("hangs"), versions=6, environment=environment, choices=choices)
 
@@ -114,12 +114,12 @@ def test_redundant_episode_ends_while_its_environment_hangs() -> None:
 
 # --- simulations ------------------------------------------------------------------------------------------------
 
-STEPS = {"turns": 4, "turn_tokens": 100, "step_seconds": 10, "step_sigma": 10, "places": 16}
+STEPS = {"median_turns": 4, "turn_tokens": 100, "step_seconds": 10, "step_sigma": 10, "places": 16}
 
 
 def config(alpha: float, **keys: object) -> RunConfig:
-    section = TimedEnvironmentConfig.model_validate({"kind": "timed", **STEPS, **keys})
-    return recipe(alpha, 4, 4, cap=100_000).model_copy(update={"environment": section})
+    whole = recipe(alpha, 4, 4, cap=100_000).model_dump()
+    return RunConfig.model_validate({**whole, "environment": {"kind": "timed", **STEPS, **keys}})
 
 
 def hardware(**engines: object) -> Hardware:
