@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,10 +143,14 @@ def simulated(flying: int, turns: int = TURNS) -> tuple[float, int, int]:
     return seconds, figures.tokens.sampled // per_turn, figures.bias.trained
 
 
+def read_peak() -> int:
+    """Return the peak memory of this process in kB; `ru_maxrss` would include that of the parent process."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1])
+
+
 def in_memory(flying: int) -> float:
     """Return the kilobytes of memory per episode at the peak of a simulation, in a process of its own."""
-    import subprocess
-
     command = [sys.executable, "-m", "benchmarks.episodes", "--memory", str(flying)]
     empty, full = (
         int(subprocess.run([*command[:-1], str(one)], capture_output=True, text=True, check=True).stdout)
@@ -184,7 +188,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.memory:
         simulated(options.memory)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(read_peak())
         return
     publish(list(rows(QUICK_FLYING if options.quick else FLYING)), "episodes in flight", options.json)
 
