@@ -49,7 +49,7 @@ class TurnPart:
 
     @property
     def notes(self) -> list[str]:
-        """What people read about this part besides its text."""
+        """Notes about this part for people: its turn, tokens, versions, log-probs and reward."""
         count, last = len(self.tokens), self.start + len(self.tokens) - 1
         found = [f"turn {self.turn}"] if self.turn else []
         found.append(f"{count} token{'s' * (count != 1)} ({self.start}-{last})")

@@ -100,7 +100,7 @@ class ForeignEnvironment(EnvironmentBase):
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """What a worker process must know to create the environment."""
+        """The values that a worker process needs to create the environment."""
         return self.model_dump(mode="json", include={"kind", "path", "id", "options", "folder", *self.hooks})
 
     hooks: ClassVar[tuple[str, ...]] = ()  # further keys that a worker process reads
