@@ -134,7 +134,7 @@ async def test_resource_limits_of_a_request_are_enforced(sandboxes: Sandboxes) -
         assert "No space left" in found["stderr"]
         code = "import os\nprint(len(os.sched_getaffinity(0)))\nos.sched_setaffinity(0, range(os.cpu_count()))"
         found = (await caller.send("execute", command=["python3", "-c", code]))["result"]
-        assert found["stdout"] == "1\n"
+        assert found["stdout"] == "1\n", found
     async with serve(sandboxes) as caller:
         for wrong in ({"memory": "1m"}, {"memory": "lots"}, {"num_gpus": 1}, {"image_os": "windows"}, {"cpus": 0}):
             read_reason(await caller.start(**wrong))

@@ -18,6 +18,9 @@ from typing import Any
 from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
+# Measurements with too much memory until the processes are killed: the pages of a child that is ending are briefly
+# counted twice, and a command of the guest hides its files, like the guest, until the command executes its program.
+CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
 CHUNK = 65536
 NO_CORE = 1  # core file limit in bytes; with 0, the kernel would still start the host's core dump handler
 RESIDENT, FILES = b"RssAnon:", b"FDSize:"
@@ -156,17 +159,25 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
 
     Memory pages that processes share are counted once, and of open files only sockets are counted. The exact count is
     slow, so it is only made if the sum over all processes exceeds the memory limit. If a process hides its open files
-    or its shared pages, all its files and pages are counted.
+    or its shared pages, all its files and pages are counted. Hidden files alone exceed the limit only if they do so in
+    all of the measurements, because a process that hides nothing may seem to hide its files while it starts.
     """
-    found = {pid: _measure(pid) for pid in (list_processes() if pids is None else pids)}
-    if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:
-        return "processes"
-    most = limits["memory_bytes"] // 1024
-    if sum(usage.memory + SOCKET_KIB * (usage.files + usage.hidden) for usage in found.values()) <= most:
-        return ""
-    # measured twice, because the pages of a child that is ending are briefly counted twice
-    exceeds = (_measure_exactly(found) > most for _ in range(2))
-    return "memory" if all(exceeds) else ""
+    most, certain = limits["memory_bytes"] // 1024, 0
+    for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):
+        time.sleep(pause)
+        found = {pid: _measure(pid) for pid in (list_processes() if pids is None else pids)}
+        if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:
+            return "processes"
+        hidden = SOCKET_KIB * sum(usage.hidden for usage in found.values())
+        if hidden + sum(usage.memory + SOCKET_KIB * usage.files for usage in found.values()) <= most:
+            return ""
+        exact = _measure_exactly(found)
+        if hidden + exact <= most:
+            return ""
+        certain += exact > most
+        if certain == CERTAIN_POLLS:
+            break
+    return "memory"
 
 
 def list_processes() -> list[int]:
@@ -190,7 +201,9 @@ def _measure(pid: int) -> Usage:
 
 
 def _measure_exactly(found: dict[int, Usage]) -> int:
-    """Return the memory of the given processes in KiB, counting shared memory once."""
+    """Return the memory and the sockets of the given processes in KiB, without hidden files; count shared memory
+    once.
+    """
     memory, seen = 0, list[int]()
     for pid, usage in found.items():
         if not any(
@@ -202,7 +215,7 @@ def _measure_exactly(found: dict[int, Usage]) -> int:
             # the process hides its shared pages or has ended meanwhile
             memory += _measure(pid).memory if shared_out is None else shared_out
     sockets = {link for usage in found.values() for link in _read_links(usage.threads) if link.startswith("socket:")}
-    return memory + SOCKET_KIB * (len(sockets) + sum(usage.hidden for usage in found.values()))
+    return memory + SOCKET_KIB * len(sockets)
 
 
 def _read_links(threads: list[str]) -> Iterator[str]:
