@@ -34,7 +34,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         case FrozenLakeEnvironment() | SokobanEnvironment():
             from rollflow.tasks.environments.grid_game import GridGame
 
-            return GridGame(config.turns)
+            return GridGame()
         case ImportEnvironment():
             from rollflow.tasks.environments.imported import ImportedEnvironment
 

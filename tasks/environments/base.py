@@ -45,6 +45,14 @@ class Episode(Protocol):
         """Number of tokens that may still be added to the response."""
 
     @property
+    def limit(self) -> str:
+        """Why the episode gets no further turn: a sentence that names the limit which the episode has reached; "" if
+        another turn may follow.
+
+        At a limit, `generate` returns None. Then an environment may still score what was reached.
+        """
+
+    @property
     def id(self) -> str:
         """A text that identifies the episode in its run; "" in an evaluation. After a crash, the id is the same again.
 
@@ -73,7 +81,8 @@ class Episode(Protocol):
         """How often the prompt was started before, because its episodes were discarded."""
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
-        """Let the policy continue the response. Return None if the episode is over or the response has no room left.
+        """Let the policy continue the response. Return None if the episode is over or at a `limit`, or if the response
+        has no room left.
 
         Args:
             stop: each of these strings ends the generation and stays in the response.
@@ -160,13 +169,22 @@ class Episode(Protocol):
 class Environment(Protocol):
     """Runs episodes. A single environment object runs all episodes of a run. See the module's docstring.
 
-    The start of each turn is recorded if `has_turns` is true, which means that an episode may have several turns.
+    The start of each turn is recorded if `has_turns` is true, which means that an episode may have several turns. With
+    `keeps_deadlines`, the environment itself ends an episode whose environment computes for too long, as the limits in
+    `[environment]` say.
     """
 
     has_turns: bool = True
+    keeps_deadlines: bool = False
 
     async def play(self, episode: Episode) -> Score | float | None:
         """Run an episode and return its score as a `Score` or a number. Return None if the episode gets no reward.
 
         If an episode that is still wanted gets no reward, its reward is 0.
         """
+
+
+def charge_unparsable(episode: Episode) -> None:
+    """Give the newest turn the penalty for an action that cannot be read."""
+    if penalty := episode.ports.limits.unparsable_penalty:
+        episode.reward(-penalty)

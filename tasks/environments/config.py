@@ -35,10 +35,10 @@ class SingleTurnEnvironment(EnvironmentBase):
     )
 
 
-class GameEnvironment(EnvironmentBase):
+class GameEnvironment(LimitedEnvironment, EnvironmentBase):
     """Base class of the configs of games, in which the policy writes one letter per turn: U, D, L or R."""
 
-    turns: int = Field(10, ge=1, le=1000, description="largest number of turns of an episode of a game")
+    max_turns: int = Field(10, ge=1, le=1000, description="largest number of turns of an episode of a game")
 
 
 class FrozenLakeEnvironment(GameEnvironment):

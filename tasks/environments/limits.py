@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+@dataclass(slots=True)
+class ComputedTime:
+    """The seconds for which an environment has computed: in the present turn, or in the setup, and in the episode."""
+
+    turn: float = 0.0
+    episode: float = 0.0
+    is_setup: bool = True  # True before the first generation
+
+    def add(self, seconds: float) -> None:
+        """Count time for which the environment has computed."""
+        self.turn += seconds
+        self.episode += seconds
+
+    def begin_turn(self) -> None:
+        """Note that the policy has generated."""
+        self.turn, self.is_setup = 0.0, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +33,7 @@ class EpisodeLimits:
     max_turns: int | None = None
     max_turn_tokens: int | None = None
     max_episode_tokens: int | None = None
+    setup_seconds: float | None = None  # None: `turn_seconds`
     turn_seconds: float | None = None
     episode_seconds: float | None = None
     unparsable_penalty: float = 0.0
@@ -34,20 +54,27 @@ class EpisodeLimits:
     @property
     def has_deadline(self) -> bool:
         """True if the environment may compute only for a limited time."""
-        return self.turn_seconds is not None or self.episode_seconds is not None
+        return any(limit is not None for limit in (self.setup_seconds, self.turn_seconds, self.episode_seconds))
 
-    def bound_seconds(self, turn: float, episode: float) -> tuple[float, str]:
-        """Return the seconds that an environment may still compute, and the key that says so, after it has computed for
-        `turn` seconds in this turn and for `episode` seconds in all."""
+    def bound_seconds(self, used: ComputedTime) -> tuple[float, str]:
+        """Return the seconds for which an environment may still compute, and the sentence for an environment that
+        computes for longer. Without a limit, the seconds are infinite.
+        """
+        turn = "setup_seconds" if used.is_setup and self.setup_seconds is not None else "turn_seconds"
         bounds = [
-            (limit - used, f"environment.{name} = {limit:g}")
-            for name, limit, used in (
-                ("turn_seconds", self.turn_seconds, turn),
-                ("episode_seconds", self.episode_seconds, episode),
-            )
-            if limit is not None
+            (limit - seconds, f"the environment took more than environment.{name} = {limit:g} s")
+            for name, seconds in ((turn, used.turn), ("episode_seconds", used.episode))
+            if (limit := getattr(self, name)) is not None
         ]
-        return min(bounds)
+        return min(bounds, default=(math.inf, ""))
+
+    def scale_tokens(self, tick: int) -> EpisodeLimits:
+        """Return the limits of an episode in which one token stands for `tick` tokens."""
+        turn, episode = (
+            None if limit is None else math.ceil(limit / tick)
+            for limit in (self.max_turn_tokens, self.max_episode_tokens)
+        )
+        return replace(self, max_turn_tokens=turn, max_episode_tokens=episode)
 
 
 NO_LIMITS = EpisodeLimits()
@@ -72,20 +99,22 @@ class TurnClock(StepClock):
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:
         """Call `expire` with the reason once the environment has computed for too long."""
         self._limits, self._expire = limits, expire
-        self._turn = self._episode = self._since = 0.0
+        self._used, self._since = ComputedTime(), 0.0
         self._handle: asyncio.TimerHandle | None = None
 
     def go_on(self, *, turn_ended: bool = False) -> None:
         """Note that the environment computes from now on; with `turn_ended`, in the next turn."""
         loop = asyncio.get_running_loop()
-        self._turn, self._since = 0.0 if turn_ended else self._turn, loop.time()
-        seconds, key = self._limits.bound_seconds(self._turn, self._episode)
-        self._handle = loop.call_later(max(0.0, seconds), self._expire, f"the environment took more than {key} s")
+        if turn_ended:
+            self._used.begin_turn()
+        self._since = loop.time()
+        seconds, reason = self._limits.bound_seconds(self._used)
+        if reason:
+            self._handle = loop.call_later(max(0.0, seconds), self._expire, reason)
 
     def pause(self) -> None:
         """Note that the environment waits for the policy or for the scorer, or has ended."""
         if self._handle is not None:
-            used = asyncio.get_running_loop().time() - self._since
-            self._turn, self._episode = self._turn + used, self._episode + used
+            self._used.add(asyncio.get_running_loop().time() - self._since)
             self._handle.cancel()
             self._handle = None

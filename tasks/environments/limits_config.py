@@ -1,4 +1,4 @@
-"""Defines the config keys that limit the episodes of an environment with several turns."""
+"""Defines the config keys that limit the episodes of an environment with several turns, of each kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 
 class LimitedEnvironment(Section):
-    """Base class of the configs of environments whose episodes may have several turns."""
+    """Base class of the configs of environments whose episodes may have several turns. A kind of environment may have
+    other defaults."""
 
     max_turns: int | None = Field(
         None, gt=0, description="largest number of turns of an episode; default: no limit but engine.max_new_tokens"
@@ -23,22 +24,28 @@ class LimitedEnvironment(Section):
         description="largest number of tokens that the policy generates in an episode, in all branches; default: no "
         "limit",
     )
+    setup_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds for which the environment may compute before the first generation; default: turn_seconds",
+    )
     turn_seconds: float | None = Field(
         None,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds for which the environment may compute between two generations, and before the first one; "
-        "default: no limit",
+        description="seconds for which the environment may compute in one turn, after the generation; default: no "
+        "limit",
     )
     episode_seconds: float | None = Field(
         None,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds for which the environment may compute in an episode, without waits for the policy and the "
-        "scorer; default: no limit",
+        description="seconds for which the environment may compute in an episode, setup included, without waits for "
+        "the policy and the scorer; default: no limit",
     )
     unparsable_penalty: float = Field(
-        0.0, ge=0, description="number that is subtracted from the reward of a turn with a malformed tool call"
+        0.0, ge=0, description="number that is subtracted from the reward of a turn whose action cannot be read"
     )
 
     @property
@@ -48,6 +55,7 @@ class LimitedEnvironment(Section):
             self.max_turns,
             self.max_turn_tokens,
             self.max_episode_tokens,
+            self.setup_seconds,
             self.turn_seconds,
             self.episode_seconds,
             self.unparsable_penalty,

@@ -7,10 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.tasks.environments.base_config import EnvironmentBase
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, refuse
 
 
-class TimedEnvironmentConfig(EnvironmentBase):
+class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
     """A simulated environment for tests and planning, which only takes time. It draws the number of turns, their
     lengths and the seconds of each step.
     """

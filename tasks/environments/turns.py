@@ -7,6 +7,7 @@ context. Positions count the tokens behind the prompt.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -142,3 +143,21 @@ def hash_state(key: str) -> int:
         raise TypeError(f"the key of a state is a {type(key).__name__}, not a string")
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True) or 1
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int) -> Int32s:
+    """Convert tokens from an environment; reject token ids outside the vocabulary, which could crash an engine.
+
+    Raises:
+        ValueError: there is no such token.
+        TypeError: a token is not an integer.
+    """
+    if isinstance(tokens, Int32s):
+        wrong = tokens.array[(tokens.array < 0) | (tokens.array >= vocabulary)].tolist()
+    else:
+        tokens = [operator.index(token) for token in tokens]
+        wrong = [token for token in tokens if not 0 <= token < vocabulary]
+    if wrong:
+        last = vocabulary - 1
+        raise ValueError(f"{wrong[0]} is not a token of the policy, whose {vocabulary} tokens are 0 to {last}")
+    return Int32s.of(tokens)

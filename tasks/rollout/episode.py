@@ -20,12 +20,12 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Branch, Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
-from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.base import Environment, charge_unparsable
 from rollflow.tasks.environments.conversation import BEGUN, Conversation
 from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action, parse_action
-from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, find_parent
+from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, check_tokens, find_parent
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
 from rollflow.tasks.scorers.token_values import add_values, move_to_sampled
@@ -93,6 +93,11 @@ class PlayedEpisode:
         return self.lived.current.made
 
     @property
+    def limit(self) -> str:
+        """Why the episode gets no further turn, as `Episode.limit` specifies."""
+        return self.ports.limits.find_reached(self.turns, self.generated)
+
+    @property
     def response(self) -> Int32s:
         """The tokens after the prompt, as `Episode.response` specifies."""
         return self.made.tokens
@@ -154,8 +159,8 @@ class PlayedEpisode:
     def read_action(self, tokens: Sequence[int]) -> Action:
         """Read the tool calls in tokens of the response, as `Episode.read_action` specifies."""
         action = parse_action(self.ports.tokenizer.decode_response(tokens))
-        if action.fault and self.ports.limits.unparsable_penalty:
-            self.reward(-self.ports.limits.unparsable_penalty)
+        if action.fault:
+            charge_unparsable(self)
         return action
 
     def reward(self, value: float) -> None:
@@ -242,7 +247,7 @@ class PlayedEpisode:
 
     def _reaches_limit(self) -> bool:
         """Return whether the episode gets no further turn, and note the reason."""
-        self._limit = self.ports.limits.find_reached(self.turns, self.generated)
+        self._limit = self.limit
         return bool(self._limit) or self._late is not None
 
     def _wait(self) -> None:
@@ -339,7 +344,7 @@ class PlayedEpisode:
         """Run the environment and return the episode's score; return None if the environment was interrupted."""
         leader = self._leader = asyncio.current_task()
         assert leader is not None
-        if self.ports.limits.has_deadline:
+        if self.ports.limits.has_deadline and not environment.keeps_deadlines:
             self._clock = TurnClock(self.ports.limits, self._expire)
             self._clock.go_on()
         try:
@@ -380,17 +385,7 @@ class PlayedEpisode:
 
     def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
         """Convert tokens from an environment; reject token ids outside the vocabulary, which could crash an engine."""
-        if tokens is self.made.tokens:
-            return self.made.tokens
-        if isinstance(tokens, Int32s):
-            wrong = tokens.array[(tokens.array < 0) | (tokens.array >= self.vocabulary)].tolist()
-        else:
-            tokens = [operator.index(token) for token in tokens]
-            wrong = [token for token in tokens if not 0 <= token < self.vocabulary]
-        if wrong:
-            size = self.vocabulary
-            raise ValueError(f"{wrong[0]} is not a token of the policy, whose {size} tokens are 0 to {size - 1}")
-        return Int32s.of(tokens)
+        return self.made.tokens if tokens is self.made.tokens else check_tokens(tokens, self.vocabulary)
 
     async def _close(self) -> bool:
         """End generation and return whether the episode is kept."""

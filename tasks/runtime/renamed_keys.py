@@ -25,12 +25,14 @@ class Renames:
     `keys` maps the old dotted name of a key to its present name in the same section.
 
     `values` maps the present name of a config key to a map from the key's old values to its present values. `removed`
-    has the config keys that no longer have an effect.
+    has the config keys that no longer have an effect. `kinds` maps a section and a kind of it, such as ("environment",
+    "trl"), to the old and the present names of keys that only this kind had.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     removed: frozenset[str] = frozenset()
+    kinds: Mapping[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
 
     def apply(self, tree: Tree, prefix: str = "") -> dict[str, Any]:
         """Return a stored config with old names of keys and values replaced by present names.
@@ -38,10 +40,11 @@ class Renames:
         If a config section has both the old and the present name of a key, the old name stays.
         """
         renamed: dict[str, Any] = {}
+        keys = self._list_keys(tree, prefix)
         for name, value in tree.items():
             if f"{prefix}{name}" in self.removed:
                 continue
-            today = self.keys.get(f"{prefix}{name}", name)
+            today = keys.get(f"{prefix}{name}", name)
             name = today if today not in tree else name
             key = f"{prefix}{name}"
             renamed[name] = self.apply(value, f"{key}.") if isinstance(value, Mapping) else self._value(key, value)
@@ -50,7 +53,10 @@ class Renames:
     def undo(self, tree: Tree, stored: Tree, prefix: str = "") -> dict[str, Any]:
         """Return a config in which each key has its old name if the stored config `stored` uses the old name."""
         earlier = {
-            today: name for key, today in self.keys.items() for name in [_name_in(key, prefix)] if name in stored
+            today: name
+            for key, today in self._list_keys(tree, prefix).items()
+            for name in [_name_in(key, prefix)]
+            if name in stored
         }
         undone: dict[str, Any] = {}
         for name, value in tree.items():
@@ -80,15 +86,23 @@ class Renames:
 
     def refusals(self, tree: object, prefix: str = "") -> Iterator[tuple[str, object, str]]:
         """Yield each key of a new config that has an old name or value, with the value and advice for the user."""
-        for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        if not isinstance(tree, Mapping):
+            return
+        keys = self._list_keys(tree, prefix)
+        for name, value in tree.items():
             key = f"{prefix}{name}"
             if key in self.removed:
                 yield key, value, "the key was removed; leave it out"
-            elif today := self.keys.get(key):
+            elif today := keys.get(key):
                 yield key, value, f"the key was renamed to {prefix}{today}; write that name"
             elif (now := self._value(key, value)) != value:
                 yield key, value, f'the value was renamed to "{now}"; write that value'
             yield from self.refusals(value, f"{key}.")
+
+    def _list_keys(self, tree: Tree, prefix: str) -> Mapping[str, str]:
+        """Return the present names of old keys, by their dotted old names, with those of the kind of a section."""
+        own = self.kinds.get((prefix.rstrip("."), str(tree.get("kind"))))
+        return {**self.keys, **{f"{prefix}{name}": today for name, today in own.items()}} if own else self.keys
 
     def _value(self, key: str, value: Any) -> Any:
         return self.values.get(key, {}).get(value, value) if isinstance(value, str) else value
@@ -100,6 +114,7 @@ def _name_in(key: str, prefix: str) -> str:
     return name if section + dot == prefix else ""
 
 
+FOREIGN = {"turn_tokens": "max_turn_tokens", "step_seconds": "turn_seconds", "reset_seconds": "setup_seconds"}
 RECIPE = Renames(
     keys={
         "rollout.depth": "max_inflight_groups",
@@ -122,6 +137,10 @@ RECIPE = Renames(
     },
     values={"train.not_finite": {"next": "skip"}, "rollout.routing": {"group": "prefix"}},
     removed=frozenset({"rollout.mode"}),
+    kinds={
+        **{("environment", kind): FOREIGN for kind in ("trl", "gymnasium")},
+        **{("environment", kind): {"turns": "max_turns"} for kind in ("frozen-lake", "sokoban")},
+    },
 )
 HARDWARE = Renames(
     keys={

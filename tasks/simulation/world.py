@@ -33,6 +33,8 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.engines.timed_runs import EngineUsage
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
+from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.environments.timed import TimedEnvironment
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
@@ -146,7 +148,9 @@ class SimulatedRun:
         self.proxy = self.proxy_type(engines, slots, FOREVER, config.rollout.routing, cache)
         self.channel: Channel[StagedBatch] = Channel(config.capacity, self.memory)
         prompts = self.prompts_type(config, self.hardware.reward)
-        ports = SchedulerPorts(prompts.at, self.rewards.score, self._commit, self._pack, self._build_environment())
+        given = EnvironmentPorts(limits=self._find_limits())
+        environment = self._build_environment()
+        ports = SchedulerPorts(prompts.at, self.rewards.score, self._commit, self._pack, environment, given)
         self.scheduler = self.scheduler_type(build_limits(config), ports, self.proxy, ResumePoint())
         hooks = VersionCallbacks(self._note_published, self._note_updated)
         self.sync = WeightSync(self.proxy, self, config.engine.on_weight_update, hooks)
@@ -230,6 +234,13 @@ class SimulatedRun:
         if not isinstance(section, TimedEnvironmentConfig):
             return SINGLE_TURN
         return self.environment_type(section, self.engine.tokens_per_tick)
+
+    def _find_limits(self) -> EpisodeLimits:
+        """Return the limits of the timed environment, in the tokens of the engines."""
+        section = self.config.environment
+        if not isinstance(section, TimedEnvironmentConfig):
+            return NO_LIMITS
+        return section.limits.scale_tokens(self.engine.tokens_per_tick)
 
     def _engine(self, place: int) -> TimedEngine:
         return TimedEngine(self.engine.model_copy(update={"speed": self.speeds[place]}))

@@ -18,18 +18,18 @@ from rollflow.tasks.scorers.base import Score
 from tests.environments.worlds import build, call, close, find_mark, gym, play, speak, trl
 from tests.support.waiting import soon, until
 
-STEP: dict[str, Any] = {"step_seconds": 1.0}
+STEP: dict[str, Any] = {"turn_seconds": 1.0}
 OPENING = {"init", "reset"}
 
 
 @pytest.mark.parametrize(
     ("wrong", "where", "outcome", "reason"),
     [
-        ("hang", "init", Outcome.UNJUDGED, "open took more than 3 s"),
-        ("hang", "reset", Outcome.UNJUDGED, "reset took more than 3 s"),
-        ("hang", "act", Outcome.TIMEOUT, "call took more than 1 s"),
-        ("hang", "reward", Outcome.TIMEOUT, "reward took more than 1 s"),
-        ("stubborn", "act", Outcome.TIMEOUT, "call took more than 1 s"),
+        ("hang", "init", Outcome.UNJUDGED, "took more than environment.setup_seconds = 3 s"),
+        ("hang", "reset", Outcome.UNJUDGED, "took more than environment.setup_seconds = 3 s"),
+        ("hang", "act", Outcome.TIMEOUT, "took more than environment.turn_seconds = 1 s"),
+        ("hang", "reward", Outcome.TIMEOUT, "took more than environment.turn_seconds = 1 s"),
+        ("stubborn", "act", Outcome.TIMEOUT, "took more than environment.turn_seconds = 1 s"),
         ("error", "init", Outcome.UNJUDGED, "open failed with RuntimeError: broken world"),
         ("error", "reset", Outcome.UNJUDGED, "reset failed with RuntimeError: broken world"),
         ("error", "reward", Outcome.UNPARSABLE, "RuntimeError: broken world"),
@@ -47,7 +47,7 @@ def test_broken_environment_ends_its_episode_with_a_reason(
     wrong: str, where: str, outcome: Outcome, reason: str
 ) -> None:
     keys = (
-        ({"reset_seconds": 3.0} if where in OPENING else STEP) if outcome is Outcome.TIMEOUT or wrong == "hang" else {}
+        ({"setup_seconds": 3.0} if where in OPENING else STEP) if outcome is Outcome.TIMEOUT or wrong == "hang" else {}
     )
     config = trl("Bad", options={"wrong": wrong, "where": where}, **keys)
     score, _, environment = play(config, call("act"), "Done.")
@@ -86,7 +86,7 @@ def test_score_counts_the_rewards_before_a_fault() -> None:
     score, _, _ = play(gym(options={"wrong": "error"}), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.UNPARSABLE)
-    score, _, _ = play(gym(options={"wrong": "hang"}, step_seconds=2.0), "1")
+    score, _, _ = play(gym(options={"wrong": "hang"}, turn_seconds=2.0), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.TIMEOUT)
 
@@ -173,7 +173,7 @@ def list_episodes(keeper: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("victim", ["keeper", "template", "episode"])
 def test_killed_process_costs_only_what_depends_on_it(victim: str) -> None:
-    config = trl("Bad", options={"wrong": "hang"}, step_seconds=60.0)
+    config = trl("Bad", options={"wrong": "hang"}, turn_seconds=60.0)
     environment = build(config)
 
     async def run() -> list[Score | None]:
@@ -236,7 +236,7 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
 
 
 def test_cancelled_episode_frees_its_place() -> None:
-    config = trl("Bad", options={"wrong": "hang"}, processes=1, step_seconds=60.0)
+    config = trl("Bad", options={"wrong": "hang"}, processes=1, turn_seconds=60.0)
     environment = build(config)
 
     async def run() -> Score | None:

@@ -65,7 +65,7 @@ def test_environment_runs_in_other_interpreters(config: Any) -> None:
         ({"name": "X", "module": "slow_worlds", "start_seconds": 1.0}, r"more than start_seconds = 1; allow more sec"),
         ({"name": "Untyped"}, r"the argument where of the tool look has no type; annotate the argument"),
         ({"name": "Counter", "options": {"no": 1}}, r"open failed with TypeError.*'no'; correct the environment or"),
-        ({"name": "Bad", "options": {"wrong": "hang", "where": "init"}, "reset_seconds": 1.0}, "open took more than 1"),
+        ({"name": "Bad", "options": {"wrong": "hang", "where": "init"}, "setup_seconds": 1.0}, "setup_seconds = 1 s"),
         ({"name": "Counter", "python": "/no/python"}, r"environment.python = '/no/python': there is no such program"),
     ],
 )

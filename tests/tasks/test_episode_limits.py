@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.model_input import ModelInput
@@ -18,9 +19,11 @@ from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import DiscardReason, Outcome, Prompt, StopReason, Trajectory
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment, TimedEnvironmentConfig
 from rollflow.tasks.environments.limits import EpisodeLimits
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.timed import TimedEnvironment
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.runtime.clock import run_virtual
@@ -143,6 +146,52 @@ def test_slow_setup_is_not_the_fault_of_the_policy(*, stubborn: bool) -> None:
     assert score.reason == "the environment took more than environment.turn_seconds = 10 s"
 
 
+@pytest.mark.parametrize(("setup", "is_late"), [(15.0, False), (21.0, True)])
+def test_setup_has_a_limit_of_its_own(setup: float, *, is_late: bool) -> None:
+    limits = EpisodeLimits(setup_seconds=20.0, turn_seconds=10.0)
+    score, _ = play_score(Working(setup=setup, seconds=9.0), limits)
+    late = "the environment took more than environment.setup_seconds = 20 s"
+    assert (score.reason, score.outcome) == ((late, Outcome.UNJUDGED) if is_late else ("done", Outcome.CORRECT))
+
+
+class Scoring(Environment):
+    """Scores what was reached at a limit, which is named before and after the refused turn."""
+
+    async def play(self, episode: Episode) -> Score | None:
+        while await episode.generate() is not None:
+            before = episode.limit
+        assert episode.limit == before
+        return Score(0.5, episode.limit)
+
+
+def test_environment_scores_what_was_reached_at_a_limit() -> None:
+    one = play(Scoring(), EpisodeLimits(max_episode_tokens=12))
+    assert (one.reward, one.response_tokens) == (0.5, 12)
+    assert one.reason == "the episode reached environment.max_episode_tokens = 12"
+
+
+class Keeping(Working):
+    """Ends itself in time, as environments in worker processes do."""
+
+    keeps_deadlines = True
+
+
+def test_environment_that_keeps_deadlines_is_not_stopped() -> None:
+    assert play(Keeping(seconds=5.0), EpisodeLimits(turn_seconds=1.0)).reason == "done"
+
+
+def test_limits_hold_for_simulated_episodes() -> None:
+    config = TimedEnvironmentConfig(median_turns=6, max_turns=4, max_turn_tokens=3, step_seconds=5.0)
+    one = play(TimedEnvironment(config), config.limits)
+    assert one.turn_starts is not None
+    assert (len(one.turn_starts), sum(one.loss_mask)) == (4, 12)
+    late = play(TimedEnvironment(config), config.model_copy(update={"turn_seconds": 4.0}).limits)
+    assert (late.outcome, late.reason) == (
+        Outcome.TIMEOUT,
+        "the environment took more than environment.turn_seconds = 4 s",
+    )
+
+
 class SlowOnce(Working):
     """The setup of the first episodes takes too long."""
 
@@ -189,6 +238,7 @@ KEYS = st.fixed_dictionaries(
         "max_turns": st.integers(1, 4),
         "max_turn_tokens": st.integers(1, 6),
         "max_episode_tokens": st.integers(1, 20),
+        "setup_seconds": st.floats(1.0, 20.0),
         "turn_seconds": st.floats(1.0, 20.0),
         "episode_seconds": st.floats(1.0, 40.0),
         "unparsable_penalty": st.floats(0.0, 2.0),
@@ -197,23 +247,54 @@ KEYS = st.fixed_dictionaries(
 
 
 @settings(max_examples=40, deadline=None)
-@given(KEYS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 10))
-def test_drawn_limits_hold_for_every_episode(keys: dict[str, Any], turns: int, said: int, seconds: int) -> None:
+@given(KEYS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 10), st.integers(0, 10))
+def test_drawn_limits_hold_for_every_episode(
+    keys: dict[str, Any], turns: int, said: int, seconds: int, setup: int
+) -> None:
     limits = ImportEnvironment(path="a:b", **keys).limits
-    one = play(Working(turns, seconds=float(seconds)), limits, said)
+    score, rows = play_score(Working(turns, seconds=float(seconds), setup=float(setup)), limits, said)
+    allowed = min(keys.get("setup_seconds", keys.get("turn_seconds", math.inf)), keys.get("episode_seconds", math.inf))
+    assert (score.outcome is Outcome.UNJUDGED) == (not rows)
+    if setup != allowed:
+        assert bool(rows) == (setup < allowed)
+    if not rows:
+        return
+    [one] = rows
     assert one.turn_starts is not None
     ends = [*one.turn_starts[1:], len(one.tokens)]
     lengths = [end - start for start, end in zip(one.turn_starts, ends, strict=True)]
     assert len(lengths) <= min(keys.get("max_turns", turns), turns)
     assert max(lengths) <= min(keys.get("max_turn_tokens", said), said)
     assert sum(lengths) <= keys.get("max_episode_tokens", turns * said)
-    assert seconds * (len(lengths) - 1) <= keys.get("episode_seconds", math.inf)
+    assert setup + seconds * (len(lengths) - 1) <= keys.get("episode_seconds", math.inf)
     if one.outcome is Outcome.CORRECT:
         assert len(lengths) == turns
         assert seconds <= keys.get("turn_seconds", math.inf)
     else:
         assert one.outcome in (Outcome.WRONG, Outcome.TIMEOUT)
         assert "environment." in one.reason
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "import": {"path": "a:b"},
+    "trl": {"path": "a:b"},
+    "gymnasium": {"id": "a"},
+    "frozen-lake": {},
+    "sokoban": {},
+    "timed": {},
+}
+
+
+def test_every_kind_with_turns_is_listed() -> None:
+    found = {one.model_fields["kind"].default for one in EnvironmentConfig.__origin__.__args__}  # type: ignore[attr-defined]
+    assert found - {"single-turn"} == set(KINDS)
+
+
+@given(st.sampled_from(sorted(KINDS)), KEYS)
+def test_each_kind_of_environment_has_the_same_limits(kind: str, keys: dict[str, Any]) -> None:
+    section: Any = TypeAdapter(EnvironmentConfig).validate_python({"kind": kind, **KINDS[kind], **keys})
+    assert isinstance(section, LimitedEnvironment)
+    assert {key: getattr(section.limits, key) for key in keys} == keys
 
 
 def test_config_limits_nothing_by_default() -> None:

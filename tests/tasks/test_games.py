@@ -179,7 +179,7 @@ ROOM = Sokoban.read(5, "h/:gf")  # in the second row, the box stands between the
 def play(board: Board, moves: str, turns: int = 6, longest: int = 40) -> tuple[Score | None, str]:
     """Play scripted moves in the environment of a board; return the score and the response."""
     lake = isinstance(board, FrozenLake)
-    config = FrozenLakeEnvironment(turns=turns) if lake else SokobanEnvironment(turns=turns)
+    config = FrozenLakeEnvironment(max_turns=turns) if lake else SokobanEnvironment(max_turns=turns)
     question = build_question(config.kind, board, "U")
     prompt = Prompt("p", 0, "test", question.text, ModelInput.of((1,)), question.reference)
     episode = Moves(build_ports(config), prompt, longest=longest)
@@ -194,7 +194,7 @@ def play(board: Board, moves: str, turns: int = 6, longest: int = 40) -> tuple[S
     [
         (LAKE, "RRDD", "goal", "RbRcDfD"),
         (LAKE, "UDR", "hole", "UaDdR"),
-        (LAKE, "UUUUUU", "out of turns", "UaUaUaUaUaU"),
+        (LAKE, "UUUUUU", "the episode reached environment.max_turns = 6", "UaUaUaUaUaU"),
         (LAKE, "Rd", "unparsable action 'd'", "Rbd"),
         (ROOM, "R", "goal", "R"),
         (ROOM, "DLU\n", "unparsable action '\\n'", "DgkLgkUgf\n"),
@@ -205,8 +205,8 @@ def test_episode_ends_with_its_outcome_and_reason(board: Board, moves: str, reas
     assert score is not None
     assert (score.reason, said) == (reason, response)
     assert score.value == (reason == "goal")
-    outcomes = {"goal": Outcome.CORRECT, "hole": Outcome.WRONG, "out of turns": Outcome.WRONG}
-    assert score.outcome is outcomes.get(reason, Outcome.UNPARSABLE)
+    outcomes = {"goal": Outcome.CORRECT, "unparsable": Outcome.UNPARSABLE}
+    assert score.outcome is outcomes.get(reason.split()[0], Outcome.WRONG)
 
 
 @pytest.mark.parametrize("longest", range(1, 8))
@@ -223,7 +223,7 @@ def test_episode_has_the_outcome_of_the_rules(board: Board, moves: str) -> None:
     end = play_by_oracle(board, moves[:10])[2]
     score, _ = play(board, moves, turns=10, longest=200)
     assert score is not None
-    assert score.reason == (end or "out of turns")
+    assert score.reason == (end or "the episode reached environment.max_turns = 10")
 
 
 def test_source_without_solvable_boards_is_refused() -> None:
@@ -243,7 +243,10 @@ def test_source_whose_boards_are_all_held_out_is_refused() -> None:
     [
         ({"environment": {"kind": "sokoban"}}, r"prompts\.0\.kind.*frozen-lake.*set environment\.kind = "),
         ({}, r"prompts\.0\.kind.*frozen-lake.*set environment\.kind = "),
-        ({"environment": {"kind": "frozen-lake", "turns": 9}}, r"prompts\.0\.moves.*10.*environment\.turns = 9"),
+        (
+            {"environment": {"kind": "frozen-lake", "max_turns": 9}},
+            r"prompts\.0\.moves.*10.*environment\.max_turns = 9",
+        ),
         ({"prompts": [{"kind": "sorting"}], "environment": {"kind": "sokoban"}}, r"environment\.kind.*sokoban"),
     ],
 )

@@ -152,6 +152,25 @@ def test_recipe_with_a_removed_key_is_refused(tmp_path: Path) -> None:
         load_recipe(recipe)
 
 
+KINDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"kind": "trl", "path": "a:b"}, "turn_tokens", "max_turn_tokens"),
+    ({"kind": "gymnasium", "id": "a"}, "step_seconds", "turn_seconds"),
+    ({"kind": "trl", "path": "a:b"}, "reset_seconds", "setup_seconds"),
+]
+
+
+@pytest.mark.parametrize(("section", "old", "new"), KINDS)
+def test_renamed_key_of_one_kind_is_read_and_refused(section: dict[str, Any], old: str, new: str) -> None:
+    today, earlier = {"environment": {**section, new: 7}}, {"environment": {**section, old: 7}}
+    assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
+    assert RECIPE.undo(today, earlier) == earlier
+    assert parse_recorded(earlier) == parse_config(today)
+    with pytest.raises(ConfigError, match=f"environment.{old} = 7: the key was renamed to environment.{new}; write"):
+        parse_config(earlier)
+    timed = {"environment": {"kind": "timed", "turn_tokens": 7}}
+    assert RECIPE.apply(timed) == timed
+
+
 @pytest.mark.parametrize(("key", "old", "new"), VALUES)
 def test_recipe_with_an_earlier_value_is_refused(key: str, old: str, new: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"

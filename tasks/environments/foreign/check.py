@@ -51,7 +51,7 @@ async def _create(config: ForeignEnvironment) -> None:
 
 
 def _find_cure(reason: str) -> str:
-    if "start_seconds" in reason:
+    if "_seconds" in reason:
         return "allow more seconds"
     if "'gymnasium'" in reason:
         return 'install it with pip install "rollflow[environments]", or in the environment of environment.python'

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.runtime.sections import IMPORT_PATH, LONGEST_SECONDS, refuse
 
 MOST_PROCESSES = 10_000
@@ -19,7 +20,7 @@ FIXED = {
 }
 
 
-class ForeignEnvironment(EnvironmentBase):
+class ForeignEnvironment(LimitedEnvironment, EnvironmentBase):
     """Base class of the configs of environments that run in worker processes."""
 
     fixed: ClassVar[Mapping[str, str]] = FIXED
@@ -43,26 +44,20 @@ class ForeignEnvironment(EnvironmentBase):
         "episodes wait in order of arrival",
     )
     max_turns: int = Field(20, gt=0, description="largest number of turns of an episode")
-    turn_tokens: int | None = Field(
-        None,
-        gt=0,
-        description="largest number of tokens that the policy generates in one turn; default: the room that "
-        "engine.max_new_tokens leaves",
-    )
     start_seconds: float = Field(
         120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for the import of the environment"
     )
-    reset_seconds: float = Field(
+    setup_seconds: float = Field(
         60.0,
         gt=0,
         le=LONGEST_SECONDS,
         description="seconds allowed for the creation and reset of an environment; after that its process is killed",
     )
-    step_seconds: float = Field(
+    turn_seconds: float = Field(
         30.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one step or tool call of an environment, and for its reward; after that its "
+        description="seconds allowed for the step or the tool calls of one turn, and for the reward; after that the "
         "process is killed, and the episode is scored on what was reached",
     )
     close_seconds: float = Field(
@@ -75,8 +70,8 @@ class ForeignEnvironment(EnvironmentBase):
         600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds that all steps and tool calls of an episode may take together; after that the episode "
-        "ends and is scored on what was reached",
+        description="seconds for which the environment may compute in an episode, setup included; after that the "
+        "process is killed, and the episode is scored on what was reached",
     )
     max_failures: int = Field(
         20,

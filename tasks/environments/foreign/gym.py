@@ -10,7 +10,7 @@ A response that names no action changes nothing in the environment; the policy r
 from __future__ import annotations
 
 from rollflow.storage.records import Outcome
-from rollflow.tasks.environments.base import Episode
+from rollflow.tasks.environments.base import Episode, charge_unparsable
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
@@ -27,17 +27,17 @@ class GymnasiumEpisodes(ForeignEpisodes):
         _, text = await self._begin(episode, world)
         episode.enter_state(text or "")
         self._open_prompt(episode, (), describe_view(text or ""))
-        reason = f"the episode reached max_turns = {self._config.max_turns}"
         try:
-            for turn in range(1, self._config.max_turns + 1):
-                made = await episode.generate(max_tokens=self._config.turn_tokens)
+            while not (reason := episode.limit):
+                made = await episode.generate()
                 if made is None:
                     return None
+                world.begin_turn()
                 said = episode.ports.tokenizer.decode_response(made.tokens)
                 if (seen := await self._step(episode, world, said, progress)) is None:
                     reason = "the environment ended the episode"
                     break
-                if turn < self._config.max_turns and not self._add_messages(episode, "user", [seen], describe_view):
+                if not episode.limit and not self._add_messages(episode, "user", [seen], describe_view):
                     reason = "there was no room for another turn"
                     break
         except CallFailed as failed:
@@ -49,6 +49,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
         """Do the action that a response names, and return what the policy sees; None if the episode has ended."""
         answer = await world.step(said)
         if "invalid" in answer:
+            charge_unparsable(episode)
             return f"error: {answer['invalid']}"
         reward, text = answer.get("reward"), answer.get("text")
         if not isinstance(reward, int | float) or not isinstance(text, str):

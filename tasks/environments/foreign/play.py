@@ -42,6 +42,8 @@ class Progress:
 class ForeignEpisodes(Environment):
     """Plays the episodes of an environment in worker processes. See the module's docstring."""
 
+    keeps_deadlines = True  # because a process may have to be killed, and its wait for a place does not count
+
     def __init__(self, config: ForeignEnvironment) -> None:
         self._config = config
         self.health = EnvironmentHealth(config.part, config.max_failures)

@@ -7,7 +7,7 @@ The policy calls tools as `calls` describes. The episode ends with the first res
 
 from __future__ import annotations
 
-from rollflow.tasks.environments.base import Episode
+from rollflow.tasks.environments.base import Episode, charge_unparsable
 from rollflow.tasks.environments.foreign.calls import END, ToolCall, describe_result, parse_calls
 from rollflow.tasks.environments.foreign.faults import CallFailed
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
@@ -24,15 +24,18 @@ class TrlEpisodes(ForeignEpisodes):
         # a policy without chat template has not learned to end its turn after a call
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None
-        for turn in range(1, self._config.max_turns + 1):
-            made = await episode.generate(stop=stop, max_tokens=self._config.turn_tokens)
+        while not episode.limit:
+            made = await episode.generate(stop=stop)
             if made is None:
                 return None
+            world.begin_turn()
             calls = parse_calls(episode.ports.tokenizer.decode_response(made.tokens))
             if not calls:
                 break
+            if any(call.fault for call in calls):
+                charge_unparsable(episode)
             results = [await self._call(world, call) for call in calls]
-            if turn == self._config.max_turns or not self._add_results(episode, results):
+            if episode.limit or not self._add_results(episode, results):
                 break
         assert made is not None
         if not described.get("has_reward"):

@@ -18,6 +18,7 @@ from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, j
 from rollflow.tasks.environments.foreign.guest_process import Guest, decode_line
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.guest.wire import LONGEST_LINE, pack_line
+from rollflow.tasks.environments.limits import ComputedTime
 
 CHUNK = 1 << 16
 STATUS_SECONDS = 5.0  # seconds to wait for the wait status of a process that has closed its socket
@@ -31,9 +32,7 @@ class World:
         self._guest, self._number, self._config, self._health = guest, number, config, health
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
-        self._left = config.episode_seconds
-        self._is_dead = False
-        self.steps = 0
+        self._limits, self._used = config.limits, ComputedTime()
 
     async def start(self) -> None:
         """Start the process.
@@ -48,13 +47,12 @@ class World:
 
     async def open(self, seed: int) -> Mapping[str, Any]:
         """Create the environment, and return the description of its tools."""
-        return await self._ask({"do": "open", "seed": seed}, self._config.reset_seconds)
+        return await self._ask({"do": "open", "seed": seed})
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Begin the episode with the row of a prompt, and return the first observation."""
         self._health.resets += 1
-        answer = await self._ask({"do": "reset", "row": dict(row), "seed": seed}, self._config.reset_seconds)
-        return self._read_text(answer)
+        return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
 
     async def call(self, name: str, arguments: Any) -> str:
         """Call a tool and return its result.
@@ -89,38 +87,41 @@ class World:
             self._socket.close()
             self._socket = None
 
-    async def _step(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self._left <= 0:
-            seconds = self._config.episode_seconds
-            raise self._end(Outcome.TIMEOUT, f"its steps took more than {seconds:g} s together")
-        self._health.steps += 1
-        began = time.monotonic()
-        try:
-            return await self._ask(request, min(self._config.step_seconds, self._left))
-        finally:
-            self._left -= time.monotonic() - began
+    def begin_turn(self) -> None:
+        """Note that the policy has generated a turn."""
+        self._used.begin_turn()
 
-    async def _ask(self, request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
-        """Send a request and return the answer."""
+    async def _step(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._health.steps += 1
+        return await self._ask(request)
+
+    async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
+        """Send a request and return the answer. By default, the time for the answer is what the limits of the episode
+        leave."""
         what = str(request["do"])
+        left, late = self._limits.bound_seconds(self._used)
+        if seconds is not None:
+            left, late = seconds, f"{what} took more than {seconds:g} s"
         if self._socket is None:
             raise WorldEnded(Outcome.UNJUDGED, f"its process had ended before {what}")
-        limit, began = asyncio.timeout(seconds), time.monotonic()
+        began = time.monotonic()
         try:
-            async with limit:
+            async with asyncio.timeout(left):
                 await asyncio.get_running_loop().sock_sendall(self._socket, pack_line(dict(request)))
                 answer = decode_line(await self._read_line())
         except TimeoutError:
             self._health.hangs += 1
             outcome = Outcome.UNJUDGED if what in OPENING else Outcome.TIMEOUT
-            raise self._end(outcome, f"{what} took more than {seconds:g} s") from None
+            raise self._end(outcome, late) from None
         except (EOFError, OSError):
             raise await self._find_end(what) from None
         except ValueError:
             outcome = Outcome.UNJUDGED if what in OPENING else Outcome.KILLED
             raise self._end(outcome, f"its process wrote no valid answer to {what}") from None
         finally:
-            self._health.seconds += time.monotonic() - began
+            used = time.monotonic() - began
+            self._health.seconds += used
+            self._used.add(used)
         return self._check(answer, what)
 
     def _check(self, answer: Mapping[str, Any], what: str) -> Mapping[str, Any]:

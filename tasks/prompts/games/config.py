@@ -57,16 +57,19 @@ class SokobanPrompts(GamePrompts):
         return self.kind
 
 
+GAMES = ("frozen-lake", "sokoban")  # kinds of environments that play the boards
+
+
 def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Iterator[tuple[str, object, str]]:
     """Yield config key, value and cure of each prompt source and environment that do not play the same game."""
-    kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "turns", None)
+    kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "max_turns", None)
     for which, source in enumerate(sources):
         asked = str(getattr(source, "kind", ""))
         if isinstance(source, GamePrompts) and asked != kind:
             yield f"prompts.{which}.kind", asked, f'its boards need an environment; set environment.kind = "{asked}"'
-        elif not isinstance(source, GamePrompts) and turns is not None:
+        elif not isinstance(source, GamePrompts) and kind in GAMES:
             cure = f'it plays only boards of its game; set prompts.kind = "{kind}", or choose another environment'
             yield "environment.kind", kind, cure
         elif isinstance(source, GamePrompts) and turns is not None and source.moves > turns:
-            cure = f"no episode has more than environment.turns = {turns} moves; lower it, or raise environment.turns"
+            cure = f"no episode has more than environment.max_turns = {turns} moves; lower it, or raise that key"
             yield f"prompts.{which}.moves", source.moves, cure

@@ -18,6 +18,8 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment
 from rollflow.tasks.environments.conversation import Conversation
+from rollflow.tasks.environments.limits import NO_LIMITS
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action, parse_action
 from rollflow.tasks.environments.tools import build_toolbox
@@ -45,7 +47,9 @@ class CodePoints:
 
 def build_ports(config: EnvironmentConfig) -> EnvironmentPorts:
     """Build the ports of an environment with its tools; a token is a code point."""
-    return EnvironmentPorts(CodePoints(), PolicyRenderer(CodePoints(), ()), build_toolbox(config.tool_parts))  # type: ignore[arg-type]
+    limits = config.limits if isinstance(config, LimitedEnvironment) else NO_LIMITS
+    renderer, toolbox = PolicyRenderer(CodePoints(), ()), build_toolbox(config.tool_parts)  # type: ignore[arg-type]
+    return EnvironmentPorts(CodePoints(), renderer, toolbox, limits=limits)
 
 
 @dataclass
@@ -71,14 +75,24 @@ class ScriptedEpisode:
     def room(self) -> int:
         return self.longest - len(self.response)
 
+    @property
+    def generated(self) -> int:
+        return sum(turn.end - turn.start for branch in self.lived.branches for turn in branch.turns)
+
+    @property
+    def limit(self) -> str:
+        return self.ports.limits.find_reached(self.asked.count("generate"), self.generated)
+
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
+        is_over = bool(self.limit)
         self.asked.append("generate")
         if len(self.asked) > MOST_CALLS:
             self._fail(f"an environment must end its episode, and it asked for more than {MOST_CALLS} generations")
         await asyncio.sleep(0)
-        if self.asked.count("generate") > self.turns or self.room <= 0:
+        if self.asked.count("generate") > self.turns or self.room <= 0 or is_over:
             return None
-        tokens = tuple(map(ord, self.said[: min(self.room, max_tokens or self.room)]))
+        longest = self.ports.limits.bound_turn(self.room, self.generated)
+        tokens = tuple(map(ord, self.said[: min(longest, max_tokens or longest)]))
         self.response += tokens
         made = Generation("", TokenSpan.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), StopReason.STOP)
         self.lived.add_generation(made)

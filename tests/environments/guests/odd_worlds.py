@@ -174,3 +174,19 @@ def act_by_arrow(text: str) -> int:
     if text not in ("<", ">"):
         raise ValueError("draw an arrow")
     return int(text == ">")
+
+
+class Slow(Quiet):
+    """An environment whose creation, tool and reward take the seconds that its options say."""
+
+    def __init__(self, setup: float = 0.0, rest: float = 0.0) -> None:
+        self.seconds = rest
+        time.sleep(setup)
+
+    def rest(self) -> str:
+        """Rest."""
+        time.sleep(self.seconds)
+        return "rested"
+
+    def get_reward(self) -> float:
+        return 1.0

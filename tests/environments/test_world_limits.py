@@ -1,0 +1,63 @@
+"""Limits of the episodes of environments in worker processes: the same as those of other environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollflow.storage.records import Outcome
+from tests.environments.worlds import call, gym, play, trl
+
+
+@pytest.mark.parametrize(
+    ("keys", "turns", "tokens", "reason"),
+    [
+        ({"max_turns": 2, "options": {"goal": 9}}, 2, 4, "the episode reached environment.max_turns = 2"),
+        (
+            {"max_episode_tokens": 5, "options": {"goal": 9}},
+            3,
+            5,
+            "the episode reached environment.max_episode_tokens = 5",
+        ),
+        ({"max_turn_tokens": 1}, 3, 3, "the environment ended the episode"),
+    ],
+)
+def test_limits_of_turns_and_tokens_hold(keys: dict[str, Any], turns: int, tokens: int, reason: str) -> None:
+    score, episode, _ = play(gym(actions={"1": 1, "10": 1}, **keys), "10")
+    assert score is not None
+    assert (len(episode.lived.current.turns), episode.generated, score.reason) == (turns, tokens, reason)
+    assert score.value == sum(range(1, turns + 1))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said", "late"),
+    [
+        ({"turn_seconds": 3.5}, call("rest") + call("rest"), "turn_seconds = 3.5"),
+        ({"turn_seconds": 3.5}, call("rest"), ""),
+        ({"episode_seconds": 3.0}, call("rest"), "episode_seconds = 3"),
+    ],
+)
+def test_time_of_a_turn_and_an_episode_is_limited(keys: dict[str, float], said: str, late: str) -> None:
+    """Two turns with a rest of two seconds each are within the limit of a turn, and two rests in one turn are not."""
+    score, _, _ = play(trl("Slow", options={"rest": 2.0}, **keys), said, said, "Done.")
+    assert score is not None
+    assert score.outcome is (Outcome.TIMEOUT if late else Outcome.CORRECT)
+    assert not late or f"the environment took more than environment.{late} s" in score.reason
+
+
+def test_setup_counts_towards_the_time_of_an_episode() -> None:
+    config = trl("Slow", options={"setup": 2.0, "rest": 2.0}, episode_seconds=3.0)
+    score, _, _ = play(config, call("rest"), "Done.")
+    assert score is not None
+    assert score.outcome is Outcome.TIMEOUT
+    assert "episode_seconds = 3" in score.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(gym(unparsable_penalty=0.25), "jump"), (trl("Counter", unparsable_penalty=0.25), "<tool_call>{</tool_call>")],
+)
+def test_unreadable_action_costs_the_penalty(config: Any, said: str) -> None:
+    _, episode, _ = play(config.model_copy(update={"max_turns": 2}), said)
+    assert [turn.reward for turn in episode.lived.current.turns] == [-0.25, -0.25]
