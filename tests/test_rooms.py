@@ -85,7 +85,7 @@ MAY: dict[str, set[str]] = {
         *("tasks/engines", "tasks/environments", "tasks/rollout/resuming", "tasks/runtime", "tasks/scorers"),
         "tasks/statistics",
     },
-    "tasks/rollout/resuming": {"tasks/engines", "tasks/rollout"},
+    "tasks/rollout/resuming": {"tasks/engines", "tasks/environments", "tasks/rollout"},
     "tasks/run": {  # the config is made of the rooms' own parts
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
         *("tasks/environments/foreign", "tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),

@@ -1,10 +1,11 @@
 """Stores the finished turns of running episodes: `turns/<claim>-<number>.jsonl`, each file with turns of many episodes.
 
 A turn is one generation of the policy in an episode of several turns. After a crash, a new scheduler reads the stored
-turns, so that an episode continues behind its last stored turn. The run's log does not name these files: a missing or
-damaged file only means that its turns are generated again.
+turns, so that an episode continues behind its last stored turn. A file may also have snapshots of environments, from
+which episodes continue. The run's log does not name these files: a missing or damaged file only means that its turns
+are generated again.
 
-The first line of a file is the SHA-256 of the other lines, and each other line is one turn as JSON.
+The first line of a file is the SHA-256 of the other lines, and each other line is a turn or a snapshot as JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Base64Bytes, TypeAdapter, ValidationError
 
@@ -50,9 +51,45 @@ class FinishedTurn:
     logprobs: Float32s
     versions: Int32s
 
+    @property
+    def digest(self) -> str:
+        """A hash of what the policy generated."""
+        return hash_parts(self.tokens.data, self.logprobs.data, self.versions.data)
 
-class _Line(NamedTuple):
-    """One line of a file. The token arrays are stored as the bytes of their numbers."""
+
+class EpisodeEvent(NamedTuple):
+    """Something that happened in an episode. The kind is a method of the episode, or "turn" with the turn's digest."""
+
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSnapshot:
+    """A snapshot of an episode's environment, and all that happened in the episode since the snapshot before it.
+
+    `key.turn` is the number of turns before the snapshot, and `number` counts the snapshots of the episode. `parent` is
+    the digest of the snapshot before it, or "". `basis` is a hash of what the episode began with.
+    """
+
+    key: TurnKey
+    number: int
+    parent: str
+    basis: str
+    events: tuple[EpisodeEvent, ...]
+    data: bytes
+
+    @property
+    def digest(self) -> str:
+        """A hash of the snapshot and of all that happened before it."""
+        return hash_parts(self.parent.encode(), self.basis.encode(), json.dumps(self.events).encode(), self.data)
+
+
+Record = FinishedTurn | EnvironmentSnapshot
+
+
+class _TurnLine(NamedTuple):
+    """The line of a turn. The token arrays are stored as the bytes of their numbers."""
 
     prompt: int
     attempt: int
@@ -66,7 +103,30 @@ class _Line(NamedTuple):
     versions: Base64Bytes
 
 
-_LINES: TypeAdapter[_Line] = TypeAdapter(_Line)
+class _SnapshotLine(NamedTuple):
+    """The line of a snapshot."""
+
+    prompt: int
+    attempt: int
+    sample: int
+    turn: int
+    number: int
+    parent: str
+    basis: str
+    events: list[EpisodeEvent]
+    data: Base64Bytes
+
+
+_LINES: TypeAdapter[_TurnLine | _SnapshotLine] = TypeAdapter(_TurnLine | _SnapshotLine)
+
+
+def hash_parts(*parts: bytes | memoryview) -> str:
+    """Return a hash of several values, each with its length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def turns_path(claim: int, number: int) -> str:
@@ -74,14 +134,14 @@ def turns_path(claim: int, number: int) -> str:
     return f"{FOLDER}/{claim:010d}-{number:010d}.jsonl"
 
 
-def encode_turns(turns: Sequence[FinishedTurn]) -> bytes:
-    """Return the content of a file with these turns."""
-    lines = "".join(map(_encode, turns)).encode()
+def encode_turns(records: Sequence[Record]) -> bytes:
+    """Return the content of a file with these turns and snapshots."""
+    lines = "".join(map(_encode, records)).encode()
     return hashlib.sha256(lines).hexdigest().encode() + b"\n" + lines
 
 
-def decode_turns(data: bytes) -> list[FinishedTurn]:
-    """Return the turns of a file.
+def decode_turns(data: bytes) -> list[Record]:
+    """Return the turns and snapshots of a file.
 
     Raises:
         Corrupt: the file is damaged.
@@ -95,15 +155,20 @@ def decode_turns(data: bytes) -> list[FinishedTurn]:
         raise Corrupt(f"a file of finished turns has an invalid line: {error}") from error
 
 
-def _encode(turn: FinishedTurn) -> str:
-    arrays = (base64.b64encode(array.data).decode() for array in (turn.tokens, turn.logprobs, turn.versions))
-    key = turn.key
+def _encode(record: Record) -> str:
+    key = record.key
     place = (key.group.prompt, key.group.attempt, key.sample, key.turn)
-    return json.dumps([*place, turn.request, turn.started_version, turn.ending, *arrays]) + "\n"
+    if isinstance(record, EnvironmentSnapshot):
+        data = base64.b64encode(record.data).decode()
+        return json.dumps([*place, record.number, record.parent, record.basis, record.events, data]) + "\n"
+    arrays = (base64.b64encode(array.data).decode() for array in (record.tokens, record.logprobs, record.versions))
+    return json.dumps([*place, record.request, record.started_version, record.ending, *arrays]) + "\n"
 
 
-def _decode(line: _Line) -> FinishedTurn:
+def _decode(line: _TurnLine | _SnapshotLine) -> Record:
     key = TurnKey(GroupKey(line.prompt, line.attempt), line.sample, line.turn)
+    if isinstance(line, _SnapshotLine):
+        return EnvironmentSnapshot(key, line.number, line.parent, line.basis, tuple(line.events), line.data)
     tokens, logprobs, versions = Int32s(line.tokens), Float32s(line.logprobs), Int32s(line.versions)
     if not len(tokens) == len(logprobs) == len(versions):
         raise Corrupt("a finished turn does not have one log-prob and one version for each token")

@@ -41,6 +41,7 @@ from rollflow.tasks.engines.meter import EngineStats
 from rollflow.tasks.environments import build_environment, read_counts
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.rollout.config import DurableTurns
 from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
@@ -143,6 +144,8 @@ class RolloutActor:
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         self._environment = build_environment(self.config.environment)
+        rollout = self.config.rollout
+        mode: DurableTurns = rollout.durable_turns if self._environment.has_turns else "off"
         ports = SchedulerPorts(
             self.prompts.prompt,
             self.reward.score,
@@ -152,9 +155,7 @@ class RolloutActor:
             vocabulary=read_vocabulary(self.context.policy_folder),
             spans=self._spans,
             start_epoch=self._start_epoch,
-            journal=self._turn_files.open_journal(
-                self.config.rollout.durable_turns if self._environment.has_turns else "off", self.context.log.state
-            ),
+            journal=self._turn_files.open_journal(mode, self.context.log.state, rollout.max_snapshot_bytes),
         )
         scheduler = RolloutScheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts

@@ -13,6 +13,7 @@
   environment's task is cancelled. The environment need not clean up the episode, because the generated tokens are
   counted in any case.
 - After a crash, the run plays an episode again with the same seeds, so an environment keeps no state between episodes.
+  An environment may store a snapshot after a turn. Then the episode continues from there (`Episode.snapshot`).
 
 Environments run in the scheduler's event loop, thousands at a time: an environment must await and never block.
 """
@@ -22,11 +23,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from rollflow.storage.errors import RollflowError
 from rollflow.storage.records import Prompt
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action
 from rollflow.tasks.scorers.base import Score
+
+
+class SnapshotRejected(RollflowError):
+    """Raised by an environment that cannot be restored from a snapshot. Its actions are done again instead."""
 
 
 class Episode(Protocol):
@@ -61,6 +67,23 @@ class Episode(Protocol):
         """
 
     @property
+    def turn_id(self) -> str:
+        """A text that identifies the newest turn in its run; "" in an evaluation, and before the first turn. After a
+        crash, the text is the same again, so an environment can look up whether it has acted on this turn."""
+
+    @property
+    def snapshot(self) -> bytes | None:
+        """The newest snapshot that the environment stored before a crash, until the first generation; else None.
+
+        If there is a snapshot, the episode already has all turns, tokens, rewards and branches that it had when the
+        snapshot was stored. The environment must restore itself from the snapshot, and not begin the episode.
+        """
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """True if snapshots are stored. An evaluation, for example, stores none."""
+
+    @property
     def is_recalled(self) -> bool:
         """True if the newest turn was generated before a crash. The environment may have acted on this turn already."""
 
@@ -79,6 +102,20 @@ class Episode(Protocol):
     @property
     def attempt(self) -> int:
         """How often the prompt was started before, because its episodes were discarded."""
+
+    def save_snapshot(self, data: bytes) -> None:
+        """Store a snapshot of the environment after a turn, so that the episode continues from here after a crash.
+
+        The bytes are the environment's own; the run never interprets them. A snapshot that is larger than
+        `rollout.max_snapshot_bytes` is not stored. Raise `SnapshotRejected` if a stored snapshot cannot be restored.
+        """
+
+    def forget_turns(self, reason: str) -> None:
+        """Let the policy generate all further turns anew, also those that it generated before a crash.
+
+        An environment that cannot repeat its actions calls this method, if there is no snapshot. The reason is
+        recorded if there were such turns.
+        """
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response. Return None if the episode is over or at a `limit`, or if the response

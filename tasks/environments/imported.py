@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollflow.storage.errors import RollflowError
-from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.base import Environment, Episode, SnapshotRejected
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.runtime.imports import imported_object
 from rollflow.tasks.scorers.base import Score, Unjudged, failure_score, is_cancelled, validate_score
@@ -36,6 +36,10 @@ class ImportedEnvironment(Environment):
         try:
             score = await self._own.play(episode)
         except Unjudged as error:
+            return failure_score(self._name, error)
+        except SnapshotRejected as error:
+            if episode.snapshot is not None:
+                raise
             return failure_score(self._name, error)
         except RollflowError:  # errors of the run itself, such as a failed engine, are not the environment's fault
             raise

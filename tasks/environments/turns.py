@@ -112,7 +112,11 @@ class LivedEpisode:
 
     def enter_state(self, key: str) -> None:
         """Set the state of the next turn."""
-        self._upcoming = hash_state(key)
+        self.enter_hashed(hash_state(key))
+
+    def enter_hashed(self, state: int) -> None:
+        """Set the state of the next turn, by the hash of its name."""
+        self._upcoming = state
 
     def start_branch(self, tokens: Int32s) -> None:
         """Begin a branch with `tokens`, none of which the policy is trained on in this branch."""

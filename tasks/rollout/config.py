@@ -10,6 +10,8 @@ from pydantic import Field
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 Routing = Literal["least-work", "prefix"]
+DurableTurns = Literal["off", "background", "before-action"]
+SNAPSHOT_BYTES, LARGEST_SNAPSHOT = 1 << 18, 1 << 23  # default and largest limit of a snapshot's size
 
 
 class FilterConfig(Section):
@@ -119,11 +121,18 @@ class RolloutConfig(Section):
         description="number of times that a failing request to an engine is sent before the run fails; 1: no "
         "request is repeated",
     )
-    durable_turns: Literal["off", "background", "before-action"] = Field(
+    durable_turns: DurableTurns = Field(
         "background",
         description="when a finished turn of an episode with several turns is stored, so that the episode continues "
         "after a crash. background: at once, and nothing waits for it; before-action: before the environment gets the "
         "turn; off: never, so episodes begin again",
+    )
+    max_snapshot_bytes: int = Field(
+        SNAPSHOT_BYTES,
+        gt=0,
+        le=LARGEST_SNAPSHOT,
+        description="largest size in bytes of a snapshot that an environment stores after a turn; a larger snapshot is "
+        "not stored, and a warning says so",
     )
     patience_seconds: float = Field(
         600.0,

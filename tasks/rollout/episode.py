@@ -28,7 +28,7 @@ from rollflow.tasks.environments.tool_calls import Action, parse_action
 from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, check_tokens, find_parent
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
-from rollflow.tasks.scorers.token_values import add_values, move_to_sampled
+from rollflow.tasks.scorers.token_values import add_values, align_values, move_to_sampled
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 # Waits for the group's other final responses, and returns them; None if the group of responses was given up.
@@ -68,6 +68,8 @@ class PlayedEpisode:
     is_recalled: bool = False  # as `Episode.is_recalled` specifies
     seed: int = 0  # number from which the environment draws its random numbers
     attempt: int = 0  # how often the prompt was started before
+    snapshot: bytes | None = None  # as `Episode.snapshot` specifies
+    keeps_snapshots: bool = False  # as `Episode.keeps_snapshots` specifies
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     has_turns: bool = False  # True if the environment may have several turns
     turns: int = 0
@@ -96,6 +98,11 @@ class PlayedEpisode:
     def limit(self) -> str:
         """Why the episode gets no further turn, as `Episode.limit` specifies."""
         return self.ports.limits.find_reached(self.turns, self.generated)
+
+    @property
+    def turn_id(self) -> str:
+        """A text that identifies the newest turn, as `Episode.turn_id` specifies."""
+        return f"{self.id}.{self.turns - 1}" if self.id and self.turns else ""
 
     @property
     def response(self) -> Int32s:
@@ -171,6 +178,14 @@ class PlayedEpisode:
         """Name the environment state of the next turn, as `Episode.enter_state` specifies."""
         self.lived.enter_state(key)
 
+    def save_snapshot(self, data: bytes) -> None:
+        """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
+        if not isinstance(data, bytes):
+            raise TypeError(f"a snapshot is a {type(data).__name__}, not bytes")
+
+    def forget_turns(self, reason: str) -> None:
+        """Do nothing, because no turn of this episode was generated before a crash."""
+
     def replace_prompt(self, tokens: Sequence[int]) -> None:
         """Begin the episode with other tokens than the prompt's, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
@@ -206,17 +221,7 @@ class PlayedEpisode:
         score = await self.scorer(ScoreRequest(checked, reference, prompt.scorer, prompt.messages, peers))
         if score.outcome is Outcome.UNJUDGED:
             self._unjudged = score
-        return self._align_values(score, checked) if score.has_token_values else score
-
-    def _align_values(self, score: Score, tokens: Int32s) -> Score:
-        """Return a score whose token values are those of the whole response so far, of which `tokens` is the end."""
-        before = len(self.made) - len(tokens)
-        if before < 0 or self.made.tokens[before:] != tokens:
-            raise ValueError(
-                "the scorer gave values to tokens that are not the end of the response; let it score the end of "
-                "episode.response"
-            )
-        return replace(score, token_values=Float32s.same(math.nan, before) + score.token_values)  # type: ignore[operator]
+        return align_values(score, checked, self.response) if score.has_token_values else score
 
     def find_unjudged(self, score: Score) -> Score | None:
         """Return why the episode has no reward: a score that the reward may depend on could not be computed."""

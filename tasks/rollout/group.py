@@ -29,15 +29,16 @@ from rollflow.storage.records import (
     Discard,
     DiscardReason,
     GroupKey,
+    Outcome,
     Prompt,
     StopReason,
     Trajectory,
     TrajectoryGroup,
 )
-from rollflow.storage.run_records.finished_turns import TurnKey
+from rollflow.storage.run_records.finished_turns import TurnKey, hash_parts
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.tasks.engines.base import GenerationRequest
-from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.base import Environment, SnapshotRejected
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
@@ -47,6 +48,7 @@ from rollflow.tasks.rollout.peers import GroupPeers
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, VersionedGeneration
 from rollflow.tasks.rollout.resuming.journal import TurnJournal
+from rollflow.tasks.rollout.resuming.recorded_episode import EpisodePlace, RecordedEpisode
 from rollflow.tasks.runtime.spans import Spans
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
@@ -143,44 +145,74 @@ class GroupRollout:
         """Run one episode until its reward is known, and return the trajectory of each of its branches; return nothing
         if the episode is not kept."""
         ports = self.ports
-        id = f"{self.key.prompt}.{self.key.attempt}.{sample}"
-        named = id if ports.environment.has_turns else ""
-        ask = functools.partial(self._generate_turn, sample, named, prompt.input.length)
-        compares = ports.limits.judging_of(prompt.scorer).compares_group
-        episode = PlayedEpisode(
-            prompt,
-            ports.limits.max_new_tokens,
-            ask,
-            self._close_episode,
-            ports.scoring.count(judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over)),
-            ports.vocabulary,
-            ports.environment_ports,
-            functools.partial(self._peers.arrive, sample) if compares else None,
-            id=id,
-            seed=sample_seed(ports.limits.seed, self.key.prompt, sample, redraws=self.redraws),
-            attempt=self.key.attempt,
-        )
-        if self._reason is not None:
-            await episode.abandon()
-            return ()
-        self._playing.add(episode)
-        try:
-            score = await episode.play(self.ports.environment)
-        finally:
-            self._playing.discard(episode)
-            if episode.wanted:
-                self._peers.leave(sample)
+        for restores in (True, False):
+            episode = self._build_episode(prompt, sample)
+            if self._reason is not None:
+                await episode.abandon()
+                return ()
+            self._playing.add(episode)
+            try:
+                if restores:
+                    self._restore_episode(episode)
+                score = await episode.play(ports.environment)
+                break
+            except SnapshotRejected as rejected:
+                ports.journal.note_restart(TurnKey(self.key, sample, 0), f"the snapshot was rejected: {rejected}")
+            finally:
+                self._playing.discard(episode)
+                if episode.wanted:
+                    self._peers.leave(sample)
         if score is None:
             return ()
-        # an environment that broke before the first generation has nothing that could be scored
-        tries = ports.limits.judge_tries(prompt.scorer) or episode.first is None
-        if tries and (unjudged := episode.find_unjudged(score)):
+        # nobody can judge an environment that broke before the first generation, or in a process of its own
+        is_broken = episode.first is None or (ports.environment.keeps_deadlines and score.outcome is Outcome.UNJUDGED)
+        if (is_broken or ports.limits.judge_tries(prompt.scorer)) and (unjudged := episode.find_unjudged(score)):
             self.unjudged = unjudged.reason
             await self.give_up(DiscardReason.UNJUDGED)
             return ()
         trajectories = episode.trajectories(score, sample, self.responses, self.ports.limits.staleness_from)
         self.ports.spans.respond(self.key, trajectories[0])
         return trajectories
+
+    def _build_episode(self, prompt: Prompt, sample: int) -> PlayedEpisode:
+        """Create an episode of the prompt, whose history is recorded if the journal stores turns."""
+        ports = self.ports
+        id = f"{self.key.prompt}.{self.key.attempt}.{sample}"
+        named = id if ports.environment.has_turns else ""
+        seed = sample_seed(ports.limits.seed, self.key.prompt, sample, redraws=self.redraws)
+        compares = ports.limits.judging_of(prompt.scorer).compares_group
+        build: Callable[..., PlayedEpisode] = PlayedEpisode
+        if ports.journal.is_on:
+            basis = _hash_basis(prompt, ports, seed)
+            build = functools.partial(RecordedEpisode, place=EpisodePlace(ports.journal, self.key, sample, basis))
+        return build(
+            prompt,
+            ports.limits.max_new_tokens,
+            functools.partial(self._generate_turn, sample, named, prompt.input.length),
+            self._close_episode,
+            ports.scoring.count(judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over)),
+            ports.vocabulary,
+            ports.environment_ports,
+            functools.partial(self._peers.arrive, sample) if compares else None,
+            id=id,
+            seed=seed,
+            attempt=self.key.attempt,
+        )
+
+    def _restore_episode(self, episode: PlayedEpisode) -> None:
+        """Let an episode continue from the newest snapshot of its environment, if an earlier scheduler stored one.
+
+        Raises:
+            SnapshotRejected: what happened before the snapshot does not fit the episode.
+        """
+        if not isinstance(episode, RecordedEpisode):
+            return
+        place, journal = episode.place, self.ports.journal
+        if (point := journal.find_restore_point(self.key, place.sample, place.basis)) is not None:
+            episode.restore(point)
+            journal.restored += 1
+            if episode.first is not None:
+                self._note_start(place.sample, episode.first.version)
 
     async def _generate_turn(self, sample: int, episode: str, given: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
@@ -250,6 +282,13 @@ class GroupRollout:
         if self._ended == self.ports.limits.group_size < self.responses:
             await self._abort()
         return self._reason is None
+
+
+def _hash_basis(prompt: Prompt, ports: GroupPorts, seed: int) -> str:
+    """Return a hash of all that an episode begins with, and that its turns depend on."""
+    limits = ports.limits
+    options = (limits.max_new_tokens, limits.temperature, seed, ports.environment_ports.limits, prompt.input.placed)
+    return hash_parts(prompt.input.flat.data, repr(options).encode())
 
 
 def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int = 0) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollflow.storage.token_arrays import Float32s
+from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.scorers.base import LARGEST, Score, failure_score
 from rollflow.tasks.scorers.base_config import RewardBase
 from rollflow.tasks.scorers.verifier import find_answer
@@ -102,6 +102,21 @@ def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s
     np.add.at(sums_T, sampled[owner], values_T[given])
     found_T[sampled[owner]] = sums_T[sampled[owner]]
     return _to_float32(found_T)
+
+
+def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
+    """Return the score of the tokens with which a response ends, with values for all tokens of the response.
+
+    Raises:
+        ValueError: the response does not end with the tokens.
+    """
+    before = len(response) - len(tokens)
+    if before < 0 or response[before:] != tokens:
+        raise ValueError(
+            "the scorer gave values to tokens that are not the end of the response; let it score the end of "
+            "episode.response"
+        )
+    return replace(score, token_values=Float32s.same(math.nan, before) + score.token_values)  # type: ignore[operator]
 
 
 def add_values(values: Float32s | None, more: Mapping[int, float], tokens: int) -> Float32s:

@@ -27,6 +27,8 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.policies import PolicyStore
 from rollflow.storage.records import Prompt, StoredObject
+from rollflow.storage.run_records.episode_restarts import EpisodeRestart, store_restarts
+from rollflow.storage.run_records.finished_turns import Record, encode_turns, turns_path
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch, TrajectoryStore
 from rollflow.tasks.engines.base import Engine
@@ -35,10 +37,12 @@ from rollflow.tasks.engines.timed import TimedEngine
 from rollflow.tasks.environments.base import Environment
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
-from rollflow.tasks.rollout.config import RolloutConfig, Routing
+from rollflow.tasks.rollout.config import SNAPSHOT_BYTES, DurableTurns, RolloutConfig, Routing
 from rollflow.tasks.rollout.evaluation import Evaluations
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
+from rollflow.tasks.rollout.resuming.files import TurnFiles
+from rollflow.tasks.rollout.resuming.journal import TurnJournal
 from rollflow.tasks.rollout.resuming.resume_point import ResumePoint
 from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.rollout.weight_sync import VersionCallbacks, WeightSync
@@ -73,6 +77,21 @@ class StoredBatches:
         return self.batches.read(waiting.file)
 
 
+class InstantTurnFiles(TurnFiles):
+    """Files of finished turns that are written without threads, which a virtual clock does not wait for."""
+
+    async def write(self, records: Sequence[Record]) -> str:
+        path = turns_path(self._claim, next(self._numbers))
+        self._store.create(path, encode_turns(records))
+        return path
+
+    async def note(self, restarts: Sequence[EpisodeRestart]) -> None:
+        store_restarts(self._store, self._claim, next(self._notes), restarts)
+
+    async def delete(self, path: str) -> None:
+        self._store.delete(path)
+
+
 @dataclass
 class Pipeline:
     """One run with timed parts. `store` outlives it, so that another pipeline can continue the run."""
@@ -103,6 +122,8 @@ class Pipeline:
     routing: Routing = "least-work"
     environment: Environment = SINGLE_TURN
     environment_ports: EnvironmentPorts = NO_PORTS
+    durable_turns: DurableTurns = "off"
+    max_snapshot_bytes: int = SNAPSHOT_BYTES
     vocabulary: int = ANY_TOKEN
     evaluating: Callable[[Pipeline], Evaluations] | None = None
     spans: Spans = field(default_factory=Spans)
@@ -197,8 +218,14 @@ class Pipeline:
             environment_ports=self.environment_ports,
             vocabulary=self.vocabulary,
             spans=self.spans,
+            journal=self._journal(),
         )
         return self.scheduler_type(limits, ports, self.proxy, self._beginning())
+
+    def _journal(self) -> TurnJournal:
+        self.scheduling.log.follow()
+        files = InstantTurnFiles(self.store, self.scheduling.claim)
+        return files.open_journal(self.durable_turns, self.scheduling.log.state, self.max_snapshot_bytes)
 
     def _prompt(self, index: int) -> Prompt:
         return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")

@@ -192,6 +192,7 @@ def test_random_schedules_cover_every_rollout_option() -> None:
     drawn |= {
         "admit_by",
         "durable_turns",
+        "max_snapshot_bytes",
     }  # test_cache_queue.py and test_turn_journal.py draw them
     named = {"patience_seconds": "patience", "attempts": "attempts"}
     assert {named.get(key, key) for key in RolloutConfig.model_fields} <= drawn

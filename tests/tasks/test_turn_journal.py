@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +18,21 @@ from rollflow.storage.log.state import RunState
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
 from rollflow.storage.records import GroupKey, StopReason
-from rollflow.storage.run_records.finished_turns import FinishedTurn, TurnKey, decode_turns, encode_turns
+from rollflow.storage.run_records.episode_restarts import EpisodeRestart
+from rollflow.storage.run_records.finished_turns import (
+    EnvironmentSnapshot,
+    EpisodeEvent,
+    FinishedTurn,
+    Record,
+    TurnKey,
+    decode_turns,
+    encode_turns,
+)
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.files import TurnFiles
-from rollflow.tasks.rollout.resuming.journal import TurnFolder, TurnJournal
+from rollflow.tasks.rollout.resuming.journal import OTHER_REQUEST, TurnFolder, TurnJournal
 
 KEY = TurnKey(GroupKey(3, 1), 2, 0)
 INT32 = st.integers(0, (1 << 31) - 1)
@@ -42,19 +52,23 @@ class Folder(TurnFolder):
     """A folder in memory, whose writes wait for `gate` and fail with `error`."""
 
     def __init__(self) -> None:
-        self.files: dict[str, list[FinishedTurn]] = {}
+        self.files: dict[str, list[Record]] = {}
+        self.restarts: list[EpisodeRestart] = []
         self.gate, self.error = asyncio.Event(), None
         self.gate.set()
 
     error: Exception | None
 
-    async def write(self, turns: Sequence[FinishedTurn]) -> str:
+    async def write(self, turns: Sequence[Record]) -> str:
         await self.gate.wait()
         if self.error:
             raise self.error
         path = f"turns/{len(self.files)}"
         self.files[path] = list(turns)
         return path
+
+    async def note(self, restarts: Sequence[EpisodeRestart]) -> None:
+        self.restarts += restarts
 
     async def delete(self, path: str) -> None:
         del self.files[path]
@@ -72,6 +86,23 @@ async def recorded(folder: Folder, keys: Sequence[TurnKey], **options: Any) -> T
     return journal
 
 
+DIGEST = st.text("0123456789abcdef", max_size=32)
+EVENT = st.one_of(
+    st.builds(EpisodeEvent, st.just("turn"), DIGEST),
+    st.builds(EpisodeEvent, st.just("add"), st.binary().map(lambda data: base64.b64encode(data).decode())),
+    st.builds(EpisodeEvent, st.just("reward"), st.floats(allow_nan=False, allow_infinity=False)),
+    st.builds(EpisodeEvent, st.just("enter_state"), st.integers(-(1 << 63), (1 << 63) - 1)),
+    st.builds(EpisodeEvent, st.just("extend"), st.lists(st.dictionaries(st.text(), st.text(), max_size=2), max_size=2)),
+)
+SNAPSHOT = st.builds(
+    EnvironmentSnapshot,
+    st.builds(TurnKey, st.builds(GroupKey, INT32, INT32), INT32, INT32),
+    INT32,
+    DIGEST,
+    DIGEST,
+    st.lists(EVENT).map(tuple),
+    st.binary(),
+)
 TURN = st.builds(
     lambda key, request, version, ending, rows: FinishedTurn(
         key,
@@ -90,9 +121,11 @@ TURN = st.builds(
 )
 
 
-@given(st.lists(TURN))
-def test_turns_are_read_as_written(turns: list[FinishedTurn]) -> None:
-    assert decode_turns(encode_turns(turns)) == turns
+@given(st.lists(TURN | SNAPSHOT))
+def test_turns_are_read_as_written(records: list[Record]) -> None:
+    found = decode_turns(encode_turns(records))
+    assert found == records
+    assert [one.digest for one in found] == [one.digest for one in records]
 
 
 @given(st.lists(TURN, min_size=1), st.data())
@@ -131,6 +164,9 @@ async def test_other_request_does_not_recall_the_turn(changes: dict[str, Any]) -
     after = TurnJournal(folder, folder.files)
     assert after.recall(KEY, request(**changes)) is None
     assert (after.recalled, after.diverged) == (0, 1)
+    assert after.recall(replace(KEY, turn=1), request()) is None
+    assert after.diverged == 1  # the turns behind it have other contexts, too
+    assert [(one.turn, one.reason) for one in after._restarts] == [(0, OTHER_REQUEST)]
 
 
 async def test_aborted_generation_is_not_stored() -> None:

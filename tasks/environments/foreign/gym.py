@@ -14,6 +14,7 @@ from rollflow.tasks.environments.base import Episode, charge_unparsable
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
+from rollflow.tasks.environments.foreign.snapshots import restore_world, save_snapshot
 from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.scorers.base import LARGEST, Score
 
@@ -25,8 +26,11 @@ class GymnasiumEpisodes(ForeignEpisodes):
 
     async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
         _, text = await self._begin(episode, world)
-        episode.enter_state(text or "")
-        self._open_prompt(episode, (), describe_view(text or ""))
+        if (total := await restore_world(episode, world)) is None:
+            episode.enter_state(text or "")
+            self._open_prompt(episode, (), describe_view(text or ""))
+        else:
+            progress.total = total
         try:
             while not (reason := episode.limit):
                 made = await episode.generate()
@@ -40,6 +44,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
                 if not episode.limit and not self._add_messages(episode, "user", [seen], describe_view):
                     reason = "there was no room for another turn"
                     break
+                await save_snapshot(episode, world, progress.total)
         except CallFailed as failed:
             return self._score_error(failed, progress)
         await world.close()
@@ -47,7 +52,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
 
     async def _step(self, episode: Episode, world: World, said: str, progress: Progress) -> str | None:
         """Do the action that a response names, and return what the policy sees; None if the episode has ended."""
-        answer = await world.step(said)
+        answer = await world.step(said, episode.turn_id)
         if "invalid" in answer:
             charge_unparsable(episode)
             return f"error: {answer['invalid']}"

@@ -11,6 +11,7 @@ from rollflow.tasks.environments.base import Episode, charge_unparsable
 from rollflow.tasks.environments.foreign.calls import END, ToolCall, describe_result, parse_calls
 from rollflow.tasks.environments.foreign.faults import CallFailed
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
+from rollflow.tasks.environments.foreign.snapshots import restore_world, save_snapshot
 from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.scorers.base import Score
 
@@ -20,7 +21,8 @@ class TrlEpisodes(ForeignEpisodes):
 
     async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
         described, text = await self._begin(episode, world)
-        self._open_prompt(episode, described.get("tools") or (), text or "")
+        if await restore_world(episode, world) is None:
+            self._open_prompt(episode, described.get("tools") or (), text or "")
         # a policy without chat template has not learned to end its turn after a call
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None
@@ -34,9 +36,11 @@ class TrlEpisodes(ForeignEpisodes):
                 break
             if any(call.fault for call in calls):
                 charge_unparsable(episode)
-            results = [await self._call(world, call) for call in calls]
+            keys = (f"{episode.turn_id}.{number}" if episode.turn_id else "" for number in range(len(calls)))
+            results = [await self._call(world, call, key) for call, key in zip(calls, keys, strict=True)]
             if episode.limit or not self._add_results(episode, results):
                 break
+            await save_snapshot(episode, world, progress.total)
         assert made is not None
         if not described.get("has_reward"):
             return FinalAnswer(made.tokens)
@@ -45,12 +49,12 @@ class TrlEpisodes(ForeignEpisodes):
         except CallFailed as failed:
             return self._score_error(failed, progress)
 
-    async def _call(self, world: World, call: ToolCall) -> str:
+    async def _call(self, world: World, call: ToolCall, key: str) -> str:
         """Return the result of a tool call, or why it failed, as the policy reads it."""
         if call.fault:
             return f"error: {call.fault}"
         try:
-            return await world.call(call.name, call.arguments)
+            return await world.call(call.name, call.arguments, key)
         except CallFailed as failed:
             return f"error: {failed}"
 

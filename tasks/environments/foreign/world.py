@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.base import SnapshotRejected
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, judge_status
 from rollflow.tasks.environments.foreign.guest_process import Guest, decode_line
@@ -32,6 +34,7 @@ class World:
         self._guest, self._number, self._config, self._health = guest, number, config, health
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
+        self.described: Mapping[str, Any] = {}  # what the environment offers, once it is open
         self._limits, self._used = config.limits, ComputedTime()
 
     async def start(self) -> None:
@@ -47,26 +50,27 @@ class World:
 
     async def open(self, seed: int) -> Mapping[str, Any]:
         """Create the environment, and return the description of its tools."""
-        return await self._ask({"do": "open", "seed": seed})
+        self.described = await self._ask({"do": "open", "seed": seed})
+        return self.described
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
         """Begin the episode with the row of a prompt, and return the first observation."""
         self._health.resets += 1
         return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
 
-    async def call(self, name: str, arguments: Any) -> str:
-        """Call a tool and return its result.
+    async def call(self, name: str, arguments: Any, key: str = "") -> str:
+        """Call a tool and return its result. `key` identifies the call in its run, also after a crash.
 
         Raises:
             CallFailed: the tool has raised an error, which the policy may read.
             WorldEnded: the process had to be killed, or has ended.
         """
-        answer = await self._step({"do": "call", "name": name, "arguments": arguments})
+        answer = await self._act({"do": "call", "name": name, "arguments": arguments}, key)
         return self._read_text(answer) or ""
 
-    async def step(self, text: str) -> Mapping[str, Any]:
-        """Do the action that a text of the policy names; see `guest.episode`."""
-        return await self._step({"do": "step", "text": text})
+    async def step(self, text: str, key: str = "") -> Mapping[str, Any]:
+        """Do the action that a text of the policy names; see `guest.episode`. `key` is as in `call`."""
+        return await self._act({"do": "step", "text": text}, key)
 
     async def reward(self) -> float:
         """Return the reward that the environment computes for the episode."""
@@ -74,6 +78,30 @@ class World:
         if not isinstance(value, int | float):
             raise self._end(Outcome.KILLED, "its process wrote a reward that is no number")
         return float(value)
+
+    async def take_snapshot(self) -> Mapping[str, Any] | None:
+        """Return the state of the environment, with `data` in Base64; None, with a warning, if the environment cannot
+        give its state.
+        """
+        try:
+            answer = await self._ask({"do": "snapshot"})
+        except CallFailed as failed:
+            logging.getLogger(__name__).warning("environment.%s: no snapshot was stored: %s", self._health.name, failed)
+            return None
+        if not isinstance(answer.get("data"), str):
+            raise self._end(Outcome.KILLED, "its process wrote a snapshot without data")
+        return answer
+
+    async def restore(self, fields: Mapping[str, Any]) -> None:
+        """Return the environment to the state in which a snapshot was taken.
+
+        Raises:
+            SnapshotRejected: the environment cannot be restored.
+        """
+        try:
+            await self._ask({"do": "restore", **fields})
+        except (CallFailed, WorldEnded) as error:
+            raise SnapshotRejected(str(error)) from error
 
     async def close(self) -> None:
         """Close the environment; a process that does not close in time is killed."""
@@ -90,6 +118,10 @@ class World:
     def begin_turn(self) -> None:
         """Note that the policy has generated a turn."""
         self._used.begin_turn()
+
+    async def _act(self, request: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        """Do an action. The environment gets the key of the action if it asks for it."""
+        return await self._step({**request, "key": key} if self.described.get("begins_actions") else request)
 
     async def _step(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         self._health.steps += 1

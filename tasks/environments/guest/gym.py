@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rollflow.tasks.environments.guest.durable import DurableParts
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields
 
 COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
+STEPS = "_elapsed_steps"  # attribute in which the wrapper TimeLimit counts steps
 WORD = re.compile(r"[^\W_]+(?:[-_'][^\W_]+)*|[^\w\s]")
 
 
@@ -22,27 +24,40 @@ class GymnasiumGuest:
     def __init__(self, spec: Fields, parts: dict[str, Any]) -> None:
         self._observe, self._act = parts.get("observe"), parts.get("act")
         self._own = create_environment(spec, parts)
+        self._durable = DurableParts(getattr(self._own, "unwrapped", self._own))
         if not self._act:
             self._actions = build_actions(spec["actions"], getattr(self._own, "action_space", None))
 
     def describe(self) -> Fields:
         """Return that the environment has no tools, and computes its rewards."""
-        return {"tools": [], "has_reward": True}
+        return {"tools": [], "has_reward": True, **self._durable.describe()}
 
     def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
         """Begin the episode; the column `seed` of a prompt's row takes precedence over the seed of the run."""
         found, info = self._own.reset(seed=int(row.get("seed", seed)))
         return {"text": self._describe_state(found, info)}
 
-    def do_step(self, text: str) -> Fields:
-        """Do the action that the policy's text names."""
+    def do_step(self, text: str, key: str = "") -> Fields:
+        """Do the action that the policy's text names. `key` identifies the action in its run."""
         try:
             action = self._act(text) if self._act else find_action(text, self._actions)
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything
             return {"invalid": str(error) or type(error).__name__}
-        found, reward, terminated, truncated, info = self._own.step(action)
+        done = self._durable.begin_action(key)
+        found, reward, terminated, truncated, info = self._own.step(action) if done is None else done
         ended = bool(terminated) or bool(truncated)
         return {"text": self._describe_state(found, info), "reward": float(reward), "ended": ended}
+
+    def do_snapshot(self) -> Fields:
+        """Return the state of the episode, and the number of steps that each wrapper has counted."""
+        counted = [getattr(one, STEPS) for one in list_counters(self._own)]
+        return {**self._durable.take_snapshot(), "counted": counted}
+
+    def do_restore(self, data: str, counted: list[Any]) -> Fields:
+        """Return the episode to the state in which a snapshot was taken."""
+        for number, one in enumerate(list_counters(self._own)):
+            setattr(one, STEPS, counted[number])
+        return self._durable.restore(data)
 
     def do_close(self) -> Fields:
         """Close the environment."""
@@ -57,6 +72,14 @@ class GymnasiumGuest:
             found = self._own.render()
             found = "".join(map(str, found)) if isinstance(found, list) else found
         return mark_colours(str(found))[:LONGEST_TEXT]
+
+
+def list_counters(environment: Any) -> Iterator[Any]:
+    """Yield the wrappers around an environment that count steps, from the outermost on."""
+    while hasattr(environment, "env"):
+        if STEPS in vars(environment):
+            yield environment
+        environment = environment.env
 
 
 def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:

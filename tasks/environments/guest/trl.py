@@ -11,10 +11,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollflow.tasks.environments.guest.durable import DurableParts
 from rollflow.tasks.environments.guest.schema import build_schema
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields, describe_error
-
-NO_TOOLS = ("reset", "get_reward")
 
 
 class TrlGuest:
@@ -26,29 +25,35 @@ class TrlGuest:
         self._own = parts["path"](**spec["options"])
         if not callable(getattr(self._own, "reset", None)):
             raise EnvironmentFault("the class has no method reset; write `def reset(self, **row) -> str | None`")
+        self._durable = DurableParts(self._own, self._finish)
+        hidden = {"reset", "get_reward", *self._durable.names}
         methods = inspect.getmembers(self._own, inspect.ismethod)
         self._tools: dict[str, Callable[..., Any]] = {
-            name: method for name, method in methods if not name.startswith("_") and name not in NO_TOOLS
+            name: method for name, method in methods if not name.startswith("_") and name not in hidden
         }
 
     def describe(self) -> Fields:
         """Return the schemas of the tools, and whether the class computes the reward."""
         tools = [build_schema(name, method) for name, method in self._tools.items()]
-        return {"tools": tools, "has_reward": callable(getattr(self._own, "get_reward", None))}
+        has_reward = callable(getattr(self._own, "get_reward", None))
+        return {"tools": tools, "has_reward": has_reward, **self._durable.describe()}
 
     def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
         """Begin the episode with the columns of a prompt's row."""
         found = self._finish(self._own.reset(**select_arguments(self._own.reset, row)))
         return {"text": None if found is None else read_content(found)}
 
-    def do_call(self, name: str, arguments: Any) -> Fields:
-        """Call a tool. The policy reads an error as the result of the call."""
+    def do_call(self, name: str, arguments: Any, key: str = "") -> Fields:
+        """Call a tool. The policy reads an error as the result of the call. `key` identifies the call in its run."""
         if name not in self._tools:
             return {"error": "there is no tool {!r}; the tools are {}".format(name, ", ".join(self._tools) or "none")}
         if not isinstance(arguments, dict):
             return {"error": "the arguments are not a JSON object"}
         try:
-            return {"text": read_content(self._finish(self._tools[name](**arguments)))}
+            found = self._durable.begin_action(key)
+            if found is None:
+                found = self._finish(self._tools[name](**arguments))
+            return {"text": read_content(found)}
         except EnvironmentFault:
             raise
         except BaseException as error:  # noqa: BLE001 - a tool is the user's code, called as the policy wants
@@ -57,6 +62,14 @@ class TrlGuest:
     def do_reward(self) -> Fields:
         """Compute the reward of the episode."""
         return {"value": float(self._finish(self._own.get_reward()))}
+
+    def do_snapshot(self) -> Fields:
+        """Return the state of the episode."""
+        return self._durable.take_snapshot()
+
+    def do_restore(self, data: str) -> Fields:
+        """Return the episode to the state in which a snapshot was taken."""
+        return self._durable.restore(data)
 
     def do_close(self) -> Fields:
         """End the episode; the contract has no method to call."""

@@ -11,6 +11,7 @@ LONGEST_LINE = 1 << 24  # largest size of a message in bytes
 LONGEST_PACKET = 1 << 16  # largest size of a message on the control socket in bytes
 LONGEST_TEXT = 1 << 20  # largest number of characters of an observation or of a tool's result
 LONGEST_ERROR = 500  # largest number of characters of an error's text
+LARGEST_SNAPSHOT = 1 << 23  # largest number of bytes of a snapshot
 
 Fields = dict[str, Any]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from typing import Literal
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.state import RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
-from rollflow.storage.run_records.finished_turns import FOLDER, FinishedTurn, decode_turns, encode_turns, turns_path
+from rollflow.storage.run_records.episode_restarts import EpisodeRestart, store_restarts
+from rollflow.storage.run_records.finished_turns import FOLDER, Record, decode_turns, encode_turns, turns_path
+from rollflow.tasks.rollout.config import SNAPSHOT_BYTES, DurableTurns
 from rollflow.tasks.rollout.resuming.journal import TurnFolder, TurnJournal
 
 
@@ -19,36 +20,49 @@ class TurnFiles(TurnFolder):
     """The files of finished turns that one scheduler process reads and writes. The process holds `claim`."""
 
     def __init__(self, store: ObjectStore, claim: int) -> None:
-        self._store, self._claim, self._numbers = store, claim, itertools.count()
+        self._store, self._claim = store, claim
+        self._numbers, self._notes = itertools.count(), itertools.count()
 
-    def open_journal(self, mode: Literal["off", "background", "before-action"], state: RunState) -> TurnJournal:
+    def open_journal(
+        self,
+        mode: DurableTurns,
+        state: RunState,
+        max_snapshot_bytes: int = SNAPSHOT_BYTES,
+    ) -> TurnJournal:
         """Create the journal of a scheduler that starts from `state`, with the stored turns of running groups.
 
         Files without a running group, and damaged files, are deleted. If `mode` is "off", all files are deleted.
         """
-        stored = {path: self._read_running(path, state) for path in self._store.list(FOLDER)}
-        kept = {} if mode == "off" else {path: turns for path, turns in stored.items() if turns}
+        stored = {path: self._read_running(path, state) for path in sorted(self._store.list(FOLDER))}
+        kept = {} if mode == "off" else {path: records for path, records in stored.items() if records}
         for path in stored.keys() - kept.keys():
             self._store.delete(path)
-        return TurnJournal() if mode == "off" else TurnJournal(self, kept, waits=mode == "before-action")
+        if mode == "off":
+            return TurnJournal()
+        return TurnJournal(self, kept, waits=mode == "before-action", max_snapshot_bytes=max_snapshot_bytes)
 
-    def _read_running(self, path: str, state: RunState) -> list[FinishedTurn]:
-        """Return a file's turns of groups that are neither in a batch nor discarded."""
+    def _read_running(self, path: str, state: RunState) -> list[Record]:
+        """Return a file's turns and snapshots of groups that are neither in a batch nor discarded."""
         running = set(state.in_flight)
 
         def is_running(group: GroupKey) -> bool:
             return group in running or not state.cursor.covers(group.prompt)
 
         try:
-            return [turn for turn in decode_turns(self._store.get(path)) if is_running(turn.key.group)]
+            return [record for record in decode_turns(self._store.get(path)) if is_running(record.key.group)]
         except (Corrupt, Missing):
             return []
 
-    async def write(self, turns: Sequence[FinishedTurn]) -> str:
-        """Store turns, as `TurnFolder.write` specifies."""
+    async def write(self, records: Sequence[Record]) -> str:
+        """Store turns and snapshots, as `TurnFolder.write` specifies."""
         path = turns_path(self._claim, next(self._numbers))
-        await asyncio.to_thread(lambda: self._store.create(path, encode_turns(turns)))
+        await asyncio.to_thread(lambda: self._store.create(path, encode_turns(records)))
         return path
+
+    async def note(self, restarts: Sequence[EpisodeRestart]) -> None:
+        """Store why episodes did not continue, as `TurnFolder.note` specifies."""
+        number = next(self._notes)
+        await asyncio.to_thread(store_restarts, self._store, self._claim, number, restarts)
 
     async def delete(self, path: str) -> None:
         """Delete a file, as `TurnFolder.delete` specifies."""

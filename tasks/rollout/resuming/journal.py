@@ -1,43 +1,61 @@
 """Keeps the finished turns of running episodes in storage, so that an episode survives the death of its scheduler.
 
-    engine --> turn --> journal --+--> file: all turns that finished since the last file, in the background
-                                  +--> environment, which acts and asks for the next turn
+    engine --> turn --> journal --+--> file: all that was recorded since the last file, in the background
+                                  +--> environment, which acts, may store a snapshot, and asks for the next turn
 
-    after a crash: the environment plays the episode again from its start. Each stored turn is recalled instead of
-    generated, until the first turn that is not stored.
+    after a crash: the environment is restored from its newest snapshot. Without a snapshot, the environment plays the
+    episode again from its start. Each stored turn behind that point is recalled instead of generated, until the first
+    turn that is not stored.
 
 - A turn is recalled only for the same request: the same context, token limit, stop strings, temperature and seed. If
-  an environment answers differently than before the crash, the contexts differ, and the policy generates anew.
+  an environment answers differently than before the crash, the contexts differ, and the policy generates anew. A record
+  says so (`episode_restarts`).
 - With `durable_turns = "before-action"`, the environment gets a turn only after the turn is stored. So no action is
   repeated with another turn, and a crash loses only running generations.
 - With `durable_turns = "background"`, nothing waits for storage. A crash also loses the turns of the last moment.
+- A snapshot is stored with or before the turn that follows it.
 - A file is deleted as soon as each of its groups is in a batch or discarded.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from rollflow.storage.errors import StoreFailed, Unreachable
 from rollflow.storage.records import GroupKey, StopReason
-from rollflow.storage.run_records.finished_turns import FinishedTurn, TurnKey
-from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
+from rollflow.storage.run_records.episode_restarts import EpisodeRestart
+from rollflow.storage.run_records.finished_turns import EnvironmentSnapshot, FinishedTurn, Record, TurnKey
+from rollflow.tasks.engines.base import GenerationRequest
+from rollflow.tasks.rollout.config import SNAPSHOT_BYTES
 from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.rollout.resuming.restore_point import RestorePoint, find_restore_point, recall_turn
 
 WRITE_SECONDS = 0.1  # shortest time between the starts of two writes
+OTHER_REQUEST = "the environment answered differently than before the crash, or the config has changed"
+
+EpisodeKey = tuple[GroupKey, int]  # group, and the number of the episode in the group
 
 
 class TurnFolder(Protocol):
     """The place where a journal stores turns."""
 
-    async def write(self, turns: Sequence[FinishedTurn]) -> str:
-        """Store the turns in a new file, and return the file's path.
+    async def write(self, records: Sequence[Record]) -> str:
+        """Store turns and snapshots in a new file, and return the file's path.
 
         Raises:
-            StoreFailed, Unreachable: the turns may not be stored.
+            StoreFailed, Unreachable: the records may not be stored.
+        """
+
+    async def note(self, restarts: Sequence[EpisodeRestart]) -> None:
+        """Store why episodes did not continue behind their stored turns.
+
+        Raises:
+            StoreFailed, Unreachable: the records may not be stored.
         """
 
     async def delete(self, path: str) -> None:
@@ -48,39 +66,84 @@ class TurnJournal:
     """The stored turns of one scheduler's episodes. See the module's docstring. A journal without a folder stores
     nothing.
 
-    `stored` are the files of earlier schedulers, by path. If `waits` is True, `record` waits until the turn is stored.
+    `stored` are the files of earlier schedulers, by path, oldest first. If `waits` is True, `record` waits until the
+    turn is stored.
     """
 
     def __init__(
         self,
         folder: TurnFolder | None = None,
-        stored: Mapping[str, Sequence[FinishedTurn]] | None = None,
+        stored: Mapping[str, Sequence[Record]] | None = None,
         *,
         waits: bool = False,
+        max_snapshot_bytes: int = SNAPSHOT_BYTES,
     ) -> None:
-        self._folder, self._waits = folder, waits
+        self._folder, self._waits, self.max_snapshot_bytes = folder, waits, max_snapshot_bytes
         self.recalled = 0  # number of turns that were recalled
+        self.restored = 0  # number of environments that were restored from a snapshot
         self.diverged = 0  # number of turns that were not recalled because the request differs
-        self._known: dict[TurnKey, FinishedTurn] = {}
+        self._known: dict[EpisodeKey, dict[int, FinishedTurn]] = {}
         self._files: dict[str, set[GroupKey]] = {}  # path -> groups of the file that have not ended
-        self._pending: list[FinishedTurn] = []
+        self._pending: list[Record] = []
+        self._writing: set[GroupKey] = set()  # groups of the file that is being written, which have not ended
+        self._restarts: list[EpisodeRestart] = []  # records that are not stored yet
         self._news = asyncio.Event()
         self._written: asyncio.Future[None] | None = None  # done once the pending turns are stored
-        for path, turns in (stored or {}).items():
-            self._known |= {turn.key: turn for turn in turns}
-            self._files[path] = {turn.key.group for turn in turns}
+        self._warns = True  # True until a snapshot was too large
+        self._points = self._read_stored(stored or {})
+
+    @property
+    def is_on(self) -> bool:
+        """True if the journal stores turns."""
+        return self._folder is not None
+
+    def _read_stored(self, stored: Mapping[str, Sequence[Record]]) -> dict[EpisodeKey, RestorePoint]:
+        """Read the stored turns, and return the point from which each episode with a snapshot continues."""
+        snapshots: dict[EpisodeKey, list[EnvironmentSnapshot]] = {}
+        for path, records in stored.items():
+            self._files[path] = {record.key.group for record in records}
+            for record in records:
+                episode = (record.key.group, record.key.sample)
+                if isinstance(record, EnvironmentSnapshot):
+                    snapshots.setdefault(episode, []).append(record)
+                else:
+                    self._known.setdefault(episode, {})[record.key.turn] = record
+        points = {key: find_restore_point(found, self._known.get(key, {})) for key, found in snapshots.items()}
+        return {key: point for key, point in points.items() if point is not None}
+
+    def find_restore_point(self, group: GroupKey, sample: int, basis: str) -> RestorePoint | None:
+        """Return the point from which an episode continues, once; None if its environment stored no snapshot, or if the
+        episode does not begin as before the crash.
+        """
+        point = self._points.pop((group, sample), None)
+        return point if point is not None and point.basis == basis else None
 
     def recall(self, key: TurnKey, request: GenerationRequest) -> VersionedGeneration | None:
         """Return the stored turn if it answers the same request, else None."""
-        turn = self._known.pop(key, None)
+        episode = (key.group, key.sample)
+        turn = self._known.get(episode, {}).pop(key.turn, None)
         if turn is None:
             return None
         if turn.request != hash_request(request):
             self.diverged += 1
+            self.forget_turns(key, OTHER_REQUEST)
             return None
         self.recalled += 1
-        span = TokenSpan(turn.tokens, turn.logprobs, turn.versions)
-        return VersionedGeneration(Generation(request.id, span, turn.ending), turn.started_version, is_recalled=True)
+        return recall_turn(turn, request.id)
+
+    def forget_turns(self, key: TurnKey, reason: str) -> None:
+        """Let the policy generate an episode anew from the turn `key` on, and record the reason."""
+        self._known.pop((key.group, key.sample), None)
+        self.note_restart(key, reason)
+
+    def has_turns(self, group: GroupKey, sample: int) -> bool:
+        """Return whether turns of an episode are stored that were not recalled."""
+        return bool(self._known.get((group, sample)))
+
+    def note_restart(self, key: TurnKey, reason: str) -> None:
+        """Record why an episode does not continue as before the crash."""
+        self._restarts.append(EpisodeRestart(key.group.prompt, key.group.attempt, key.sample, key.turn, reason))
+        self._news.set()
 
     async def record(self, key: TurnKey, request: GenerationRequest, made: VersionedGeneration) -> None:
         """Store a finished turn. An aborted generation is not stored.
@@ -107,6 +170,24 @@ class TurnJournal:
             self._written = self._written or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._written)
 
+    def accepts_size(self, size: int) -> bool:
+        """Return whether a snapshot of this size is stored, and warn about the first one that is too large."""
+        if size > self.max_snapshot_bytes and self._warns:
+            self._warns = False
+            logging.getLogger(__name__).warning(
+                "environment: a snapshot of %d bytes is larger than rollout.max_snapshot_bytes = %d and is not stored, "
+                "so after a crash its actions are done again; raise rollout.max_snapshot_bytes",
+                size,
+                self.max_snapshot_bytes,
+            )
+        return size <= self.max_snapshot_bytes
+
+    def record_snapshot(self, snapshot: EnvironmentSnapshot) -> None:
+        """Store a snapshot of an environment, in the background."""
+        if self._folder is not None:
+            self._pending.append(snapshot)
+            self._news.set()
+
     async def run(self) -> None:
         """Write the recorded turns, one file after another, until the task is cancelled; then nothing waits."""
         try:
@@ -120,15 +201,28 @@ class TurnJournal:
             self._finish(self._written)
 
     async def _write_pending(self, folder: TurnFolder) -> None:
-        turns, written = self._pending, self._written
+        records, written = self._pending, self._written
+        restarts, self._restarts = self._restarts, []
         self._pending, self._written = [], None
         failed: Exception | None = None
         try:
-            self._files[await folder.write(turns)] = {turn.key.group for turn in turns}
+            if records:
+                self._writing = {record.key.group for record in records}
+                await self._keep_file(folder, await folder.write(records))
         except (StoreFailed, Unreachable) as error:
             failed = error  # if nothing waits for these turns, they are only generated again after a crash
         finally:
             self._finish(written, failed)
+        if restarts:
+            with contextlib.suppress(StoreFailed, Unreachable):  # the records are only for people
+                await folder.note(restarts)
+
+    async def _keep_file(self, folder: TurnFolder, path: str) -> None:
+        """Delete a written file if all of its groups have ended meanwhile; else remember its groups."""
+        if self._writing:
+            self._files[path] = self._writing
+        else:
+            await folder.delete(path)
 
     def _finish(self, written: asyncio.Future[None] | None, failed: Exception | None = None) -> None:
         if written is None or written.done():
@@ -141,6 +235,11 @@ class TurnJournal:
     async def close_groups(self, groups: Iterable[GroupKey]) -> None:
         """Delete the files in which every group has ended; the groups `groups` have ended now."""
         ended = set(groups)
+        self._pending = [record for record in self._pending if record.key.group not in ended]
+        self._writing = self._writing - ended
+        for episode in [one for one in self._known.keys() | self._points.keys() if one[0] in ended]:
+            self._known.pop(episode, None)
+            self._points.pop(episode, None)
         for path, running in list(self._files.items()):
             running -= ended
             if not running and self._folder is not None:

@@ -68,6 +68,10 @@ class ScriptedEpisode:
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     talk: Conversation = field(default_factory=Conversation)
     fault: str = ""
+    snapshot: bytes | None = None
+    keeps_snapshots: bool = False
+    snapshots: list[bytes] = field(default_factory=list)
+    forgotten: str = ""  # why the turns before a crash are not recalled
     seed: int = 0
     attempt: int = 0
 
@@ -78,6 +82,19 @@ class ScriptedEpisode:
     @property
     def generated(self) -> int:
         return sum(turn.end - turn.start for branch in self.lived.branches for turn in branch.turns)
+
+    @property
+    def turn_id(self) -> str:
+        made = sum(len(branch.turns) for branch in self.lived.branches)
+        return f"{self.id}.{made - 1}" if self.id and made else ""
+
+    def save_snapshot(self, data: bytes) -> None:
+        if not isinstance(data, bytes):
+            self._fail(f"a snapshot must be bytes, and it is a {type(data).__name__}")
+        self.snapshots.append(data)
+
+    def forget_turns(self, reason: str) -> None:
+        self.forgotten = reason
 
     @property
     def limit(self) -> str:

@@ -190,3 +190,92 @@ class Slow(Quiet):
 
     def get_reward(self) -> float:
         return 1.0
+
+
+class Saving(Walk):
+    """A walk whose state can be stored; `wrong` says what is odd about it."""
+
+    def snapshot(self) -> bytes:
+        if self.wrong == "no bytes":
+            return "text"
+        return b"\xff\n" + bytes([self.place, self.steps])
+
+    def restore(self, data: bytes) -> None:
+        if self.wrong == "no restore":
+            raise RuntimeError("another world")
+        self.place, self.steps = data[2:]
+
+
+class Wrapped:
+    """A wrapper that ends an episode after two steps, as gymnasium's TimeLimit does."""
+
+    def __init__(self, **options) -> None:
+        self.env = self.unwrapped = Saving(**options)
+        self.action_space, self._elapsed_steps = self.env.action_space, None
+
+    def reset(self, **keys):
+        self._elapsed_steps = 0
+        return self.env.reset(**keys)
+
+    def step(self, action):
+        self._elapsed_steps += 1
+        found, reward, ended, _, info = self.env.step(action)
+        return found, reward, ended, self._elapsed_steps >= 2, info
+
+    def close(self) -> None:
+        pass
+
+
+class Paying(Counter):
+    """Counts as `Counter`, and writes each action into a file, at most once for each key."""
+
+    can_replay = False
+
+    def __init__(self, file: str, saves: bool = True) -> None:
+        super().__init__()
+        self.file, self.key = file, ""
+
+    def begin_action(self, action_key: str) -> str | None:
+        self.key = action_key
+        with open(self.file, "a+") as file:
+            file.seek(0)
+            done = dict(line.rstrip("\n").split(" ", 1) for line in file)
+        return done.get(action_key)
+
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: the number to add
+        """
+        found = super().add(number)
+        with open(self.file, "a") as file:
+            file.write(f"{self.key} {found}\n")
+        return found
+
+
+class Keeping(Paying):
+    """Pays, and offers snapshots asynchronously."""
+
+    async def snapshot(self) -> bytes:
+        await asyncio.sleep(0)
+        return bytes([self.count])
+
+    def restore(self, data: bytes) -> None:
+        (self.count,) = data
+
+
+class Tooled(Quiet):
+    """Has tools with the names of the optional methods, which stay tools."""
+
+    def snapshot(self) -> str:
+        """Take a photo."""
+        return "a photo"
+
+    def restore(self, place: str) -> str:
+        """Restore a place.
+
+        Args:
+            place: the place
+        """
+        return place

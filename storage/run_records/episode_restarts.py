@@ -1,0 +1,53 @@
+"""Stores why episodes did not continue behind their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
+
+After a crash, an episode is replayed from its stored turns, or its environment is restored from a snapshot. If neither
+is possible, the policy generates the lost turns anew, and a record says why. The run's log does not name the records,
+and a damaged record is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from rollflow.storage.errors import Corrupt, Missing
+from rollflow.storage.objects.base import ObjectStore
+
+FOLDER = "episode_restarts"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRestart:
+    """An episode, the number of the first turn that the policy generated anew, and the reason."""
+
+    prompt: int
+    attempt: int
+    sample: int
+    turn: int
+    reason: str
+
+    def sentence(self) -> str:
+        """Return a line that describes the restart."""
+        return f"{self.prompt}.{self.attempt}.{self.sample}: generated anew from turn {self.turn}: {self.reason}"
+
+
+_RESTARTS: TypeAdapter[list[EpisodeRestart]] = TypeAdapter(list[EpisodeRestart])
+
+
+def store_restarts(run: ObjectStore, claim: int, number: int, restarts: Sequence[EpisodeRestart]) -> None:
+    """Store records that the scheduler with the claim `claim` makes, as its object `number`."""
+    run.put(f"{FOLDER}/{claim:010d}-{number:010d}.json", json.dumps([asdict(one) for one in restarts]).encode())
+
+
+def read_restarts(run: ObjectStore) -> list[EpisodeRestart]:
+    """Return all records that can be read, oldest first."""
+    found = list[EpisodeRestart]()
+    for path in sorted(run.list(FOLDER)):
+        try:
+            found += _RESTARTS.validate_json(run.get(path))
+        except (Corrupt, Missing, ValidationError):
+            continue
+    return found

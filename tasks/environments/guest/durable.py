@@ -1,0 +1,73 @@
+"""Calls the optional methods with which an environment survives a crash of the run.
+
+A class may have the following parts.
+
+- `snapshot(self) -> bytes` returns the state of an episode after a turn, and `restore(self, data)`, after a reset,
+  returns the object to this state.
+- `begin_action(self, action_key)` is called before an action, and returns the result of the action if it was done
+  before, else None.
+- `can_replay = False` says that actions cannot be done a second time.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rollflow.tasks.environments.guest.wire import LARGEST_SNAPSHOT, Fields
+
+
+class DurableParts:
+    """The optional methods of a user's object. See the module's docstring."""
+
+    def __init__(self, own: Any, finish: Callable[[Any], Any] = lambda result: result) -> None:
+        """Find the methods of `own`. `finish` waits for the result of an asynchronous method."""
+        self._own, self._finish = own, finish
+        snapshot, restore = getattr(own, "snapshot", None), getattr(own, "restore", None)
+        self.has_snapshots = callable(restore) and returns_bytes(snapshot)
+        self._begin = find_begin(own)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the optional methods, which are no tools of the policy."""
+        found = {"snapshot", "restore"} if self.has_snapshots else set()
+        return found | ({"begin_action"} if self._begin else set())
+
+    def describe(self) -> Fields:
+        """Return what the environment offers, as a part of the answer to `open`."""
+        return {
+            "has_snapshots": self.has_snapshots,
+            "can_replay": getattr(self._own, "can_replay", True) is not False,
+            "begins_actions": self._begin is not None,
+        }
+
+    def begin_action(self, key: str) -> Any:
+        """Return the result of an action that was done before, or None if the action must be done."""
+        return self._finish(self._begin(key)) if self._begin and key else None
+
+    def take_snapshot(self) -> Fields:
+        """Return the state of the environment, in Base64."""
+        data = self._finish(self._own.snapshot())
+        if not isinstance(data, bytes):
+            return {"error": f"snapshot returned a {type(data).__name__}, not bytes"}
+        if len(data) > LARGEST_SNAPSHOT:
+            return {"error": f"the snapshot has {len(data)} bytes, and at most {LARGEST_SNAPSHOT} can be stored"}
+        return {"data": base64.b64encode(data).decode()}
+
+    def restore(self, data: str) -> Fields:
+        """Return the environment to the state in which a snapshot was taken."""
+        self._finish(self._own.restore(base64.b64decode(data)))
+        return {}
+
+
+def returns_bytes(method: Any) -> bool:
+    """Return whether a method is annotated to return bytes."""
+    return callable(method) and inspect.signature(method).return_annotation in (bytes, "bytes")
+
+
+def find_begin(own: Any) -> Callable[[str], Any] | None:
+    """Return the method `begin_action`, if it takes an `action_key`, so that no tool of this name is hidden."""
+    found: Any = getattr(own, "begin_action", None)
+    return found if callable(found) and list(inspect.signature(found).parameters) == ["action_key"] else None

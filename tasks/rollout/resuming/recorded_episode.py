@@ -1,0 +1,164 @@
+"""An episode whose history is stored with each snapshot of its environment, so that the episode continues from there.
+
+    generate, add, reward, ... --> events --> snapshot: events since the snapshot before it, and the environment's bytes
+
+After a crash, the events are applied to a new episode, without the environment. Then the environment is restored.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollflow.storage.errors import RollflowError
+from rollflow.storage.records import GroupKey
+from rollflow.storage.run_records.finished_turns import EnvironmentSnapshot, EpisodeEvent, TurnKey, hash_parts
+from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.environments.base import SnapshotRejected
+from rollflow.tasks.environments.ports import Message
+from rollflow.tasks.environments.turns import hash_state
+from rollflow.tasks.rollout.episode import PlayedEpisode
+from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.rollout.resuming.journal import TurnJournal
+from rollflow.tasks.rollout.resuming.restore_point import RestorePoint
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePlace:
+    """Where the history of an episode is stored: a journal, the episode's place in it, and a hash of what the episode
+    began with.
+    """
+
+    journal: TurnJournal = field(default_factory=TurnJournal)
+    group: GroupKey = GroupKey(0, 0)  # noqa: RUF009 - a key is immutable
+    sample: int = 0
+    basis: str = ""
+
+
+@dataclass(eq=False)
+class RecordedEpisode(PlayedEpisode):
+    """An episode whose history is recorded. See the module's docstring."""
+
+    place: EpisodePlace = field(default_factory=EpisodePlace)
+    keeps_snapshots: bool = True
+    _events: list[EpisodeEvent] = field(default_factory=list)  # since the newest snapshot
+    _number: int = 0  # number of the next snapshot
+    _parent: str = ""  # digest of the newest snapshot
+    _mutes: bool = False  # True while what happens is a part of an event
+
+    async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
+        """Let the policy continue the response, as `Episode.generate` specifies."""
+        self.snapshot = None
+        return await super().generate(stop, max_tokens)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not generate, as `Episode.add` specifies."""
+        given = self._check_tokens(tokens)
+        super().add(given)
+        self._note("add", encode_tokens(given))
+
+    def start_branch(self, tokens: Sequence[int]) -> None:
+        """Continue with a rewritten context, as `Episode.start_branch` specifies."""
+        given = self._check_tokens(tokens)
+        super().start_branch(given)
+        self._note("start_branch", encode_tokens(given))
+
+    def extend(self, messages: Sequence[Message]) -> bool:
+        """Let chat messages follow the newest answer, as `Episode.extend` specifies."""
+        mutes, self._mutes = self._mutes, True
+        try:
+            extended = super().extend(messages)
+        finally:
+            self._mutes = mutes
+        if extended:
+            self._note("extend", [dict(message) for message in messages])
+        return extended
+
+    def reward(self, value: float) -> None:
+        """Give the newest turn a reward, as `Episode.reward` specifies."""
+        super().reward(value)
+        self._note("reward", float(value))
+
+    def enter_state(self, key: str) -> None:
+        """Name the environment state of the next turn, as `Episode.enter_state` specifies."""
+        super().enter_state(key)
+        self._note("enter_state", hash_state(key))
+
+    def replace_prompt(self, tokens: Sequence[int]) -> None:
+        """Begin the episode with other tokens than the prompt's, as `Episode.replace_prompt` specifies."""
+        given = self._check_tokens(tokens)
+        super().replace_prompt(given)
+        self._note("replace_prompt", encode_tokens(given))
+
+    def save_snapshot(self, data: bytes) -> None:
+        """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
+        super().save_snapshot(data)
+        # a score that could not be computed is no event, so such an episode is replayed
+        if self.wanted is not None or self._unjudged is not None or not self.place.journal.accepts_size(len(data)):
+            return
+        place = self.place
+        key = TurnKey(place.group, place.sample, self.turns)
+        snapshot = EnvironmentSnapshot(key, self._number, self._parent, place.basis, tuple(self._events), bytes(data))
+        place.journal.record_snapshot(snapshot)
+        self._events, self._number, self._parent = [], self._number + 1, snapshot.digest
+
+    def forget_turns(self, reason: str) -> None:
+        """Let the policy generate all further turns anew, as `Episode.forget_turns` specifies."""
+        place = self.place
+        if place.journal.has_turns(place.group, place.sample):
+            place.journal.forget_turns(TurnKey(place.group, place.sample, self.turns), reason)
+
+    def restore(self, point: RestorePoint) -> None:
+        """Apply all that happened in the episode before a snapshot.
+
+        Raises:
+            SnapshotRejected: the events do not fit this episode.
+        """
+        self._mutes = True
+        try:
+            for event in point.events:
+                self._apply(event)
+        except (ValueError, TypeError, KeyError, RollflowError) as error:
+            raise SnapshotRejected(f"its history cannot be applied ({error})") from error
+        finally:
+            self._mutes = False
+        self.snapshot, self._number, self._parent = point.data, point.number + 1, point.digest
+
+    def _apply(self, event: EpisodeEvent) -> None:
+        kind, value = event
+        match kind:
+            case "turn":
+                self._append_generation(value)
+            case "add" | "start_branch" | "replace_prompt":
+                getattr(self, kind)(decode_tokens(value))
+            case "reward":
+                self.reward(value)
+            case "enter_state":
+                self.lived.enter_hashed(value)
+            case "extend":
+                if not self.extend(value):
+                    raise ValueError("its messages leave no room for an answer")
+            case _:
+                raise ValueError(f"it has an unknown event {kind!r}")
+
+    def _append_generation(self, started: VersionedGeneration) -> None:
+        super()._append_generation(started)
+        made = started.generation.made
+        self._note("turn", hash_parts(made.tokens.data, made.logprobs.data, made.versions.data))
+
+    def _note(self, kind: str, value: Any) -> None:
+        if not self._mutes:
+            self._events.append(EpisodeEvent(kind, value))
+
+
+def encode_tokens(tokens: Int32s) -> str:
+    """Return tokens as text."""
+    return base64.b64encode(tokens.data).decode()
+
+
+def decode_tokens(text: str) -> Int32s:
+    """Return the tokens that a text contains."""
+    return Int32s(base64.b64decode(text))
