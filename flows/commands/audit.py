@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 
 from pydantic import TypeAdapter
@@ -21,6 +22,7 @@ from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import ConfigError, Corrupt, Missing
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
+from rollflow.tasks.run.user_code import describe_changed_code
 
 REPORT = TypeAdapter(AuditReport)
 
@@ -42,11 +44,21 @@ def _audit(context: RunContext, options: argparse.Namespace) -> bool:
     anchors = [anchor for said in options.anchor for anchor in _collect_anchors(context, said)]
     report = show_audit(context.store, deep=options.deep, expected=expected_of(context))
     report.violations += check_anchors(context.store, anchors)
+    for note in _describe_changed_code(context):
+        print(note, file=sys.stderr)
     if options.json:
         print(json.dumps({"clean": report.clean, **REPORT.dump_python(report, mode="json")}))
     else:
         print_report(report, _read_shares(context))
     return report.clean
+
+
+def _describe_changed_code(context: RunContext) -> Sequence[str]:
+    """Return which user-defined parts have changed since the run's start; nothing if the run's records are damaged."""
+    try:
+        return describe_changed_code(context.config, context.created.own_code)
+    except (Corrupt, Missing):
+        return ()
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:

@@ -9,6 +9,7 @@ from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.config import ImportEnvironment
 from rollflow.tasks.environments.foreign.check import check_environment
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
+from rollflow.tasks.environments.foreign.sources import hash_sources
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
@@ -46,18 +47,32 @@ def check_own_parts(config: RunConfig) -> None:
 def own_code(config: RunConfig) -> dict[str, str]:
     """Map the config section of each user-defined part to the SHA-256 of the part's source file.
 
-    Modules that the source file imports are not part of the hash.
+    Modules that the source file imports are not part of the hash. An environment in worker processes is not imported;
+    its section is left out if its file is not found.
     """
     sections = {"train.objective": config.train.objective, "environment": config.environment}
     sources = {f"prompts.{number}": source for number, source in enumerate(config.prompts)}
     named = {f"environment.tools.{name}": tool for name, tool in config.environment.tool_parts.items()}
     parts = {**split_scorers({"": config.reward, **config.rewards}), **sections, **sources, **named}
-    return {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
+    found = {key: code_of(key, part) for key, part in parts.items() if isinstance(part, Imported)}
+    if isinstance(config.environment, ForeignEnvironment) and (code := hash_sources(config.environment)):
+        found["environment"] = code
+    return found
 
 
 def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
     """List the config sections whose user-defined code has changed since `own_code` returned `before`."""
     return [key for key, found in own_code(config).items() if before.get(key, found) != found]
+
+
+def describe_changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each user-defined part whose code has changed since `own_code` returned `before`, or the
+    reason why the code cannot be compared.
+    """
+    try:
+        return [f"{key}.path: the file has changed since the run's start" for key in changed_code(config, before)]
+    except ConfigError as error:
+        return [f"the code of user-defined parts is not compared, because {error}"]
 
 
 def _check_source(source: ImportPrompts, config: RunConfig) -> None:

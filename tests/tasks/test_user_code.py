@@ -42,7 +42,7 @@ from rollflow.tasks.rollout.scheduler import RolloutScheduler, SchedulerPorts
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.run.limits import build_limits
-from rollflow.tasks.run.user_code import changed_code
+from rollflow.tasks.run.user_code import changed_code, describe_changed_code
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.scorers.pool import RewardPool
 from rollflow.tasks.scorers.verifier import score_response
@@ -259,3 +259,20 @@ def test_hash_of_user_code_is_recorded(
     contexts = [context_of(store_uri(config), "first"), prepare(config, "second")]
     differs = diff_configs(read_compared(contexts))["reward.path, its file"]
     assert [len(set(differs)), len(differs[0])] == [2, 12]
+
+
+def test_changed_file_of_a_foreign_environment_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = tmp_path / "worlds" / "rooms.py"
+    module.parent.mkdir()
+    module.write_text("class Room:\n    def reset(self): ...\n")
+    section = {"kind": "trl", "path": "worlds.rooms:Room", "folder": str(tmp_path)}
+    config = parse_config(small(tmp_path) | {"environment": section})
+    context = prepare(config, "first")
+    assert context.created.own_code["environment"] == sha256(module.read_bytes()).hexdigest()
+    assert describe_changed_code(config, context.created.own_code) == []
+    module.write_text("class Room:\n    def reset(self): return 'another room'\n")
+    assert changed_code(config, context.created.own_code) == ["environment"]
+    main(["audit", context.uri])
+    assert "environment.path: the file has changed since the run's start\n" in capsys.readouterr().err
+    module.unlink()
+    assert changed_code(config, context.created.own_code) == []  # a machine without the file cannot compare it
