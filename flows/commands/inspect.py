@@ -43,6 +43,7 @@ from rollflow.storage.log.reading import iterate_written
 from rollflow.storage.log.state import RunState
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import GroupKey, Trajectory
+from rollflow.storage.run_records.episode_restarts import read_restarts
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.rollout.evaluation import read_newest
 from rollflow.tasks.run.context import RunContext
@@ -129,6 +130,7 @@ def _print_run(context: RunContext, console: Console) -> None:
     console.print(_discard_table(lost, state.totals.tokens) if lost else "discards: none")
     _print_quarantined(context, console)
     _print_recoveries(context, console)
+    _print_restarts(context, console)
 
 
 def _describe_batches(state: RunState) -> str:
@@ -168,6 +170,13 @@ def _print_recoveries(context: RunContext, console: Console) -> None:
         console.print(f"  {path} is damaged and does not count as a recovery", soft_wrap=True)
     for recovery in recoveries:
         console.print(f"  {utc_time(recovery.noticed_at)}  {recovery.sentence()}", soft_wrap=True)
+
+
+def _print_restarts(context: RunContext, console: Console) -> None:
+    """Print why episodes did not continue behind their stored turns after a crash."""
+    reasons = Counter(one.reason for one in read_restarts(context.store))
+    for reason, count in reasons.most_common():
+        console.print(f"  {count} episodes were generated anew: {reason}", soft_wrap=True, markup=False)
 
 
 # --- a version ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from rollflow.storage.log.lineage import AwaitingTraining, Consumed, Fate, list_
 from rollflow.storage.optional_columns import NAMES
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
+from rollflow.storage.run_records.episode_restarts import read_restarts
 from rollflow.storage.run_records.recoveries import RecoveryLog
 from rollflow.tasks.run.context import RunContext
 
@@ -46,6 +47,7 @@ def run_value(context: RunContext) -> dict[str, Any]:
             for one in list_changes(context)
         ],
         "recoveries": [asdict(recovery) for recovery in RecoveryLog(context.store).read()],
+        "episode_restarts": [asdict(restart) for restart in read_restarts(context.store)],
     }
 
 

@@ -38,10 +38,9 @@ from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.actors.store_feed import NEWS_SECONDS, StoreFeed
 from rollflow.tasks.engines.base import Engine
 from rollflow.tasks.engines.meter import EngineStats
-from rollflow.tasks.environments import build_environment, read_counts
+from rollflow.tasks.environments import build_environment, close_environment, read_counts
 from rollflow.tasks.policies.vocabulary import read_vocabulary
 from rollflow.tasks.prompts.run_prompts import RunPrompts
-from rollflow.tasks.rollout.config import DurableTurns
 from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
@@ -144,8 +143,6 @@ class RolloutActor:
         self.feed.ask()
         resume = ResumePoint.of_state(self.context.log.state)
         self._environment = build_environment(self.config.environment)
-        rollout = self.config.rollout
-        mode: DurableTurns = rollout.durable_turns if self._environment.has_turns else "off"
         ports = SchedulerPorts(
             self.prompts.prompt,
             self.reward.score,
@@ -155,7 +152,9 @@ class RolloutActor:
             vocabulary=read_vocabulary(self.context.policy_folder),
             spans=self._spans,
             start_epoch=self._start_epoch,
-            journal=self._turn_files.open_journal(mode, self.context.log.state, rollout.max_snapshot_bytes),
+            journal=self._turn_files.open_journal(
+                self.config.rollout, self.context.log.state, has_turns=self._environment.has_turns
+            ),
         )
         scheduler = RolloutScheduler(build_limits(self.config), ports, self.proxy, resume)
         scheduler.counts = self.counts
@@ -227,6 +226,7 @@ class RolloutActor:
             finally:
                 forming.cancel()
                 await asyncio.wait([forming, *([self._committing] if self._committing else [])])
+                await close_environment(self._environment)
             self.scheduler = await asyncio.to_thread(self._create_scheduler)
 
     async def _wait_trained(self, forming: asyncio.Task[None], voided: int) -> bool:

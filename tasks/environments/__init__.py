@@ -58,3 +58,11 @@ def read_counts(environment: Environment) -> Mapping[str, float]:
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 
     return environment.health.counts if isinstance(environment, ForeignEpisodes) else {}
+
+
+async def close_environment(environment: Environment) -> None:
+    """End the worker processes of an environment; an environment of another kind has none."""
+    from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+
+    if isinstance(environment, ForeignEpisodes):
+        await environment.close()

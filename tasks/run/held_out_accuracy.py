@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollflow.tasks.environments import build_environment
+from rollflow.tasks.environments import build_environment, close_environment
 from rollflow.tasks.environments.config import SingleTurnEnvironment
 from rollflow.tasks.policies.cold_start import HeldOutAccuracy, generate_answers
 from rollflow.tasks.policies.vocabulary import read_vocabulary
@@ -75,8 +75,14 @@ class HeldOutJudge:
         batched = BatchedModel(model, tokenizer, config.evaluation.temperature, config.seed)
         environment, ports = build_environment(config.environment), build_ports(config, tokenizer)
         size, longest = read_vocabulary(tokenizer.folder), config.engine.max_new_tokens
-        played = play_episodes(batched, environment, self._prompts, longest, self._score, size, ports)
-        return runner_of_thread().run(played)
+
+        async def play() -> list[bool]:
+            try:
+                return await play_episodes(batched, environment, self._prompts, longest, self._score, size, ports)
+            finally:
+                await close_environment(environment)
+
+        return runner_of_thread().run(play())
 
     async def _score(self, request: ScoreRequest) -> Score:
         """Score a response for an environment. An error in the verifier becomes a score of 0 with a reason."""

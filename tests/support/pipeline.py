@@ -225,7 +225,8 @@ class Pipeline:
     def _journal(self) -> TurnJournal:
         self.scheduling.log.follow()
         files = InstantTurnFiles(self.store, self.scheduling.claim)
-        return files.open_journal(self.durable_turns, self.scheduling.log.state, self.max_snapshot_bytes)
+        settings = RolloutConfig(durable_turns=self.durable_turns, max_snapshot_bytes=self.max_snapshot_bytes)
+        return files.open_journal(settings, self.scheduling.log.state)
 
     def _prompt(self, index: int) -> Prompt:
         return replace(prompt_at(index), domain=f"source {index % len(self.shares)}")

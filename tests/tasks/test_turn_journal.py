@@ -30,6 +30,7 @@ from rollflow.storage.run_records.finished_turns import (
 )
 from rollflow.storage.token_arrays import Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
+from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.files import TurnFiles
 from rollflow.tasks.rollout.resuming.journal import OTHER_REQUEST, TurnFolder, TurnJournal
@@ -259,13 +260,13 @@ def test_turns_of_running_groups_are_kept_after_a_crash() -> None:
     store.put("turns/0000000001-0000000000.jsonl", encode_turns([turn(running), turn(ended), turn(later)]))
     store.put("turns/0000000001-0000000001.jsonl", encode_turns([turn(ended)]))
     store.put("turns/0000000001-0000000002.jsonl", b"damaged")
-    journal = TurnFiles(store, 2).open_journal("background", state)
+    journal = TurnFiles(store, 2).open_journal(RolloutConfig(), state)
     for group, is_kept in ((running, True), (ended, False), (later, True)):
         journal.recall(replace(KEY, group=group), request())
         assert journal.diverged == is_kept
         journal.diverged = 0
     assert list(store.list("turns")) == ["turns/0000000001-0000000000.jsonl"]
-    TurnFiles(store, 2).open_journal("off", state)
+    TurnFiles(store, 2).open_journal(RolloutConfig(durable_turns="off"), state)
     assert not list(store.list("turns"))
 
 

@@ -37,6 +37,7 @@ from rollflow.flows.policies.asked_recipe import (
     serve_scorer,
 )
 from rollflow.storage.errors import ConfigError, Unreachable
+from rollflow.tasks.environments import close_environment
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.prompt_pins import read_once
 from rollflow.tasks.run.user_code import check_own_parts
@@ -99,6 +100,7 @@ async def evaluate(
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
+            await close_environment(recipe.environment)
 
 
 async def _watch(answering: asyncio.Task[Any], report: EvaluationReport, patience: float, tell: Tell) -> None:

@@ -35,6 +35,7 @@ from rollflow.flows.policies.asked_recipe import (
 )
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Prompt
+from rollflow.tasks.environments import close_environment
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.prompt_pins import read_once
 from rollflow.tasks.run.user_code import check_own_parts
@@ -70,6 +71,7 @@ def _play(options: argparse.Namespace, recipe: AskedRecipe, policy: AskedPolicy)
 
     async def work() -> None:
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(close_environment, recipe.environment)
             chosen = player or await _serve_player(recipe.config, policy, stack)
             scorer = await stack.enter_async_context(serve_scorer(recipe.config, policy))
             game = Game(recipe, policy.tokenizer, chosen, build_judge(recipe.config, scorer), screen, scores)

@@ -12,7 +12,7 @@ from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.records import GroupKey
 from rollflow.storage.run_records.episode_restarts import EpisodeRestart, store_restarts
 from rollflow.storage.run_records.finished_turns import FOLDER, Record, decode_turns, encode_turns, turns_path
-from rollflow.tasks.rollout.config import SNAPSHOT_BYTES, DurableTurns
+from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.rollout.resuming.journal import TurnFolder, TurnJournal
 
 
@@ -23,23 +23,21 @@ class TurnFiles(TurnFolder):
         self._store, self._claim = store, claim
         self._numbers, self._notes = itertools.count(), itertools.count()
 
-    def open_journal(
-        self,
-        mode: DurableTurns,
-        state: RunState,
-        max_snapshot_bytes: int = SNAPSHOT_BYTES,
-    ) -> TurnJournal:
+    def open_journal(self, settings: RolloutConfig, state: RunState, *, has_turns: bool = True) -> TurnJournal:
         """Create the journal of a scheduler that starts from `state`, with the stored turns of running groups.
 
-        Files without a running group, and damaged files, are deleted. If `mode` is "off", all files are deleted.
+        Files without a running group, and damaged files, are deleted. All files are deleted if `settings` turn durable
+        turns off, or if episodes have a single turn.
         """
+        is_on = has_turns and settings.durable_turns != "off"
         stored = {path: self._read_running(path, state) for path in sorted(self._store.list(FOLDER))}
-        kept = {} if mode == "off" else {path: records for path, records in stored.items() if records}
+        kept = {path: records for path, records in stored.items() if records and is_on}
         for path in stored.keys() - kept.keys():
             self._store.delete(path)
-        if mode == "off":
+        if not is_on:
             return TurnJournal()
-        return TurnJournal(self, kept, waits=mode == "before-action", max_snapshot_bytes=max_snapshot_bytes)
+        waits = settings.durable_turns == "before-action"
+        return TurnJournal(self, kept, waits=waits, max_snapshot_bytes=settings.max_snapshot_bytes)
 
     def _read_running(self, path: str, state: RunState) -> list[Record]:
         """Return a file's turns and snapshots of groups that are neither in a batch nor discarded."""

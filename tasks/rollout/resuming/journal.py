@@ -36,6 +36,7 @@ from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.restore_point import RestorePoint, find_restore_point, recall_turn
 
 WRITE_SECONDS = 0.1  # shortest time between the starts of two writes
+LONGEST_REASON = 500  # largest number of characters of a reason
 OTHER_REQUEST = "the environment answered differently than before the crash, or the config has changed"
 
 EpisodeKey = tuple[GroupKey, int]  # group, and the number of the episode in the group
@@ -142,7 +143,8 @@ class TurnJournal:
 
     def note_restart(self, key: TurnKey, reason: str) -> None:
         """Record why an episode does not continue as before the crash."""
-        self._restarts.append(EpisodeRestart(key.group.prompt, key.group.attempt, key.sample, key.turn, reason))
+        text = "".join(one if one.isprintable() else " " for one in reason[:LONGEST_REASON])
+        self._restarts.append(EpisodeRestart(key.group.prompt, key.group.attempt, key.sample, key.turn, text))
         self._news.set()
 
     async def record(self, key: TurnKey, request: GenerationRequest, made: VersionedGeneration) -> None:
