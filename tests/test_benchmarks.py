@@ -70,6 +70,7 @@ LONG = {  # servers, whole runs, seconds to minutes of a core
     "scheduling": Smoke("--only queue"),
     "stale": Smoke(f"{SORTING} --starts {{}} --every 1 {BRIEF}", table=False),
     "tokens": Smoke(constants={"SETTLE_SECONDS": 1.0}),
+    "turn_kills": Smoke("--kills 1"),
     "wall_clock": Smoke("--versions 8 --turns 1"),
 }
 PARTS = {  # that a benchmark above runs, or a test of their own
@@ -98,6 +99,7 @@ PARTS = {  # that a benchmark above runs, or a test of their own
     "stability": "stale",
     "svg": "pictures",
     "victims": "chaos",
+    "witnessed_turns": "turn_kills",
     "workloads": "scheduling",
 }
 
