@@ -172,6 +172,13 @@ ENVIRONMENTS = {
         "test_episode_generates_and_ends_with_a_finite_reward",
         "an environment must name a state by a string: the key of a state is a int, not a string",
     ),
+    "does not restore its state": Fault(
+        "class Part(Environment):\n    async def play(self, episode):\n        said = 0\n"
+        "        while said < 3 and await episode.generate(max_tokens=4):\n            said += 1\n"
+        "            episode.save_snapshot(bytes([said]))\n        return Score(said / 3) if said == 3 else None",
+        "test_episode_continues_from_its_snapshot",
+        "an episode that continues from a snapshot must be the same as without a crash",
+    ),
     "counts its states": Fault(
         "class Part(Base):\n    played = 0\n    async def play(self, episode):\n        self.played += 1\n"
         "        episode.enter_state(str(self.played))\n        return await super().play(episode)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,7 @@ class ScriptedEpisode:
     snapshot: bytes | None = None
     keeps_snapshots: bool = False
     snapshots: list[bytes] = field(default_factory=list)
+    saved: ScriptedEpisode | None = None  # the episode as it continues from its newest snapshot
     forgotten: str = ""  # why the turns before a crash are not recalled
     seed: int = 0
     attempt: int = 0
@@ -92,6 +94,8 @@ class ScriptedEpisode:
         if not isinstance(data, bytes):
             self._fail(f"a snapshot must be bytes, and it is a {type(data).__name__}")
         self.snapshots.append(data)
+        lived = copy.deepcopy(self.lived)
+        self.saved = replace(self, snapshot=data, snapshots=[], saved=None, asked=[], lived=lived, turns=100)
 
     def forget_turns(self, reason: str) -> None:
         self.forgotten = reason
@@ -271,6 +275,24 @@ class EnvironmentContract:
 
         assert play(together=True) == play(together=False), (
             "an episode must be the same alone and beside others, so keep no state in `self`"
+        )
+
+    @pytest.mark.parametrize("turns", [1, 2])
+    def test_episode_continues_from_its_snapshot(
+        self, environment: Environment, ports: EnvironmentPorts, turns: int
+    ) -> None:
+        """An environment need not store snapshots."""
+        whole, dying = self.begin(ports), self.begin(ports, turns=turns)
+        whole.keeps_snapshots = dying.keeps_snapshots = True
+        [score] = self.play(environment, whole)
+        self.play(environment, dying)
+        if (after := dying.saved) is None:
+            return
+        [continued] = self.play(environment, after)
+        assert "replace_prompt" not in after.asked, "an episode that continues from a snapshot must not begin again"
+        turns_of = [[branch.turns for branch in one.lived.branches] for one in (after, whole)]
+        assert (continued, after.response, turns_of[0]) == (score, whole.response, turns_of[1]), (
+            "an episode that continues from a snapshot must be the same as without a crash, so restore all state"
         )
 
     def test_environment_never_blocks_the_event_loop(self, environment: Environment, ports: EnvironmentPorts) -> None:
