@@ -213,6 +213,30 @@ def test_episodes_with_a_slow_setup_are_played_again() -> None:
     assert {one.outcome for one in rows} == {Outcome.CORRECT}
 
 
+class KilledOnce(Working):
+    """The worker process of the first episodes is killed after a turn."""
+
+    keeps_deadlines = True
+    played = 0
+
+    async def play(self, episode: Episode) -> Score | None:
+        self.played += 1
+        if self.played > 3:
+            return await super().play(episode)
+        if await episode.generate() is None:
+            return None
+        return Score(0.0, "its process was killed by SIGKILL", Outcome.UNJUDGED)
+
+
+def test_episodes_whose_process_was_killed_are_played_again() -> None:
+    pipeline = Pipeline(MemoryStore("killed"), versions=2, environment=KilledOnce(1))
+    run_virtual(pipeline.run())
+    assert audit(pipeline.store).clean
+    assert pipeline.scheduler.counts.discards[DiscardReason.UNJUDGED] in (2, 3)
+    rows = [one for _, batch in trained(pipeline.store) for group in batch.groups() for one in group.trajectories]
+    assert {one.outcome for one in rows} == {Outcome.CORRECT}
+
+
 class Calling(Environment):
     """One turn with an action."""
 
