@@ -52,8 +52,7 @@ class Episode(Protocol):
 
     @property
     def limit(self) -> str:
-        """Why the episode gets no further turn: a sentence that names the limit which the episode has reached; "" if
-        another turn may follow.
+        """The limit that the episode has reached, as a sentence, so that no further turn follows; "" if there is none.
 
         At a limit, `generate` returns None. Then an environment may still score what was reached.
         """

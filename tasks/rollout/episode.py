@@ -96,7 +96,7 @@ class PlayedEpisode:
 
     @property
     def limit(self) -> str:
-        """Why the episode gets no further turn, as `Episode.limit` specifies."""
+        """The limit that the episode has reached, as `Episode.limit` specifies."""
         return self.ports.limits.find_reached(self.turns, self.generated)
 
     @property

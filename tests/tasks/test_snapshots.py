@@ -168,7 +168,7 @@ def test_rejected_snapshot_is_replayed_with_its_reason() -> None:
     assert {turns[0] for turns in environment.lives[-1].values()} == {0}
 
 
-def test_environment_that_cannot_replay_begins_anew_with_its_reason() -> None:
+def test_environment_without_replay_begins_anew_with_its_reason() -> None:
     environment = Journey(offers=False, replays=False)
     store = live(environment, [0.7])
     assert list_rows(store) == list_quiet()  # the policy samples the same with the same seeds
