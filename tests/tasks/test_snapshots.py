@@ -136,7 +136,7 @@ def list_quiet() -> list[Any]:
 LIVES = st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(LIVES)
 def test_killed_episodes_continue_from_their_snapshots(lives: list[float]) -> None:
     """No action is done twice, and only the action of the newest turn is looked up again."""
@@ -159,7 +159,7 @@ def test_every_way_to_continue_gives_the_same_run(lives: list[float], durable: D
 
 def test_rejected_snapshot_is_replayed_with_its_reason() -> None:
     environment = Journey(rejects=True)
-    store = live(environment, [0.7])
+    store = live(environment, [0.4])
     assert list_rows(store) == list_quiet()
     assert set(environment.effects.values()) == {1}
     restarts = read_restarts(store)
@@ -170,7 +170,7 @@ def test_rejected_snapshot_is_replayed_with_its_reason() -> None:
 
 def test_environment_without_replay_begins_anew_with_its_reason() -> None:
     environment = Journey(offers=False, replays=False)
-    store = live(environment, [0.7])
+    store = live(environment, [0.4])
     assert list_rows(store) == list_quiet()  # the policy samples the same with the same seeds
     assert {one.reason for one in read_restarts(store)} == {"the actions cannot be repeated"}
 
@@ -185,7 +185,7 @@ def test_other_observation_after_a_crash_is_recorded() -> None:
             await pipeline.run()
 
     with pytest.raises(TimeoutError):
-        run_virtual(run(0.7))
+        run_virtual(run(0.4))
     environment.salt = 5
     run_virtual(run(None))
     restarts = read_restarts(store)
@@ -196,7 +196,7 @@ def test_other_observation_after_a_crash_is_recorded() -> None:
 def test_too_large_snapshot_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     environment = Journey(padding=100)
     with caplog.at_level(logging.WARNING):
-        store = live(environment, [0.7], max_snapshot_bytes=50)
+        store = live(environment, [0.4], max_snapshot_bytes=50)
     assert list_rows(store) == list_quiet()
     assert {turns[0] for turns in environment.lives[-1].values()} == {0}
     said = [record.getMessage() for record in caplog.records if "max_snapshot_bytes" in record.getMessage()]
