@@ -7,7 +7,7 @@ requests, the flows of a run would start late. A command such as `rollflow run` 
 crashed runs. If no command watches a runner, Prefect automations restart crashed runs (see
 `registration/automations.py`).
 
-The runner of `rollflow run` serves six flows, whose deployments have the name of the run. The runner of
+The runner of `rollflow run` serves six flows. The deployment of each flow has the name of the run. The runner of
 `rollflow serve` serves the six flows in deployments with the name "rollflow". For each recipe that rollflow ships or
 that `rollflow deploy` has added, the runner of `rollflow serve` serves one more deployment of the flow `post-training`.
 """

@@ -173,7 +173,7 @@ def _print_recoveries(context: RunContext, console: Console) -> None:
 
 
 def _print_restarts(context: RunContext, console: Console) -> None:
-    """Print why episodes did not continue behind their stored turns after a crash."""
+    """Print why episodes could not continue from their stored turns after a crash."""
     reasons = Counter(one.reason for one in read_restarts(context.store))
     for reason, count in reasons.most_common():
         console.print(f"  {count} episodes were generated anew: {reason}", soft_wrap=True, markup=False)

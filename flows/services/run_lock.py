@@ -42,9 +42,7 @@ def hold_run(home: Path, context: RunContext) -> Iterator[None]:
 
 
 def find_holder(home: Path, context: RunContext) -> str | None:
-    """Return the process id of the command in the run home `home` that manages the run; return None if there is
-    none.
-    """
+    """Return the process id of the command that manages the run from the run home `home`; None if no command does."""
     file = _lock_file(home, context)
     return _read_holder(file) if file.exists() and is_held(file) else None
 

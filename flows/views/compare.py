@@ -191,8 +191,8 @@ def _list_accuracies(evaluations: Sequence[Evaluation]) -> dict[str, dict[int, f
 
 
 def _list_domain_metrics(versions: Sequence[PolicyVersion], domains: Collection[str]) -> dict[str, str]:
-    """Return the metrics of prompt domains and of reward parts that the policy versions have, as a mapping from the
-    names of curves to the names of metrics.
+    """Map the name of each curve to the name of its metric, for the metrics of prompt domains and reward parts that the
+    policy versions have.
     """
     names = {
         f"{what} of {domain}": f"{metric}_{safe_name(domain)}"

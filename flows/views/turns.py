@@ -90,7 +90,7 @@ def split_turns(trajectory: Trajectory) -> list[TurnPart]:
 
 
 def _cut(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    """Return the first position of each part, and the position behind the part."""
+    """Return the first position of each part, and the first position after the part."""
     mask, starts = trajectory.loss_mask, {*(trajectory.turn_starts or ())}
     cuts = [at for at in range(1, len(mask)) if mask[at] != mask[at - 1] or at in starts]
     edges = [0, *cuts, len(mask)]

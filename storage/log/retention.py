@@ -40,8 +40,8 @@ class Retention:
         """Return whether the weights or the learner's state (`kind`) of policy version `version` must be kept while
         `latest` is the newest version.
 
-        If this method returns false for a policy version, it also returns false for this version and any greater
-        `latest`.
+        An object that is not needed is never needed later: if the method returns false for one `latest`, it returns
+        false for every greater `latest`.
         """
         if kind == "weights" and self.keeps(version, latest):
             return True

@@ -1,7 +1,7 @@
-"""Stores why episodes did not continue behind their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
+"""Stores why episodes could not continue from their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
 
 After a crash, an episode is replayed from its stored turns, or its environment is restored from a snapshot. If neither
-is possible, the policy generates the lost turns anew, and a record says why. The run's log does not name the records,
+is possible, the policy generates the lost turns again, and a record says why. The run's log does not name the records,
 and a damaged record is skipped.
 """
 
@@ -21,7 +21,7 @@ FOLDER = "episode_restarts"
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRestart:
-    """An episode, the number of the first turn that the policy generated anew, and the reason."""
+    """An episode, the number of the first turn that the policy generated again, and the reason."""
 
     prompt: int
     attempt: int

@@ -1,7 +1,7 @@
 """Stores the finished turns of running episodes: `turns/<claim>-<number>.jsonl`, each file with turns of many episodes.
 
 A turn is one generation of the policy in an episode of several turns. After a crash, a new scheduler reads the stored
-turns, so that an episode continues behind its last stored turn. A file may also have snapshots of environments, from
+turns, so that an episode continues from its last stored turn. A file may also contain snapshots of environments, from
 which episodes continue. The run's log does not name these files: a missing or damaged file only means that its turns
 are generated again.
 

@@ -110,7 +110,7 @@ class Episode(Protocol):
         """
 
     def forget_turns(self, reason: str) -> None:
-        """Let the policy generate all further turns anew, also those that it generated before a crash.
+        """Let the policy generate all further turns, even those that it already generated before a crash.
 
         An environment that cannot repeat its actions calls this method, if there is no snapshot. The reason is
         recorded if there were such turns.

@@ -61,8 +61,8 @@ class Renderer(Protocol):
     def rewrite(
         self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
     ) -> Sequence[int] | None:
-        """Return the tokens behind the prompt of the whole conversation, if the chat template changes a recent answer
-        that `messages` follow; None if the answers stay as they were generated.
+        """Return the tokens of the whole conversation after the prompt, if the chat template changes a recent answer
+        because `messages` follow; None if the answers stay as they were generated.
 
         `earlier` and `recent` are the messages after the prompt. The answers among the earlier messages stand in the
         context as the chat template has rewritten them.

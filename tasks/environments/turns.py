@@ -1,7 +1,7 @@
 """The turns of an episode and the branches in which they were played.
 
-A branch is a context of the episode: the tokens behind the prompt, up to the point at which the environment rewrote the
-context. Positions count the tokens behind the prompt.
+A branch is a context of the episode: the tokens after the prompt, up to the point at which the environment rewrote the
+context. Positions count the tokens after the prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LivedTurn:
     """A generation with at least one token."""
 
     start: int  # position of the turn's first token
-    end: int  # position behind the turn's last token
+    end: int  # position after the turn's last token
     state: int  # hash of the environment state in which the turn acted
     reward: float | None = None
 

@@ -105,8 +105,8 @@ class Updates:
     ) -> list[tuple[slice, LossOf]]:
         """Return the parts of a micro-batch's loss, each with the slice of the hidden states that it is computed from.
 
-        If the vocabulary is large, a part is computed from some tokens only. Tokens of the environment are parts of
-        their own, behind the M tokens with loss mask 1.
+        If the vocabulary is large, a part is computed from some tokens only. Tokens of the environment are separate
+        parts, after the M tokens with loss mask 1.
         """
         observed, found = micro.observed, list[tuple[slice, LossOf]]()
         if len(micro.targets) or observed is None or not len(observed.targets):

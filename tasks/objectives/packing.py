@@ -30,7 +30,7 @@ class ObservedTargets:
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """L lines, padded to T tokens. A line is a packed sequence: a single row (trajectory), or several rows of a group
-    behind one copy of their prompt.
+    after one copy of their prompt.
 
     The attribute `where` gives the positions of the hidden states that predict the M tokens with loss mask 1.
     """

@@ -18,7 +18,7 @@ from rollflow.storage.model_input import refuse
 
 @dataclass(frozen=True, slots=True)
 class ObservedTokens:
-    """The tokens of a batch that the environment added behind the policy's tokens."""
+    """The tokens of a batch that the environment added after the policy's tokens."""
 
     indices: np.ndarray  # int64, O: indices of the tokens in the tokens of all rows
     starts: np.ndarray  # int64, R + 1: place in `indices` at which each row begins
@@ -105,8 +105,8 @@ class BatchRows:
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
     def with_observed(self) -> BatchRows:
-        """Return the batch with its observed tokens: the tokens that the policy did not sample, behind the first token
-        with loss mask 1 of their row. Tokens before this token belong to the prompt or to the context of a branch."""
+        """Return the batch with its observed tokens: the tokens that the policy did not sample, after the first token
+        with loss mask 1 in their row. Tokens before this token belong to the prompt or to the context of a branch."""
         last = self.offsets[1:] - 1
         first = (
             last

@@ -1,4 +1,4 @@
-"""A line is a sequence of tokens that a model processes. A line may contain several responses of a group behind one
+"""A line is a sequence of tokens that a model processes. A line may contain several responses of a group after one
 copy of their prompt, so that the prompt is processed only once.
 
     rows    p p p a a a      line    p p p a a a b b          b attends to p and to b, and its positions follow p's
@@ -26,7 +26,7 @@ PAIRS = 6  # per token, a layer without attention costs as much as attention ove
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """A line: one row (trajectory), or several rows of a group behind one copy of their prompt."""
+    """A line: one row (trajectory), or several rows of a group after one copy of their prompt."""
 
     rows: tuple[int, ...]
     prompt: int  # number of tokens of the shared prompt; 0 if the line has a single row
@@ -97,7 +97,7 @@ class Packing:
 
     tokens: np.ndarray  # (L, T) int64: tokens of the lines; 0 for padding
     positions: np.ndarray  # (L, T) int64: position of each token in its row
-    part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows behind a prompt; -1 for padding
+    part: np.ndarray  # (L, T) int64: 0 for a prompt or a single row; 1, 2, ... for rows after a prompt; -1 for padding
     sampled: PlacedTokens  # the M tokens with loss mask 1
     observed: PlacedTokens | None  # the tokens that the environment added; None if they are not trained on
 
@@ -127,7 +127,7 @@ class _PlacedRow(NamedTuple):
     line: int
     begin: int  # index of the row's first token in the batch
     prompt: int  # number of tokens of the shared prompt
-    place: int  # position in the line of the row's first token behind the shared prompt
+    place: int  # position in the line of the row's first token after the shared prompt
 
 
 def _place_tokens(indices: np.ndarray, starts: np.ndarray, placed: Sequence[_PlacedRow]) -> PlacedTokens:

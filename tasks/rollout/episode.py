@@ -335,7 +335,7 @@ class PlayedEpisode:
         """Return the rewards of all tokens of a branch, from the score's token values and the rewards of turns; None if
         no sampled token has a reward.
 
-        The score's token values belong to the response of the current branch.
+        A scorer scores the response of the current branch, so only this branch has token values.
         """
         moved = None
         if score.has_token_values and branch is self.lived.current:

@@ -45,7 +45,7 @@ class Prices(Section):
 
     keys_page: ClassVar[str] = "docs/planning.md"
 
-    currency: str = Field(min_length=1, description='currency that is printed behind each amount, e.g. "USD"')
+    currency: str = Field(min_length=1, description='currency that is printed after each amount, e.g. "USD"')
     rollout: MachinePrice = Field(description="machines on which the inference engines run")
     train: MachinePrice = Field(
         description="machines on which the learner trains; if engines and learner take turns on the same GPUs, all "

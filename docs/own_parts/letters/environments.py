@@ -10,7 +10,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class SecondThought(Environment):
-    """`hint` is put behind the first answer, as tokens: nothing is trained on them."""
+    """`hint` is added after the first answer, as tokens on which the policy is not trained."""
 
     def __init__(self, hint: Sequence[int]) -> None:
         self._hint = tuple(hint)

@@ -5,7 +5,7 @@ of the environment in the minibatch. With the aggregation `sequence-mean`, L is 
 as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free), whose weight is 0.05.
 
 The forward pass of the policy's tokens also predicts the tokens of the environment, at the temperature 1. A token
-counts if the policy did not sample it, and it is behind the first sampled token of its trajectory. The prompt does not
+counts if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt does not
 count. Trajectories with advantage zero count.
 
 In shapes, R is the number of rows, and O the number of tokens of the environment in a part of a micro-batch.

@@ -1,9 +1,9 @@
-"""Tests whether a model can process several responses behind one copy of their prompt (`objectives/shared_prefix.py`).
+"""Tests whether a model can process several responses after one copy of their prompt (`objectives/shared_prefix.py`).
 
 Responses can share a prompt only if the model obeys the attention mask and the token positions that it is given. A
 model with a sliding window, chunked attention or a recurrent state would ignore the attention mask, or would mask wrong
 tokens. If a policy's architecture declares a sliding window, chunked attention or a recurrent state, its responses do
-not share prompts. A model of any other architecture is tested: the log-probs of two responses behind one prompt must
+not share prompts. A model of any other architecture is tested: the log-probs of two responses after one prompt must
 equal the log-probs of each response alone.
 """
 

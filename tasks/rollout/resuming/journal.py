@@ -4,12 +4,12 @@
                                   +--> environment, which acts, may store a snapshot, and asks for the next turn
 
     after a crash: the environment is restored from its newest snapshot. Without a snapshot, the environment plays the
-    episode again from its start. Each stored turn behind that point is recalled instead of generated, until the first
+    episode again from its start. After that point, each stored turn is recalled instead of generated, up to the first
     turn that is not stored.
 
-- A turn is recalled only for the same request: the same context, token limit, stop strings, temperature and seed. If
-  an environment answers differently than before the crash, the contexts differ, and the policy generates anew. A record
-  says so (`episode_restarts`).
+- A turn is recalled only for the same request: the same context, token limit, stop strings, temperature and seed. If an
+  environment answers differently than before the crash, the contexts differ, and the policy generates the turn again. A
+  record says so (`episode_restarts`).
 - With `durable_turns = "before-action"`, the environment gets a turn only after the turn is stored. So no action is
   repeated with another turn, and a crash loses only running generations.
 - With `durable_turns = "background"`, nothing waits for storage. A crash also loses the turns of the last moment.
@@ -53,7 +53,7 @@ class TurnFolder(Protocol):
         """
 
     async def note(self, restarts: Sequence[EpisodeRestart]) -> None:
-        """Store why episodes did not continue behind their stored turns.
+        """Store why episodes could not continue from their stored turns.
 
         Raises:
             StoreFailed, Unreachable: the records may not be stored.
@@ -133,7 +133,7 @@ class TurnJournal:
         return recall_turn(turn, request.id)
 
     def forget_turns(self, key: TurnKey, reason: str) -> None:
-        """Let the policy generate an episode anew from the turn `key` on, and record the reason."""
+        """Let the policy generate an episode again from the turn `key` on, and record the reason."""
         self._known.pop((key.group, key.sample), None)
         self.note_restart(key, reason)
 

@@ -106,7 +106,7 @@ class RecordedEpisode(PlayedEpisode):
         self._events, self._number, self._parent = [], self._number + 1, snapshot.digest
 
     def forget_turns(self, reason: str) -> None:
-        """Let the policy generate all further turns anew, as `Episode.forget_turns` specifies."""
+        """Let the policy generate all further turns, as `Episode.forget_turns` specifies."""
         place = self.place
         if place.journal.has_turns(place.group, place.sample):
             place.journal.forget_turns(TurnKey(place.group, place.sample, self.turns), reason)

@@ -5,9 +5,10 @@ The client retries a call after a lost connection, a time-out, or HTTP status 40
 grow, or follow the endpoint's Retry-After header. An answer of the judge that is no valid verdict counts as a failed
 try.
 
-If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict, the method raises
-`NoVerdict` instead if the judge itself answered, or if the endpoint rejected the request's content, for example as too
-long, because the response may be the cause. Before the first verdict, the judge or its settings may be the cause.
+If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict, the response may be
+the cause if the judge itself answered, or if the endpoint rejected the request's content, for example as too long. In
+these two cases, the method raises `NoVerdict` instead. Before the first verdict, the judge or its settings may be the
+cause.
 
 A question is *overtaken* if the judge answers all its calls too late, while it gives a verdict on a question that was
 asked later. The judge was not away then, and the response may have made it write without end. A question that was

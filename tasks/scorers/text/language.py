@@ -1,8 +1,8 @@
 """Detects the language of a text with the package langdetect, which IFEval's published checker uses.
 
 A text always has the same language: langdetect draws parts of the text at random, and its random generator starts with
-`SEED` for each text. The order of langdetect's languages, which decides how sums are rounded, does not depend on the
-file system.
+`SEED` for each text. The order of langdetect's languages decides how sums are rounded, so this module fixes the order.
+Otherwise it would depend on the file system.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ TAIL = 1000  # number of characters at the end of a response in which an unmarke
 LONGEST_SHOWN = 60  # largest number of characters of an answer in a score's reason
 PRECISION = 15  # number of significant digits to which numbers are computed for comparison
 DIGITS = re.compile(r"\d+")
-# signs of prose: a word at the start with more text behind it, a verb, two long words, or a colon after a word
+# signs of prose: a word at the start with more text after it, a verb, two long words, or a colon after a word
 PROSE = re.compile(
     r"^\W*(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)\b)[A-Za-z]{2,}\s+\S|\b(?:is|are|was|so|the|we|then|thus|hence)\b|"
     r"\b(?!square|cubic|sq)[A-Za-z]{3,}\s+(?:\S+\s+)*[A-Za-z]{3,}|[A-Za-z]\s*:",
