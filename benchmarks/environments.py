@@ -87,7 +87,8 @@ class Episodes:
 def gaussian(sigma: float) -> Episodes:
     """Return ROLL Flash's study of step latencies: Gaussian with mean 10 s, 256 environments, 20 turns.
 
-    The generation of a turn takes 6.6 s, with which a model of the study gives its 2.46 at sigma 10.
+    The generation of a turn takes 6.6 s. With this value, a model of the study gives the study's speed-up of 2.46 at
+    sigma 10.
     """
     steps = {"median_turns": 20, "turn_tokens": 660, "step_seconds": 10, "step_sigma": sigma}
     return Episodes(f"step latency Gaussian(10, {sigma:g})", 32, 8, steps, tokens_per_tick=66)
@@ -140,7 +141,7 @@ SWE = Episodes(
 
 
 def bias(case: str, figures: Figures) -> Iterator[Row]:
-    """Return the rows of the bias: trained against drawn episodes."""
+    """Return the rows of the bias, which compare trained episodes with drawn episodes."""
     off = figures.bias
     yield Row(case, "bias: mean trained tokens, %", 100 * off.mean_difference)
     yield at_most(case, "bias: mean trained turns, % (either way)", 100 * abs(off.turns_difference), 100 * BIAS)
@@ -195,7 +196,7 @@ FAULTY = Episodes(
 
 
 def redundancy(versions: int) -> Iterator[Row]:
-    """Simulate redundant environments at alpha 0: more groups, and larger groups; what they gain and bias."""
+    """Simulate redundant environments at alpha 0, with more groups and with larger groups: their speed-up and bias."""
     base = 0.0
     for groups in (0, 2, 4):
         for size in (0, 1, 2):

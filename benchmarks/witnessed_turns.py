@@ -1,5 +1,5 @@
-"""An environment for `benchmarks.turn_kills`, which writes down what the policy said and what was done, outside of the
-run.
+"""An environment for `benchmarks.turn_kills`, which records the turns of the policy and its own actions in files
+outside of the run.
 
 The file `turns` has a line for each turn that the environment got: the name of the turn, the number of its tokens, and
 1 if the turn was generated before a crash. The file `actions` has a line for each action that was done.

@@ -142,8 +142,8 @@ class TrajectoryBatch:
 
     @property
     def first_rows(self) -> NDArray[np.int64]:
-        """For each row, the first row of its episode. Only a row that branches off another row has another first
-        row."""
+        """For each row, the first row of its episode. For a row that does not branch off another row, this is the row
+        itself."""
         found = np.arange(len(self))
         column = self.optional("branch")
         if column is None:

@@ -28,7 +28,8 @@ NO_PROBE = WeightsProbe((), (), 0.0)
 class AskedPolicy:
     """A policy to ask. `folder` has its config and tokenizer; `weights` returns the folder that has its weights.
 
-    `probe` are tokens whose log-probs an engine with these weights must compute; a folder has none.
+    `probe` contains tokens, and the log-probs that an engine with these weights must compute for them. It is empty for
+    a folder.
     """
 
     name: str
@@ -41,7 +42,7 @@ class AskedPolicy:
 
 
 def open_policy(name: str, version: int | None, store: str | None, config: RunConfig, scratch: Path) -> AskedPolicy:
-    """Open a policy that a user names: a Hugging Face folder, or the run of the version.
+    """Open the policy that a user names: a Hugging Face folder, or a version of a run.
 
     A folder is copied to the empty folder `scratch`, without its weights. Without `version`, the newest version is
     opened.

@@ -65,7 +65,7 @@ def build_recipe(config: RunConfig, policy: AskedPolicy, prompts: RunPrompts) ->
 
 
 def choose_engine(config: RunConfig, policy: AskedPolicy) -> EngineConfig:
-    """Return the engine for the policy: that of the evaluations of a run of the recipe on this machine."""
+    """Return the engine that evaluates the policy: the one that a run of the recipe would use on this machine."""
     return choose_evaluation_engine(config, policy.folder, on_cpu=not count_machine_gpus())
 
 
@@ -74,7 +74,7 @@ async def serve_policy(policy: AskedPolicy, engine: EngineConfig, config: RunCon
     """Run an engine with the weights of a policy in this process, for the duration of a `with` block.
 
     Raises:
-        EngineFailed: the engine did not start, or computes other log-probs than the learner.
+        EngineFailed: the engine did not start, or its log-probs differ from those of the learner.
     """
     started = build_engine(engine, policy.folder, dtype=config.policy.dtype)
     try:
@@ -89,7 +89,8 @@ async def serve_policy(policy: AskedPolicy, engine: EngineConfig, config: RunCon
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
-    """Scorers that run in this process. `serving` ends only if they can score no response at all, with the reason."""
+    """Scorers that run in this process. The task `serving` ends only if the scorers can score no response at all, and
+    raises the reason."""
 
     scorer: Scorer
     serving: asyncio.Task[None]

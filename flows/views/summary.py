@@ -87,7 +87,8 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
 
 
 def _list_turns(trained: Sequence[PolicyVersion]) -> dict[str, dict[str, float]]:
-    """Return the metrics of turns and outcomes of the newest policy version; empty for a run of single turns."""
+    """Return the metrics of turns and outcomes of the newest policy version; no metrics if its episodes have a single
+    turn."""
     newest = trained[-1].metrics if trained else {}
     found = {name: round(newest[name], 4) for name in sorted(newest) if name.startswith(("turn", "outcome_"))}
     return {"turns": found} if "turns" in found else {}

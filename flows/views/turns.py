@@ -127,8 +127,8 @@ def describe_logprobs(values: Sequence[float]) -> str:
 
 
 def render_part(speaker: str, text: str, notes: Sequence[str] = ()) -> Group:
-    """Return what somebody said, below a line with who speaks and with notes. Line breaks of the text stay, so that a
-    frame that an environment writes keeps its shape.
+    """Return a text below a line with its speaker and notes. The text keeps its line breaks, so that a board that an
+    environment writes keeps its shape.
     """
     return Group(render_head(speaker, notes), render_text(text))
 

@@ -39,8 +39,8 @@ class TurnKey:
 class FinishedTurn:
     """A finished turn, which has the T tokens that the policy sampled, their log-probs (nats) and policy versions.
 
-    The field `request` is a hash of the request: of the context and of all else that decides the generation, except for
-    the weights. The field `started_version` is the policy version under which the request started.
+    The field `request` is a hash of everything that decides the generation, such as the context, except for the
+    weights. The field `started_version` is the policy version under which the request started.
     """
 
     key: TurnKey
@@ -121,7 +121,7 @@ _LINES: TypeAdapter[_TurnLine | _SnapshotLine] = TypeAdapter(_TurnLine | _Snapsh
 
 
 def hash_parts(*parts: bytes | memoryview) -> str:
-    """Return a hash of several values, each with its length."""
+    """Return a hash of several values and their lengths."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))

@@ -127,8 +127,8 @@ class TimedEngineConfig(EngineBase):
     batch_slowdown: float = Field(
         0.0,
         ge=0,
-        description="slowdown c by other requests: with n running requests and t tokens in the KV cache, generating "
-        "a token takes 1 + c(n - 1) + r t times as long as in a request that runs alone; r is kv_read_cost",
+        description="slowdown c of a request by each other running request: with n running requests and t tokens in "
+        "the KV cache, a token takes 1 + c(n - 1) + r t times as long as at full speed; r is kv_read_cost",
     )
     kv_read_cost: float = Field(
         0.0,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class KeptEpisodes:
-    """The number of cached tokens of each episode that does not run. Unnamed episodes are never kept."""
+    """The number of cached tokens of each episode without a running request. Unnamed episodes are never kept."""
 
     def __init__(self, keeps: bool = True) -> None:
-        """Keep no episode if not `keeps`, because it makes no difference."""
+        """Keep no episode if `keeps` is false, because keeping would make no difference."""
         self._keeps = keeps
         self._tokens: dict[str, float] = {}  # in the order in which the turns ended
         self.total = 0.0

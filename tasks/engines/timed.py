@@ -325,7 +325,7 @@ class TimedEngine:
         return context - run.cached
 
     def _trim(self) -> None:
-        """Evict episodes that do not run, as far as the running requests need the room."""
+        """Evict episodes without a running request until the running requests have enough room."""
         if self._bound is not None:
             self._kept.evict(self._bound - self._resident)
 

@@ -32,7 +32,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class SnapshotRejected(RollflowError):
-    """Raised by an environment that cannot be restored from a snapshot. Its actions are done again instead."""
+    """Raised by an environment that cannot be restored from a snapshot. The environment then repeats its actions."""
 
 
 class Episode(Protocol):
@@ -52,9 +52,9 @@ class Episode(Protocol):
 
     @property
     def limit(self) -> str:
-        """The limit that the episode has reached, as a sentence, so that no further turn follows; "" if there is none.
+        """A sentence that names the limit at which the episode gets no further turn; "" if it may have one.
 
-        At a limit, `generate` returns None. Then an environment may still score what was reached.
+        At a limit, `generate` returns None. The environment may still score the state reached.
         """
 
     @property
@@ -94,13 +94,13 @@ class Episode(Protocol):
     def seed(self) -> int:
         """A number from which an environment may draw its random numbers.
 
-        Every attempt at an episode has the same number, also after a crash. Each episode of a prompt has another
-        number.
+        Every attempt at an episode has the same number, even after a crash. The episodes of one prompt have different
+        numbers.
         """
 
     @property
     def attempt(self) -> int:
-        """How often the prompt was started before, because its episodes were discarded."""
+        """The number of earlier starts of the prompt. A prompt is started again if its episodes are discarded."""
 
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment after a turn, so that the episode continues from here after a crash.
@@ -112,8 +112,8 @@ class Episode(Protocol):
     def forget_turns(self, reason: str) -> None:
         """Let the policy generate all further turns, even those that it already generated before a crash.
 
-        An environment that cannot repeat its actions calls this method, if there is no snapshot. The reason is
-        recorded if there were such turns.
+        An environment that cannot repeat its actions calls this method if there is no snapshot. The reason is recorded
+        if turns were generated before the crash.
         """
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
@@ -196,7 +196,7 @@ class Episode(Protocol):
         """
 
     async def score(self, tokens: Sequence[int], reference: Mapping[str, Any] | None = None) -> Score:
-        """Score these tokens with the prompt's scorer. The episode goes on.
+        """Score these tokens with the prompt's scorer. The episode continues.
 
         If `reference` is given, the scorer uses `reference` instead of the prompt's own reference answer.
         """
@@ -205,9 +205,8 @@ class Episode(Protocol):
 class Environment(Protocol):
     """Runs episodes. A single environment object runs all episodes of a run. See the module's docstring.
 
-    The start of each turn is recorded if `has_turns` is true, which means that an episode may have several turns. With
-    `keeps_deadlines`, the environment itself ends an episode whose environment computes for too long, as the limits in
-    `[environment]` say.
+    The start of each turn is recorded if `has_turns` is true, which means that an episode may have several turns. If
+    `keeps_deadlines` is true, the environment itself enforces the limits of `[environment]` on its computing time.
     """
 
     has_turns: bool = True

@@ -12,7 +12,7 @@ from rollflow.tasks.environments.ports import Message, Renderer
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """How an episode goes on: tokens to append, or the tokens of a new branch."""
+    """How an episode continues: tokens to append, or the tokens of a new branch."""
 
     tokens: Sequence[int]
     branches: bool
@@ -20,8 +20,8 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages after the prompt up to the newest answer. Without `is_known`, the environment wrote a context of its
-    own, whose messages are not known.
+    """The messages after the prompt up to the newest answer. If `is_known` is false, the environment wrote its own
+    context, and the messages in it are not known.
     """
 
     earlier: tuple[Message, ...] = ()  # messages that stand in the context as the chat template has rewritten them
@@ -35,7 +35,7 @@ class Conversation:
         return Conversation(self.earlier, (*self.recent, answer), len(response), self.is_known)
 
     def extend(self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]) -> Extension:
-        """Return how an episode with this response goes on if `messages` follow."""
+        """Return how an episode with this response continues if `messages` follow."""
         found = renderer.rewrite(prompt, self.earlier, self.recent, messages) if self.is_known else None
         if found is None:
             return Extension(renderer.render(prompt, response, messages), branches=False)

@@ -39,7 +39,8 @@ class EpisodeLimits:
     unparsable_penalty: float = 0.0
 
     def find_reached(self, turns: int, tokens: int) -> str:
-        """Return why an episode with this number of turns and of sampled tokens gets no further turn; "" if it does."""
+        """Return why an episode with this number of turns and of sampled tokens gets no further turn; "" if it gets
+        one."""
         for name, used in (("max_turns", turns), ("max_episode_tokens", tokens)):
             limit = getattr(self, name)
             if limit is not None and used >= limit:

@@ -1,4 +1,4 @@
-"""Defines the config keys that limit the episodes of an environment with several turns, of each kind."""
+"""Defines the config keys that limit the episodes of every kind of environment with several turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 class LimitedEnvironment(Section):
     """Base class of the configs of environments whose episodes may have several turns. A kind of environment may have
-    other defaults."""
+    different defaults."""
 
     max_turns: int | None = Field(
         None, gt=0, description="largest number of turns of an episode; default: no limit but engine.max_new_tokens"

@@ -1,4 +1,4 @@
-"""Simulates an environment with several turns: the timed environment only takes time, and adds tokens of no meaning.
+"""Simulates an environment with several turns: the timed environment only takes time, and adds meaningless tokens.
 
     reset --> ( generate --> step --> add )* --> generate --> step --> judge
 

@@ -69,10 +69,10 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
         0.0,
         ge=0,
         le=1,
-        description="probability of each step that the simulated environment fails and ends its episode",
+        description="probability that the simulated environment fails in a step and ends its episode",
     )
     hangs: float = Field(
-        0.0, ge=0, le=1, description="probability of each step that the simulated environment hangs and then fails"
+        0.0, ge=0, le=1, description="probability that the simulated environment hangs in a step and then fails"
     )
     hang_seconds: float = Field(
         600.0, gt=0, le=LONGEST_SECONDS, description="seconds until a hanging simulated environment fails"

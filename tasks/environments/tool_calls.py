@@ -37,7 +37,7 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """Read the tool calls in the text of a response. A call within a thought is no call."""
+    """Read the tool calls in the text of a response. A call within a thought does not count."""
     text = text.rpartition("</think>")[2]
     content = CALL.sub("", text).strip()
     try:

@@ -14,7 +14,7 @@ class FrozenLake(Board):
     """A lake with holes. The state is the player's cell."""
 
     def play(self, state: State, move: str) -> State:
-        """Return the state after a move. At the edge of the lake, the player stays where the player is."""
+        """Return the state after a move. A move over the edge of the lake changes nothing."""
         return (self.step(state[-1], move),)
 
     def find_end(self, state: State) -> GameEnd | None:

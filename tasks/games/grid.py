@@ -56,14 +56,14 @@ class Board(ABC):
 
     @abstractmethod
     def find_end(self, state: State) -> GameEnd | None:
-        """Return how the game has ended in this state, or None if the game goes on."""
+        """Return how the game has ended in this state, or None if the game continues."""
 
     def write(self) -> str:
         """Return the text of the board at the start of the game."""
         return f"{write_cells(self.goals)}/{write_cells(self.marked)}:{self.write_state(self.start)}"
 
     def write_state(self, state: State) -> str:
-        """Return the text of what moves, with the player last."""
+        """Return the text of the cells that moves can change, with the player last."""
         return "".join(CELLS[cell] for cell in state)
 
     @classmethod
@@ -95,7 +95,7 @@ def write_cells(cells: frozenset[int]) -> str:
 
 
 def find_solution(board: Board, longest: int, draw: random.Random | None = None) -> str | None:
-    """Return a shortest sequence of moves to the goal, or None if there is none of at most `longest` moves.
+    """Return a shortest sequence of moves to the goal, or None if each solution has more than `longest` moves.
 
     Breadth-first search visits each state once. With `draw`, one of the shortest solutions is chosen at random.
     """

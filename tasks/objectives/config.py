@@ -300,8 +300,8 @@ def _check_length(objective: PartsObjective) -> None:
 
 
 def _check_credit(objective: PartsObjective) -> None:
-    """Reject credit of single turns with a clipped ratio of whole responses, whose gradient is the same for all tokens
-    of a response."""
+    """Reject credit of single turns if the ratio of whole responses is clipped, because then the gradient is the same
+    for all tokens of a response."""
     part, level = objective.advantage, objective.ratio.level
     if part.credit != "episode" and level != "token" and isinstance(objective.surrogate, Clip | BinaryTv):
         cure = f'with ratio.level = "{level}" all turns of a response are trained alike; set ratio.level = "token"'

@@ -17,7 +17,7 @@ With the scale "group", d is the standard deviation plus `EPSILON`; otherwise d 
 scale the sum by its standard deviation over all tokens of the batch.
 
 An episode of several branches counts once: its reward counts in A once, its steps count like those of one response, and
-the sums over u go on in the episode's later branches.
+the sums over u continue in the episode's later branches.
 
 Shapes: R is the number of trajectories, E the number of episodes, B the number of tokens that the policy sampled, S the
 number of steps, and G the number of groups of responses to one prompt.
@@ -98,8 +98,8 @@ def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, grou
 
 
 def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
-    """Return for each step the mean, over the other episodes of its group with steps, of their mean step reward; if no
-    other episode has steps, return the step's own reward, so that the step does not count."""
+    """Return for each step the average of the mean step rewards of the other episodes in its group. Episodes without
+    steps do not count. If no other episode has steps, return the step's own reward, so that the step has no effect."""
     count_E, mean_E = _mean_by(episode_S, rewards_S, len(groups_E))
     counts_E = count_E > 0
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0

@@ -1,8 +1,8 @@
 """Advantages of turns: every token of a turn gets credit for the rewards of this turn and of later turns.
 
-An episode has the turns k = 1 to K, in all of its branches together. The reward r_k of a turn is the sum of the
-rewards of its tokens, minus their KL prices; the last turn gets the reward of the whole episode, too. The return of a
-turn is G_k = r_k + gamma G_k+1, with one factor gamma for each turn, as in ROLL and verl-agent.
+An episode has the turns k = 1 to K, in all of its branches together. The reward r_k of a turn is the sum of the rewards
+of its tokens, minus their KL penalties; the last turn gets the reward of the whole episode, too. The return of a turn
+is G_k = r_k + gamma G_k+1, with one factor gamma for each turn, as in ROLL and verl-agent.
 
     credit  baseline         advantage of a token in turn k
     turn    none             G_k: REINFORCE with discounted returns (Williams 1992)
@@ -78,7 +78,7 @@ def compute_turn_advantages(part: Advantage, shaped_R: Tensor, data: BatchRows, 
     """Return the advantage of each token in float64.
 
     `shaped_R` are the rewards of the trajectories, minus their penalties for length. The reward of an episode is that
-    of its last branch. `price_B` is the KL price of each token.
+    of its last branch. `price_B` is the KL penalty of each token.
     """
     turns, order = find_turns(data), data.order_by_episode()
     final_E = shaped_R.double()[torch.from_numpy(order.last)]
@@ -113,8 +113,8 @@ def discount_returns(rewards: Sequence[float], episodes: Sequence[int], gamma: f
 
 
 def _sum_rewards(turns: Turns, data: BatchRows, price_B: Tensor, final_E: Tensor) -> Tensor:
-    """Return the reward of each turn: the rewards of its tokens minus their prices; the last turn of an episode gets
-    the reward of the episode, too."""
+    """Return the reward of each turn: the rewards of its tokens minus their KL penalties; the last turn of an episode
+    gets the reward of the episode, too."""
     paid_B = -price_B.double().numpy()
     if data.token_rewards is not None:
         paid_B = paid_B + np.nan_to_num(data.token_rewards.astype(np.float64))

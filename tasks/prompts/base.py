@@ -35,7 +35,7 @@ class Question:
     has its normalised text as its key. If a question has `messages`, the policy gets these messages, and `text` is only
     shown to people.
 
-    A question with `turns` is demonstrated in the cold start by these turns, which an environment would play. The
+    In the cold start, a question with `turns` is demonstrated by these turns, as an environment would play them. The
     policy is trained on what it says in the turns, and not on the replies. A question without `turns` is demonstrated
     by its `answer`.
     """

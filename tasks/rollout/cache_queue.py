@@ -9,7 +9,7 @@
   tokens, which are computed again at the lowest cost. The next turn of such an episode waits to be admitted again.
 - Episodes without a claim are admitted in the order of the queue. An engine without claims admits any episode, so that
   an episode that is larger than a cache also runs.
-- A claim ends with the generation of its episode, or with its engine.
+- A claim ends when its episode requests no more generations, or when its engine ends.
 """
 
 from __future__ import annotations

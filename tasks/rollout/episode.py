@@ -187,7 +187,7 @@ class PlayedEpisode:
         """Do nothing, because no turn of this episode was generated before a crash."""
 
     def replace_prompt(self, tokens: Sequence[int]) -> None:
-        """Begin the episode with other tokens than the prompt's, as `Episode.replace_prompt` specifies."""
+        """Begin the episode with these tokens instead of the prompt's, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
         grown = len(given) - self.prompt.input.length
         if len(self.made) or grown >= self.room:

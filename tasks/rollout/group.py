@@ -203,7 +203,7 @@ class GroupRollout:
         """Let an episode continue from the newest snapshot of its environment, if an earlier scheduler stored one.
 
         Raises:
-            SnapshotRejected: what happened before the snapshot does not fit the episode.
+            SnapshotRejected: the history before the snapshot does not fit the episode.
         """
         if not isinstance(episode, RecordedEpisode):
             return
@@ -285,7 +285,7 @@ class GroupRollout:
 
 
 def _hash_basis(prompt: Prompt, ports: GroupPorts, seed: int) -> str:
-    """Return a hash of all that an episode begins with, and that its turns depend on."""
+    """Return a hash of everything that an episode begins with, and that its turns depend on."""
     limits = ports.limits
     options = (limits.max_new_tokens, limits.temperature, seed, ports.environment_ports.limits, prompt.input.placed)
     return hash_parts(prompt.input.flat.data, repr(options).encode())

@@ -163,7 +163,7 @@ class SlotQueue:
         self.offer_slots(lane)
 
     def end_episode(self, episode: str) -> None:
-        """Note that an episode requests no more generations; an episode holds nothing in this queue."""
+        """Do nothing when an episode requests no more generations: this queue keeps nothing for an episode."""
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a waiting request from the queue."""

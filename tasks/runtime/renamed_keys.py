@@ -100,7 +100,8 @@ class Renames:
             yield from self.refusals(value, f"{key}.")
 
     def _list_keys(self, tree: Tree, prefix: str) -> Mapping[str, str]:
-        """Return the present names of old keys, by their dotted old names, with those of the kind of a section."""
+        """Return the present names of old keys, by their dotted old names, including keys that only the section's kind
+        had."""
         own = self.kinds.get((prefix.rstrip("."), str(tree.get("kind"))))
         return {**self.keys, **{f"{prefix}{name}": today for name, today in own.items()}} if own else self.keys
 

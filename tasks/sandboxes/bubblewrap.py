@@ -59,7 +59,7 @@ class BoxSandboxes:
     """
 
     capabilities: frozenset[Capability]
-    renews = False  # whether an empty sandbox can be made of a used one
+    renews = False  # whether a used sandbox can be renewed
 
     def __init__(self, config: SandboxBase) -> None:
         self._config = config
@@ -219,7 +219,7 @@ class BoxSandboxes:
         return kill
 
     async def _take_spare(self) -> NamespaceSandbox:
-        """Return an empty sandbox, which is a spare one if there is any."""
+        """Return a spare sandbox, or a new one if there is none."""
         while self._spares and not self._has_died():
             try:
                 return await self._spares.popleft()

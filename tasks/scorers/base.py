@@ -159,7 +159,7 @@ def _read_values(text: str) -> Sequence[float]:
 
 
 def outcome_of(value: Any) -> Outcome:
-    """Return the outcome of a score with this value: "wrong" if the value is no number."""
+    """Return the outcome of a score with this value: "wrong" if the value is not a number."""
     if not isinstance(value, Real):
         return Outcome.WRONG
     number = float(value)
@@ -215,7 +215,7 @@ def _check_tokens(values: Sequence[float | None]) -> Sequence[float]:
     """Convert token values to float32, with NaN for None; token values that are already float32 were checked before."""
     if isinstance(values, Float32s) or not len(values):
         return values if isinstance(values, Float32s) else ()
-    # The sum with 0.0 makes -0.0 to 0.0, because a repeated verdict is compared bit by bit.
+    # Adding 0.0 turns -0.0 into 0.0, because repeated verdicts are compared bit by bit.
     return Float32s.of([math.nan if value is None else check_number("a token value", value) + 0.0 for value in values])
 
 

@@ -4,8 +4,8 @@
 
 The value of each part is kept in the score's parts: under the name of the part, and the part's own parts under
 "name.part". If a part could not be judged, the response is unjudged. If the scorer of a part failed, the value is the
-sum of the negative weights, because otherwise the policy could learn to make a part fail whose weight is negative. With
-a judge or a reward model as a part, the value is the lowest value of a response so far, if that is lower.
+sum of the negative weights, because otherwise the policy could learn to make a part with a negative weight fail. With a
+judge or a reward model as a part, a response may have had a lower value before; then the lowest value so far is given.
 
 Values of tokens and steps are combined in the same way: the weighted values of all parts are added, and a response
 whose value is not the sum of its parts has none.

@@ -105,7 +105,7 @@ def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s
 
 
 def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
-    """Return the score of the tokens with which a response ends, with values for all tokens of the response.
+    """Return the score of the last tokens of a response, extended to values for all tokens of the response.
 
     Raises:
         ValueError: the response does not end with the tokens.

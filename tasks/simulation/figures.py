@@ -217,7 +217,8 @@ def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: i
 
 
 class DrawnEpisode(NamedTuple):
-    """An episode as drawn, before any schedule: its number of turns, and of simulated tokens of the policy."""
+    """An episode as drawn, before it is scheduled: its number of turns, and its number of simulated tokens of the
+    policy."""
 
     turns: int
     tokens: int

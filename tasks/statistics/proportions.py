@@ -2,7 +2,7 @@
 
     pass_at             chance that one of k responses to a prompt is right
     wilson_interval     interval of a share, of which n independent responses were seen
-    effective_size      number of independent responses that say as much as several responses to each prompt
+    effective_size      number of independent responses that are as informative as several responses to each prompt
 
 Responses to one prompt resemble each other, so eight responses to a prompt say less than responses to eight prompts. An
 interval that counted them all would be too short.
@@ -71,5 +71,5 @@ def effective_size(results: Iterable[PromptResult]) -> float:
     squares = math.fsum((one.right - one.responses * share) ** 2 for one in asked)
     if not 0 < share < 1:
         return float(len(asked))
-    # The same share of each prompt says that responses to a prompt are independent, as far as one can see.
+    # If all prompts have the same share, no dependence of responses to one prompt is seen.
     return min(float(total), share * (1 - share) * total**2 / squares) if squares else float(total)

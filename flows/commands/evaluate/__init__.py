@@ -51,7 +51,7 @@ def command(options: argparse.Namespace) -> int:
     """Evaluate a policy, and print its accuracies. Return `FAILED` if a response could not be judged.
 
     Raises:
-        KeyboardInterrupt: the user has pressed Ctrl-C; what was known by then was printed.
+        KeyboardInterrupt: the user has pressed Ctrl-C; the results so far were printed.
     """
     config = load_recipe(options.recipe, options.set)
     check_own_parts(config)
@@ -104,7 +104,7 @@ async def evaluate(
 
 
 async def _watch(answering: asyncio.Task[Any], report: EvaluationReport, patience: float, tell: Tell) -> None:
-    """Wait for the end of the evaluation, show its progress, and end it if nothing happens any more."""
+    """Wait for the end of the evaluation, show its progress, and end it if it makes no progress."""
     done, since = 0, time.monotonic()
     while not answering.done():
         await asyncio.wait([answering], timeout=TICK_SECONDS)

@@ -1,7 +1,7 @@
 """Counts the responses of an evaluation, and shows the accuracies with their intervals as a table or as JSON.
 
-A share of right responses comes with its 95% interval by Wilson's formula. With several responses to each prompt, the
-interval counts as many independent responses as the responses are worth (`effective_size`).
+A share of right responses is shown with its 95% interval by Wilson's formula. Several responses to one prompt are not
+independent, so the interval is computed for a smaller number of independent responses (`effective_size`).
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class ResponseCounts:
 
 @dataclass(slots=True)
 class EvaluationReport:
-    """The result of an evaluation, as far as it is known. `asked` is the number of all responses to make."""
+    """The results of an evaluation so far. `asked` is the number of responses that the whole evaluation makes."""
 
     policy: str
     version: int
     samples: int
     asked: int
-    by_value: bool  # True if a response is right if its reward is 1, instead of by its outcome
+    by_value: bool  # True if a response with the reward 1 is right, whatever its outcome
     sets: frozenset[str] = frozenset()  # names of the evaluation sets, which are the domains of their prompts
     counts: dict[str, ResponseCounts] = field(default_factory=dict)  # by domain or evaluation set
     unjudged: str = ""  # why the first response without a verdict was not judged

@@ -94,7 +94,7 @@ def _play(options: argparse.Namespace, recipe: AskedRecipe, policy: AskedPolicy)
 def _choose_player(
     options: argparse.Namespace, config: RunConfig, policy: AskedPolicy, person: PersonInput | None, screen: Screen
 ) -> Player:
-    """Return the player that the options name, other than a version of a run."""
+    """Return the player that the options name, unless a version of a run plays."""
     if person is not None:
         return PersonPlayer(policy.tokenizer, person.read_line, screen.note)
     if options.random:

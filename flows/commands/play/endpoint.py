@@ -1,7 +1,7 @@
 """Plays with a model behind an OpenAI-compatible endpoint, by the protocol of chat completions.
 
 The endpoint gets the whole conversation as chat messages in each turn. Stop strings are not sent, because an endpoint
-leaves a stop string out of its answer without saying which one it met; the answer is cut here instead.
+removes the stop string from its answer and does not report which one it was. This module cuts the answer instead.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def read_token(name: str | None) -> str:
     """Return the API key in the environment variable `name`; "" without a name.
 
     Raises:
-        ConfigError: the variable is not set, or an HTTP header cannot hold its value. No message has the value.
+        ConfigError: the variable is not set, or an HTTP header cannot hold its value. No error message contains the
+        value.
     """
     if not name:
         return ""

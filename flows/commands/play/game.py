@@ -40,7 +40,7 @@ class Game:
         """Play an episode from its prompt to its score, and show it; if the player leaves, the episode has no score.
 
         Raises:
-            Unreachable: the episode of a player that is no person took longer than `rollout.patience_seconds`.
+            Unreachable: the episode of a player that is not a person took longer than `rollout.patience_seconds`.
         """
         self.screen.begin(number, episodes, f"{prompt.domain}, prompt {prompt.index}")
         self._show_prompt(prompt)
@@ -102,5 +102,5 @@ class Game:
             self.screen.say(SPEAKERS.get(message["role"], message["role"]), message["content"])
 
     async def _keep(self, _: PlayedEpisode) -> bool:
-        """Return whether the episode is scored: unless the player has left, every played episode is."""
+        """Return whether the episode is scored: every played episode is, unless the player has left."""
         return not self.is_over

@@ -78,7 +78,7 @@ class PersonInput:
         except EOFError as error:
             loop.call_soon_threadsafe(_set_error, line, error)
             return
-        # A terminal may send bytes that are no UTF-8, which no tokenizer can encode.
+        # A terminal may send bytes that are not UTF-8, which no tokenizer can encode.
         text = text.encode("utf-8", "replace").decode()
         loop.call_soon_threadsafe(_set_line, line, text)
 

@@ -5,7 +5,7 @@
     EnginePlayer    a policy generates the answers on an engine in this process
     EndpointPlayer  a model behind an OpenAI-compatible endpoint answers (module `endpoint`)
 
-An answer obeys the turn: it ends at the first stop string, and after the largest number of tokens.
+An answer keeps the limits of its turn: it ends at the first stop string, or at the largest number of tokens.
 """
 
 from __future__ import annotations

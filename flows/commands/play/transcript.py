@@ -1,4 +1,4 @@
-"""Follows an episode as people read it: who said what, instead of tokens.
+"""Follows an episode in a form that people can read: who said what, instead of tokens.
 
 Everything that stands in the context of a turn, and that no player has written, was written by the environment. If the
 environment rendered chat messages, their contents are shown, without the marks of the chat template.
@@ -70,7 +70,7 @@ class Transcript:
     renderer: NotedRenderer
     messages: list[Mapping[str, str]] = field(default_factory=list)
     is_rewritten: bool = False  # True if the environment rewrote the context before the newest turn
-    _known: Int32s = field(default_factory=Int32s)  # the context as far as it was noted
+    _known: Int32s = field(default_factory=Int32s)  # the part of the context that was noted so far
 
     def __post_init__(self) -> None:
         """Begin with the prompt."""

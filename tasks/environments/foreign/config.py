@@ -136,7 +136,7 @@ class GymnasiumEnvironment(ForeignEnvironment):
         None,
         pattern=IMPORT_PATH,
         description="import path of a function that turns the policy's text into an action, and raises an error for "
-        "a text that is none; in place of actions",
+        "a text that is not an action; in place of actions",
     )
     observe: str | None = Field(
         None,

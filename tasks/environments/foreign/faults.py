@@ -6,7 +6,7 @@
 | the creation or the reset of the environment fails or hangs | unjudged |
 | a step or a tool call hangs | scored on the state reached, as a time-out |
 | a step, or the reward, raises an error | scored on the state reached, as unparsable |
-| the process ends itself in a step, or writes what is no answer | scored on the state reached, as killed |
+| the process ends itself in a step, or writes an invalid answer | scored on the state reached, as killed |
 | the process is killed from outside, or the keeper of the processes dies | unjudged |
 """
 
@@ -22,7 +22,7 @@ FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, si
 
 
 class CallFailed(Exception):
-    """Raised if the user's code has raised an error in a call; the process goes on."""
+    """Raised if the user's code has raised an error in a call; the process continues."""
 
 
 class WorldEnded(Exception):

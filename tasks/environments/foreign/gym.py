@@ -51,7 +51,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
         return self._validate(Score(progress.total, reason))
 
     async def _step(self, episode: Episode, world: World, said: str, progress: Progress) -> str | None:
-        """Do the action that a response names, and return what the policy sees; None if the episode has ended."""
+        """Perform the action that a response names, and return what the policy sees; None if the episode has ended."""
         answer = await world.step(said, episode.turn_id)
         if "invalid" in answer:
             charge_unparsable(episode)

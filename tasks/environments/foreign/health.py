@@ -16,9 +16,9 @@ class EnvironmentHealth:
     A crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that the
     policy cannot have caused.
 
-    Of the failures of episodes that lived at the same time, one counts in the row, because they may have one cause: for
-    example, the death of the keeper ends all live episodes. `failure_round` tells which episodes lived before the
-    newest failure in the row.
+    If several episodes that live at the same time fail, they count in the row as one failure, because they may have one
+    cause. For example, the death of the keeper ends all live episodes. `failure_round` tells which episodes lived
+    before the newest failure in the row.
     """
 
     name: str  # key and value that name the environment in the config

@@ -1,7 +1,7 @@
 """Plays episodes in worker processes: the base class of the kinds whose environment is not rollflow's.
 
-What the policy cannot have caused makes the episode unjudged, so that its prompt is issued again. What the policy may
-have caused is scored on the state reached; `faults` has the table.
+A failure that the policy cannot have caused makes the episode unjudged, so that its prompt is issued again. After a
+failure that the policy may have caused, the episode is scored on the state reached. `faults` has the table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process of one episode, as the event loop sees it: requests with deadlines.
 
-After a missed deadline, or an answer that is none, the process is killed with all that it has started.
+If the process misses a deadline or sends an invalid answer, it is killed with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class World:
         return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
 
     async def call(self, name: str, arguments: Any, key: str = "") -> str:
-        """Call a tool and return its result. `key` identifies the call in its run, also after a crash.
+        """Call a tool and return its result. `key` identifies the call in its run, even after a crash.
 
         Raises:
             CallFailed: the tool has raised an error, which the policy may read.
@@ -69,7 +69,7 @@ class World:
         return self._read_text(answer) or ""
 
     async def step(self, text: str, key: str = "") -> Mapping[str, Any]:
-        """Do the action that a text of the policy names; see `guest.episode`. `key` is as in `call`."""
+        """Perform the action that a text of the policy names; see `guest.episode`. `key` is as in `call`."""
         return await self._act({"do": "step", "text": text}, key)
 
     async def reward(self) -> float:
@@ -128,8 +128,8 @@ class World:
         return await self._ask(request)
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
-        """Send a request and return the answer. By default, the time for the answer is what the limits of the episode
-        leave."""
+        """Send a request and return the answer. By default, the answer may take the time that is left within the limits
+        of the episode."""
         what = str(request["do"])
         left, late = self._limits.bound_seconds(self._used)
         if seconds is not None:
@@ -182,7 +182,7 @@ class World:
         """Return how the process has ended."""
         try:
             status = await asyncio.wait_for(asyncio.shield(self._guest.end_of(self._number)), STATUS_SECONDS)
-        except TimeoutError:  # the process closed its socket and goes on
+        except TimeoutError:  # the process closed its socket, and still runs
             return self._end(Outcome.UNJUDGED if what in OPENING else Outcome.KILLED, "its process closed its socket")
         self._health.crashes += 1
         self.kill()

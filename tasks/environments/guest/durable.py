@@ -31,7 +31,7 @@ class DurableParts:
 
     @property
     def names(self) -> set[str]:
-        """The names of the optional methods, which are no tools of the policy."""
+        """The names of the optional methods, which are not offered to the policy as tools."""
         found = {"snapshot", "restore"} if self.has_snapshots else set()
         return found | ({"begin_action"} if self._begin else set())
 
@@ -68,6 +68,7 @@ def returns_bytes(method: Any) -> bool:
 
 
 def find_begin(own: Any) -> Callable[[str], Any] | None:
-    """Return the method `begin_action`, if it takes an `action_key`, so that no tool of this name is hidden."""
+    """Return the method `begin_action` if it takes an `action_key`. A method of this name without an `action_key` is a
+    tool."""
     found: Any = getattr(own, "begin_action", None)
     return found if callable(found) and list(inspect.signature(found).parameters) == ["action_key"] else None

@@ -5,7 +5,7 @@
 | `open` | creates the environment; the tools of the policy, `has_reward`, and the fields of `durable` |
 | `reset` with `row` and `seed` | `text`: the first observation or null |
 | `call` with `name`, `arguments`, `key` | `text`: the result of a tool; `error`: the policy may read why it failed |
-| `step` with `text` and `key` | `text`, `reward`, `ended`; `invalid` if the text is no action |
+| `step` with `text` and `key` | `text`, `reward`, `ended`; `invalid` if the text is not an action |
 | `reward` | `value`: the reward of the episode |
 | `snapshot` | `data`: the state of the episode in Base64, and further fields for `restore` |
 | `restore` with the fields of a snapshot | returns the episode to the state; it follows `reset` |

@@ -38,7 +38,7 @@ class GymnasiumGuest:
         return {"text": self._describe_state(found, info)}
 
     def do_step(self, text: str, key: str = "") -> Fields:
-        """Do the action that the policy's text names. `key` identifies the action in its run."""
+        """Perform the action that the policy's text names. `key` identifies the action in its run."""
         try:
             action = self._act(text) if self._act else find_action(text, self._actions)
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything

@@ -29,7 +29,7 @@ from rollflow.tasks.environments.guest.episode import load_class, serve_episode
 from rollflow.tasks.environments.guest.wire import Fields, describe_error, receive_packet, send_packet
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SOON = 0.001  # seconds between two looks at the parent of a new episode
+SOON = 0.001  # seconds between two checks of the parent of a new episode
 OOM_SCORE = "500"  # makes the kernel prefer episodes to rollflow's own processes when memory is short
 Start = tuple[Fields, list[int]]  # a packet that starts an episode, with the socket for the episode
 
@@ -147,7 +147,8 @@ class GuestKeeper:
             self._asked[message["number"]] = self._waiting.pop(0)
 
     def _lose_template(self) -> None:
-        """Start the episodes again that an ended template has not started; give up an episode after the second try."""
+        """Have the next template start the episodes that an ended template has not started; give up an episode after
+        the second try."""
         assert self._link is not None
         self._link.close()
         self._link = None
@@ -245,7 +246,7 @@ class GuestKeeper:
         os._exit(0)
 
     def _leave(self) -> None:
-        """Undo in a forked process what only the keeper needs."""
+        """Release in a forked process what only the keeper needs."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()

@@ -61,7 +61,8 @@ GAMES = ("frozen-lake", "sokoban")  # kinds of environments that play the boards
 
 
 def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Iterator[tuple[str, object, str]]:
-    """Yield config key, value and cure of each prompt source and environment that do not play the same game."""
+    """Yield the config key, the value and the fix for each prompt source and environment that do not play the same
+    game."""
     kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "max_turns", None)
     for which, source in enumerate(sources):
         asked = str(getattr(source, "kind", ""))

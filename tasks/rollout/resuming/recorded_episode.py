@@ -47,7 +47,7 @@ class RecordedEpisode(PlayedEpisode):
     _events: list[EpisodeEvent] = field(default_factory=list)  # since the newest snapshot
     _number: int = 0  # number of the next snapshot
     _parent: str = ""  # digest of the newest snapshot
-    _mutes: bool = False  # True while what happens is a part of an event
+    _mutes: bool = False  # True while calls are parts of an event, and are not events of their own
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response, as `Episode.generate` specifies."""
@@ -88,7 +88,7 @@ class RecordedEpisode(PlayedEpisode):
         self._note("enter_state", hash_state(key))
 
     def replace_prompt(self, tokens: Sequence[int]) -> None:
-        """Begin the episode with other tokens than the prompt's, as `Episode.replace_prompt` specifies."""
+        """Begin the episode with these tokens instead of the prompt's, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
         super().replace_prompt(given)
         self._note("replace_prompt", encode_tokens(given))
@@ -96,7 +96,7 @@ class RecordedEpisode(PlayedEpisode):
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
         super().save_snapshot(data)
-        # a score that could not be computed is no event, so such an episode is replayed
+        # no event stands for a score that could not be computed, so such an episode is replayed from its turns
         if self.wanted is not None or self._unjudged is not None or not self.place.journal.accepts_size(len(data)):
             return
         place = self.place

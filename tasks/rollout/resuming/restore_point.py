@@ -34,7 +34,7 @@ class RestorePoint:
 def find_restore_point(
     snapshots: Iterable[EnvironmentSnapshot], turns: Mapping[int, FinishedTurn]
 ) -> RestorePoint | None:
-    """Return the newest snapshot of an episode that all earlier snapshots and turns lead to.
+    """Return the newest snapshot of an episode whose earlier snapshots and turns are all stored and fit together.
 
     Of several snapshots with the same number, the last one counts. `turns` has the stored turns by their number.
     """

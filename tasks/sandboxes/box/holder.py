@@ -9,9 +9,9 @@ the kernel ends all processes of the keeper's namespace with it. The holder then
 * A program cannot name the holder, and so cannot send a signal to the holder, trace it, or open its files in `/proc`,
   because the holder is not in the process namespace of the programs.
 * The next program inherits no data of an earlier one. The holder reads no request, output, exit code or process id of a
-  program, and each keeper, which does, is a new fork of the holder.
-* If anything is unclear, the holder ends, and the sandbox with it: the keeper ended in another way, a file system is
-  still in use, or an object of System V IPC exists.
+  program. A keeper reads them, and each keeper is a new fork of the holder.
+* The holder and its sandbox end in three cases: the keeper ended in another way, a file system is still in use, or an
+  object of System V IPC exists.
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, i
 
 
 def forbid_privileges() -> None:
-    """Drop all capabilities of this process but CAP_SYS_ADMIN, and keep this process and its children permanently from
-    gaining others.
+    """Drop all capabilities of this process except CAP_SYS_ADMIN, and keep this process and its children permanently
+    from gaining others.
     """
     for capability in range(CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability

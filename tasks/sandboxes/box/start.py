@@ -11,7 +11,7 @@
 The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
 process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
 of the process namespace that programs see: no process in the sandbox can send the keeper a signal, and the kernel kills
-all processes of the sandbox when the keeper ends. The holder makes an unused sandbox of a used one (see `holder`).
+all processes of the sandbox when the keeper ends. The holder turns a used sandbox into an unused one (see `holder`).
 
 A program given as Python source runs in a fork of its keeper, which descends from this process by forks, so common
 modules are already imported. No program sees data of another program, because neither the holder nor this process runs

@@ -67,7 +67,7 @@ class HelperFleet:
         """Create the fleet without helpers. `build` creates a helper without starting it."""
         self._spread, self._follower, self._build, self._warn = spread, follower, build, warn
         self._members = list[_Member]()  # sorted by the time of their starts
-        self._tasks = set[asyncio.Task[None]]()  # a task ends after its helper, which is no member any more
+        self._tasks = set[asyncio.Task[None]]()  # a task may end after its helper has left the members
         self._pause, self._not_before = FIRST_PAUSE, 0.0
 
     @property
