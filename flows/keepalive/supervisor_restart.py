@@ -156,10 +156,10 @@ def restart_supervisor(flow_run: UUID, context: RunContext) -> Successor | None:
 
 
 def follows_another(flow_run: UUID) -> bool:
-    """Return whether a flow run was created because another flow run crashed. A flow run that a user or a schedule
-    created gives False.
+    """Return whether a flow run was created because another flow run crashed. Return False for a flow run that a user
+    or a schedule created.
 
-    A flow run that a user has retried or resumed gives False, too, because that flow run runs for the second time.
+    The result is also False if a user has retried or resumed the flow run, which then runs for the second time.
     """
     made = read_flow_run(flow_run)
     return (made.idempotency_key or "").startswith("after:") and made.run_count < 2

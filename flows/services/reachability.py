@@ -33,7 +33,7 @@ def redact(uri: str) -> str:
     """Return the URI without its user name, password, query and fragment."""
     try:
         parts = urlsplit(uri)
-    except ValueError:  # the text is no valid URI, but may contain a secret
+    except ValueError:  # the text is not a valid URI, but may contain a secret
         return "<not a URI>"
     # the URI has a wrong number of slashes, so its password could not be found
     if not parts.netloc and parts.scheme.startswith(("http", "socks")):

@@ -335,8 +335,8 @@ class _Audit:
         self._tell(objects=self.told.objects + 1, bytes=self.report.bytes)
 
     def _recheck_and_report(self) -> None:
-        """Check faulty objects again. Report each faulty object that no log entry has voided or pruned, not even an
-        entry written during the audit."""
+        """Check faulty objects again, because a log entry written during the audit may have voided or pruned them.
+        Report each object that is still faulty."""
         again: list[ObjectFinding] = []
         doubts, self.doubts = self.doubts, []
         with ObjectChecks(self.store, again.append) as looking:

@@ -70,8 +70,8 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:
-    """Check that the config allows the reason for which a group of responses was discarded, and that a group that was
-    discarded as stale or redundant was too old."""
+    """Check that the config allows the reason for which a group of responses was discarded. If the group was discarded
+    as stale or redundant, also check that it was too old."""
     name = _name(discard.key)
     if discard.reason not in limits.reasons:
         known = ", ".join(sorted(limits.reasons)) or "none"

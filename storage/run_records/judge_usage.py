@@ -3,7 +3,8 @@ judge.
 
 After a restart, the reward actor (the Ray actor that scores responses) continues to count from the stored numbers, so
 that the token budget of a judge covers the whole run. The reward actor stores the numbers at intervals, so the last
-calls before the actor was killed may be missing. A missing or damaged record counts as no use.
+calls before the actor was killed may be missing. If the record is missing or damaged, the reward actor counts from
+zero.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class LearnerActor:
                 verify(waiting.file, data)
                 return TrajectoryBatch.from_bytes(data), waiting.entry
             except Corrupt as error:
-                # if the log is damaged, publishing has failed, too, and this call raises the error of publishing
+                # a damaged log also makes publishing fail; this call then raises the error of publishing
                 self._settle()
                 reason = str(error)
                 self._step(f"batch {number} is damaged and is formed again: {reason}")

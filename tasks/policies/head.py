@@ -61,7 +61,7 @@ class LMHead:
             self._linear = _replace_last_layer(self._head, model.get_output_embeddings())
             off = self._probe_model(model, decoder)
         except torch.OutOfMemoryError:
-            raise  # running out of memory is no fault of the model
+            raise  # running out of memory is not the fault of the model
         except Exception as error:  # the model's code may raise any error here
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):

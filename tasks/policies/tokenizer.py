@@ -111,7 +111,7 @@ class PolicyTokenizer:
         return [min(place, len(tokens) - 1) for place in found]
 
     def _decode_stepwise(self, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
-        """Return for each token the number of characters up to its end; None if bytes that are no valid UTF-8 make a
+        """Return for each token the number of characters up to its end; None if bytes that are not valid UTF-8 make a
         decoded prefix differ from the whole text."""
         stream, text, ends = DecodeStream(skip_special_tokens=not special), "", list[int]()
         try:

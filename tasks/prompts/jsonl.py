@@ -164,7 +164,7 @@ def judged_part(config: FileBase, answer: str) -> str:
 
 def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
     """Return the difficulty of a row of the prompt file, from the column that `prompts.difficulty` names; raise
-    `ValueError` if the value is no number.
+    `ValueError` if the value is not a number.
 
     In a CSV file, the difficulty is text that is parsed.
     """

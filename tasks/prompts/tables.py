@@ -62,7 +62,7 @@ def convert_table(config: FilePrompts) -> bytes:
 
 
 def _rename_lines(config: FilePrompts, content: bytes) -> bytes:
-    """Rename the columns of JSON lines. A line that is no JSON object is left for `rows.py` to report."""
+    """Rename the columns of JSON lines. A line that is not a JSON object is left for `rows.py` to report."""
     if not config.columns and not config.json_columns:
         return content
     try:

@@ -95,8 +95,8 @@ class RolloutConfig(Section):
     max_preemptions: int | None = Field(
         None,
         gt=0,
-        description="number of times that the responses to a prompt may be discarded as too slow before a batch "
-        "waits for them; default: 3, or 1 with tail_batching, where a batch of slow prompts waits",
+        description="how often the responses to a prompt may be discarded as too slow. After that, a batch waits for "
+        "them; default: 3, or 1 with tail_batching, where a batch of slow prompts waits",
     )
     on_stale: Literal["drop", "wait"] | None = Field(
         None,

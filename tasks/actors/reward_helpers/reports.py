@@ -1,7 +1,7 @@
 """Merges the reports of helpers into the records of the reward actor, and sums their counters.
 
 - A record of test cases (`CaseAnchors`) gets the longest time that any helper has seen.
-- Counts are sums over all helpers since the start of the run, also over helpers that have ended.
+- Counts are sums over all helpers since the start of the run, including helpers that have ended.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 in a minute.
 
 The client retries a call after a lost connection, a time-out, or HTTP status 408, 409, 429 or 5xx. Pauses between tries
-grow, or follow the endpoint's Retry-After header. An answer of the judge that is no valid verdict counts as a failed
+grow, or follow the endpoint's Retry-After header. An answer of the judge that is not a valid verdict counts as a failed
 try.
 
 If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict, the response may be

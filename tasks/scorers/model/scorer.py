@@ -6,7 +6,7 @@
 
 - A response cannot cause a failure of the model, because longer inputs are cut. So a response never scores 0 because of
   a failure: its call is repeated until a copy answers.
-- If the model's number for a response is no finite number, such as NaN, the response is unjudged. After `judge_tries`
+- If the model's number for a response is not finite, such as NaN, the response is unjudged. After `judge_tries`
   such calls, in which the same copy gave a finite number for another response, the response is the cause: it is
   unparsable, and gets the lowest value that any response got so far, at most 0. A copy that gives no other response of
   a call a number is asked about an earlier response again.

@@ -1,4 +1,5 @@
-"""Environments for tests, good and bad, as a user of TRL or gymnasium writes them: no rollflow, any Python from 3.9."""
+"""Environments for tests, good and bad, as a user of TRL or gymnasium writes them: without rollflow, for any Python
+from 3.9."""
 
 from __future__ import annotations
 
