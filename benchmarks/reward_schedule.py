@@ -1,8 +1,8 @@
 """Simulates when responses are scored: adaptive deadlines of test cases, and rewards beside rollout.
 
 Both sections run on the virtual clock, with the shipped scheduler (`rollflow plan`). The first section also runs the
-shipped scorer of programs, its deadlines and its rechecks. What a simulation replaces takes drawn times: engines,
-learner, and the sandboxes in which programs run. No program runs, so the figures say nothing about sandboxes.
+shipped scorer of programs, its deadlines and its rechecks. The parts that a simulation replaces take drawn times:
+engines, learner, and the sandboxes in which programs run. No program runs, so the figures say nothing about sandboxes.
 
 The workload of the first section is that of RollPacker's figure 13c (arXiv 2509.21009), as far as it is published:
 

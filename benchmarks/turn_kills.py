@@ -43,7 +43,7 @@ durable_turns = "{durable}"
 
 @dataclass(slots=True)
 class Witness:
-    """What the environment wrote down: the lines up to each kill."""
+    """The lines that the environment wrote up to each kill."""
 
     folder: Path
     ends: list[int] = field(default_factory=list)  # number of lines about turns at each kill

@@ -39,7 +39,7 @@ START_SECONDS = 1800.0  # longest time in seconds until an engine or a scorer ha
 
 @dataclass(frozen=True, slots=True)
 class AskedRecipe:
-    """What an episode of a recipe needs besides its policy."""
+    """The parts that an episode of a recipe needs besides its policy."""
 
     config: RunConfig
     prompts: RunPrompts

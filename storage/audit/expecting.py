@@ -77,7 +77,7 @@ class Expecting:
         return ExpectedRows(self.limits, asked, held, prompts.held_out, prompts.vocabulary, prompts.stops)
 
     def check_epoch(self, run: ObjectStore, n: int, body: EpochStarted) -> None:
-        """Report log entry `n` if the entry starts another epoch than the one that follows from the earlier log
+        """Report log entry `n` if the entry does not start the epoch that follows from the earlier log
         entries."""
         propose = self._prompts.propose_epoch if self._prompts else None
         if propose is None:

@@ -26,7 +26,7 @@ class ActionCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the policy did in a turn: its words without thoughts and calls, and its tool calls in order.
+    """The policy's action in a turn: its words without thoughts and calls, and its tool calls in order.
 
     If one call is malformed, `fault` says why, and there are no calls.
     """

@@ -193,7 +193,7 @@ def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
     """Return the files of a policy folder with `dtype`, the data type of training, in config.json.
 
     Tools other than rollflow, such as vLLM, load weights in the data type that config.json names. A tool that loads
-    weights in another data type than the data type of training would compute different log-probs.
+    weights in a data type other than that of training would give different log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))

@@ -49,7 +49,7 @@ class Question:
 
     @property
     def asked(self) -> Asked:
-        """What the policy is asked: `messages`, or `text` if the question has no messages."""
+        """The input of the policy: `messages`, or `text` if the question has no messages."""
         return self.messages or self.text
 
     @property

@@ -225,7 +225,8 @@ class RunContext:
         return version == self.config.versions or self.config_at(version).evaluates(version)
 
     def evaluation_engine(self, *, on_cpu: bool) -> EngineConfig:
-        """Return the config of the engine for evaluations; if evaluations borrow an engine, that of the run's engines.
+        """Return the config of the engine for evaluations. If evaluations borrow an engine, this is the config of the
+        run's engines.
 
         On a CPU, "auto" replaces vLLM by the transformers engine, if the transformers engine can run the policy.
         """

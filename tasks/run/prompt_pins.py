@@ -236,7 +236,7 @@ def _read_unchanged(source: FileBase, pin: KeptFile) -> bytes:
 
 
 def check_asked(config: RunConfig, pins: Sequence[Pin], prompts: RunPrompts) -> None:
-    """Raise `ConfigError` if packages or user-defined sources generate other questions than when the run began."""
+    """Raise `ConfigError` if packages or user-defined sources no longer generate the questions of the run's start."""
     for which, (source, pin) in enumerate(zip(config.prompts, pins, strict=True)):
         if isinstance(pin, FamilyPin) and isinstance(source, ReasoningGymPrompts):
             _check_family(source, pin, functools.partial(prompts.sha256, which))

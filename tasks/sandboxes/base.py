@@ -67,7 +67,7 @@ class ProgramEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """What a program did in a sandbox.
+    """The result of a program in a sandbox.
 
     `return_code` is negative for a program that was ended by a signal. `seconds` is the time from the start of the
     program to its end.
@@ -120,7 +120,7 @@ NO_LIMITS = SandboxLimits()
 
 
 class SessionKind(StrEnum):
-    """What a session understands."""
+    """The language that a session understands."""
 
     SHELL = "shell"  # bash
     PYTHON = "python"  # Python; the value of a final expression is printed, as in a notebook

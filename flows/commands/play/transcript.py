@@ -61,8 +61,8 @@ class NotedRenderer(Renderer):
 
 @dataclass
 class Transcript:
-    """What was said in an episode so far. `messages` has the whole context as chat messages: the prompt, the answers,
-    and what the environment wrote.
+    """The conversation of an episode so far. `messages` has the whole context as chat messages: the prompt, the
+    answers, and what the environment wrote.
     """
 
     prompt: Prompt

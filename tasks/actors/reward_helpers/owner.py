@@ -2,7 +2,7 @@
 
 - A helper starts on the node with the fewest reward actors, of the nodes that may run them.
 - The reward actor's record of test cases (`CaseAnchors`) contains what all helpers learn, and each helper learns what
-  the record contains. With a lost helper, what it learned and counted in the last `EXCHANGE_SECONDS` is lost.
+  the record contains. If a helper is lost, its records and counts of the last `EXCHANGE_SECONDS` are lost, too.
 - A helper that does not answer for `recovery.answer_seconds` counts as lost, and is killed.
 """
 

@@ -17,7 +17,7 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
 @dataclass(frozen=True, slots=True)
 class HelperReport:
-    """What a helper reports about its work since its start. `anchors` has, for each scorer with adaptive deadlines, the
+    """A report of a helper about its work since its start. `anchors` has, for each scorer with adaptive deadlines, the
     run times that the reward actor does not know yet, and counts of programs killed early. `counts` has the counts of
     each scorer that judges responses again.
 

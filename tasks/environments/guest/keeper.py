@@ -7,7 +7,8 @@
 - An episode is forked by the template, so that the class is imported once. If the import has started threads, forking
   the template is unsafe: then each episode imports the class itself.
 - Each episode has a process group of its own, and is a subreaper: its process tree holds all that it has started.
-- A kill ends the whole process tree. What an ended episode leaves behind becomes a child of the keeper, which kills it.
+- A kill ends the whole process tree. A process that an ended episode leaves behind becomes a child of the keeper, which
+  kills it.
 - If rollflow or the keeper dies, all processes of the guest end.
 
 Packets from rollflow: the environment (first), then `start` with a socket, and `kill`. Packets to rollflow: `ready`

@@ -6,7 +6,7 @@ as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free
 
 The forward pass of the policy's tokens also predicts the tokens of the environment, at the temperature 1. A token
 counts if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt does not
-count. Trajectories with advantage zero count.
+count. Trajectories with advantage zero count, too.
 
 In shapes, R is the number of rows, and O the number of tokens of the environment in a part of a micro-batch.
 """

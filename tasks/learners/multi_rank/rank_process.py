@@ -138,7 +138,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
 def _read_pipe(pipe: Connection) -> Any:
     """Return the next command or request of the first rank; raise `OwnerGone` if the pipe is closed.
 
-    Errors of the rank's own work have other types than `OwnerGone`, so that they are not mistaken for a closed pipe.
+    Errors of the rank's own work never have the type `OwnerGone`, so that they are not mistaken for a closed pipe.
     """
     try:
         return pipe.recv()

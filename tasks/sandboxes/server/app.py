@@ -31,7 +31,7 @@ BODY_FACTOR = 2  # largest size of a request's body, as a multiple of the size o
 
 @dataclass(frozen=True)
 class ServerBounds:
-    """What a server accepts."""
+    """The largest load that a server accepts."""
 
     at_once: int = 8
     live: int = 64  # largest number of sandboxes started by ROCK's protocol, which live until they are stopped

@@ -63,7 +63,7 @@ def is_drawn(share: float, *names: str) -> bool:
 
 @dataclass(slots=True)
 class DeadlineReport:
-    """What a worker process reports about the test cases of a data row: times of correct programs in seconds, and the
+    """A worker process's report about the test cases of a data row: times of correct programs in seconds, and the
     counts of `CaseAnchors`.
     """
 

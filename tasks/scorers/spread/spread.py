@@ -54,7 +54,7 @@ class ScoringPlace:
 
     @property
     def idle(self) -> bool:
-        """True if the place has no response without a score."""
+        """True if every response of the place has a score."""
         return not self.loads.total()
 
     def count_room(self, scorer: str, slots: int) -> int:
