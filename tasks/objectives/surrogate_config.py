@@ -108,8 +108,8 @@ class BinaryTv(Section):
 
     kind: Literal["binary-tv"] = Field(
         "binary-tv",
-        description="binary total-variation loss: maximizes advantage x ratio for tokens whose probability changed "
-        "by less than low and high allow, compared with the policy of train.objective.ratio.to",
+        description="binary total-variation loss: maximizes advantage x ratio for tokens whose probability has fallen "
+        "by at most low and risen by at most high, compared with the policy of train.objective.ratio.to",
     )
     low: float = Field(
         0.2,

@@ -236,9 +236,10 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
 def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
     """Run tests on the functions of the model's program, and exit with 0 if all tests pass.
 
-    The tests see the program's functions by their names and in the module `solution`, and the function `entry` as
-    `candidate`. A program cannot replace built-ins such as `abs` or `all` in the tests, because the tests use them to
-    decide whether the program passes. Only the tested function `entry` may have the name of a built-in.
+    The tests can call each function of the program by its name, and import it from the module `solution`. The tested
+    function `entry` is also named `candidate`. A program cannot replace built-ins such as `abs` or `all` in the tests,
+    because the tests use them to decide whether the program passes. Only the tested function `entry` may have the name
+    of a built-in.
     """
     channel = channel or open_channel()
     line = channel.readline()
