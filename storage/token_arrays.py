@@ -63,6 +63,9 @@ class TokenArray(Sequence[Number]):
     def __len__(self) -> int:
         return len(self.data) // self.size
 
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
     @overload
     def __getitem__(self, place: SupportsIndex) -> Number: ...
     @overload

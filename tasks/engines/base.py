@@ -51,7 +51,7 @@ class TokenSpan:
         return cls(Int32s.of(tokens), Float32s.of(logprobs), Int32s.of(versions))
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens.data) // Int32s.size
 
     def after(self, count: int) -> TokenSpan:
         """Return the part of the response after its first `count` tokens."""

@@ -1,10 +1,10 @@
-"""The limits of an episode, and the clock that measures how long its environment computes."""
+"""The limits and stop strings of an episode, and the clock that measures how long its environment computes."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -41,16 +41,17 @@ class EpisodeLimits:
     def find_reached(self, turns: int, tokens: int) -> str:
         """Return why an episode with this number of turns and of sampled tokens gets no further turn; "" if it gets
         one."""
-        for name, used in (("max_turns", turns), ("max_episode_tokens", tokens)):
-            limit = getattr(self, name)
-            if limit is not None and used >= limit:
-                return f"the episode reached environment.{name} = {limit}"
+        if self.max_turns is not None and turns >= self.max_turns:
+            return f"the episode reached environment.max_turns = {self.max_turns}"
+        if self.max_episode_tokens is not None and tokens >= self.max_episode_tokens:
+            return f"the episode reached environment.max_episode_tokens = {self.max_episode_tokens}"
         return ""
 
     def bound_turn(self, room: int, tokens: int) -> int:
         """Return the largest number of tokens of the next turn, after `tokens` sampled tokens."""
-        left = None if self.max_episode_tokens is None else self.max_episode_tokens - tokens
-        return min(bound for bound in (room, self.max_turn_tokens, left) if bound is not None)
+        if self.max_turn_tokens is not None:
+            room = min(room, self.max_turn_tokens)
+        return room if self.max_episode_tokens is None else min(room, self.max_episode_tokens - tokens)
 
     @property
     def has_deadline(self) -> bool:
@@ -119,3 +120,19 @@ class TurnClock(StepClock):
             self._used.add(asyncio.get_running_loop().time() - self._since)
             self._handle.cancel()
             self._handle = None
+
+
+def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
+    """Return stop strings as a tuple.
+
+    Raises:
+        ValueError: no engine can search for a stop string, because it is empty, no string or no valid Unicode.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if wrong := [one for one in stops if not isinstance(one, str)]:
+        raise ValueError(f"the stop string {wrong[0]!r} is not a string; decode a token to its text")
+    for one in stops:
+        one.encode()  # a lone surrogate raises a `ValueError`
+    if "" in stops:
+        raise ValueError("a stop string is empty")
+    return stops

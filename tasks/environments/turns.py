@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import UNNAMED_STATE, StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s, Int64s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 
-NOTHING = TokenSpan()
 CHOSEN = b"\1"
+UNSAMPLED = Int32s.of([-1]).data  # policy version of a token that the environment added
 
 
 @dataclass(slots=True)
@@ -33,30 +34,71 @@ class LivedTurn:
 
 @dataclass(eq=False, slots=True)
 class LivedBranch:
-    """The tokens of one branch of an episode, and its turns."""
+    """The tokens of one branch of an episode, and its turns.
 
-    made: TokenSpan = NOTHING
-    # one byte per token: 1 for a token that the policy generated, 0 for a token that the environment added
-    mask: bytes = b""
+    Each part is a generation, or tokens that the environment added. The parts are joined when they are read, so that a
+    turn does not copy the log-probs and versions of the turns before it.
+    """
+
     turns: list[LivedTurn] = field(default_factory=list)
     ending: StopReason = StopReason.STOP
+    length: int = 0  # number of tokens
+    _tokens: list[bytes] = field(default_factory=list)  # the bytes of each part
+    _logprobs: list[bytes] = field(default_factory=list)
+    _versions: list[bytes] = field(default_factory=list)
+    _joined: TokenSpan | None = None  # all parts; None after a part was added
+
+    @property
+    def made(self) -> TokenSpan:
+        """The tokens, with their log-probs and policy versions."""
+        if self._joined is None:
+            for parts in (self._tokens, self._logprobs, self._versions):
+                parts[:] = [b"".join(parts)]
+            tokens, logprobs, versions = self._tokens[0], self._logprobs[0], self._versions[0]
+            self._joined = TokenSpan(Int32s(tokens), Float32s(logprobs), Int32s(versions))
+        return self._joined
+
+    @property
+    def mask(self) -> bytes:
+        """One byte per token: 1 for a token that the policy generated, 0 for a token that the environment added."""
+        mask = bytearray(self.length)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = CHOSEN * (turn.end - turn.start)
+        return bytes(mask)
+
+    def follow(self, prompt: ModelInput) -> ModelInput:
+        """Return the prompt and the tokens of the branch, as the context of the next turn."""
+        if not self.length:
+            return prompt
+        return ModelInput(Int32s(b"".join([prompt.flat.data, *self._tokens])), prompt.placed)
+
+    def ends_with(self, tokens: Int32s) -> bool:
+        """Return whether `tokens` share the memory of the newest part of the branch, which needs no check."""
+        return bool(self._tokens) and tokens.data is self._tokens[-1]
 
     def add_given(self, tokens: Int32s) -> None:
         """Append tokens that the policy did not generate."""
         count = len(tokens)
-        added = TokenSpan(tokens, Float32s.same(0.0, count), Int32s.same(-1, count))
-        self.made, self.mask = self.made + added, self.mask + bytes(count)
+        self._add_part(tokens.data, bytes(Float32s.size * count), UNSAMPLED * count)
 
     def add_generation(self, generation: Generation, state: int) -> LivedTurn | None:
         """Append a generation, and return its turn; None if the generation has no token."""
-        start = len(self.mask)
-        self.made, self.mask = self.made + generation.made, self.mask + CHOSEN * len(generation.made)
+        start = self.length
+        made = generation.made
+        self._add_part(made.tokens.data, made.logprobs.data, made.versions.data)
         self.ending = generation.ending
-        if len(self.mask) == start:
+        if self.length == start:
             return None
-        turn = LivedTurn(start, len(self.mask), state)
+        turn = LivedTurn(start, self.length, state)
         self.turns.append(turn)
         return turn
+
+    def _add_part(self, tokens: bytes, logprobs: bytes, versions: bytes) -> None:
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        self._versions.append(versions)
+        self._joined = None
+        self.length += len(tokens) // Int32s.size
 
     def find_starts(self, prompt: int) -> tuple[int, ...]:
         """Return the position of each turn in a trajectory whose prompt has `prompt` tokens."""
@@ -81,13 +123,12 @@ class LivedEpisode:
     """All branches of an episode, in the order in which they were played; the last one is current."""
 
     branches: list[LivedBranch] = field(default_factory=lambda: [LivedBranch()])
+    current: LivedBranch = field(init=False)  # the branch that the next turn continues
     _newest: LivedTurn | None = None
     _upcoming: int = UNNAMED_STATE  # hash of the state of the next turn
 
-    @property
-    def current(self) -> LivedBranch:
-        """The branch that the next turn continues."""
-        return self.branches[-1]
+    def __post_init__(self) -> None:
+        self.current = self.branches[-1]
 
     @property
     def played(self) -> list[LivedBranch]:
@@ -120,7 +161,8 @@ class LivedEpisode:
 
     def start_branch(self, tokens: Int32s) -> None:
         """Begin a branch with `tokens`, none of which the policy is trained on in this branch."""
-        self.branches = [*(branch for branch in self.branches if branch.turns), LivedBranch()]
+        self.current = LivedBranch()
+        self.branches = [*(branch for branch in self.branches if branch.turns), self.current]
         self.current.add_given(tokens)
 
 

@@ -22,7 +22,7 @@ from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment, charge_unparsable
 from rollflow.tasks.environments.conversation import BEGUN, Conversation
-from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock
+from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock, check_stops
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action, parse_action
 from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, check_tokens, find_parent
@@ -112,13 +112,13 @@ class PlayedEpisode:
     @property
     def room(self) -> int:
         """Number of tokens that may still be added to the response."""
-        return self.longest - len(self.made)
+        return self.longest - self.lived.current.length
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         """Let the policy continue the response, as `Episode.generate` specifies."""
         if self.wanted is not None or self.room <= 0 or self._reaches_limit():
             return None
-        turn = self._build_turn((stop,) if isinstance(stop, str) else tuple(stop), max_tokens)
+        turn = self._build_turn(check_stops(stop) if stop != () else (), max_tokens)
         self._wait()
         try:
             started = None if self._gone else await self.ask(turn)
@@ -190,8 +190,9 @@ class PlayedEpisode:
         """Begin the episode with these tokens instead of the prompt's, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
         grown = len(given) - self.prompt.input.length
-        if len(self.made) or grown >= self.room:
-            raise ValueError(f"the prompt cannot grow by {grown} tokens: {len(self.made)} of {self.longest} are used")
+        used = self.lived.current.length
+        if used or grown >= self.room:
+            raise ValueError(f"the prompt cannot grow by {grown} tokens: {used} of {self.longest} are used")
         self.longest -= max(0, grown)
         self.prompt = replace(self.prompt, input=ModelInput.of(given))
 
@@ -342,7 +343,7 @@ class PlayedEpisode:
             values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
             moved = move_to_sampled(values, np.frombuffer(branch.mask, bool))
         if rewards := branch.find_rewards():
-            moved = add_values(moved, rewards, len(branch.mask))
+            moved = add_values(moved, rewards, branch.length)
         return None if moved is None else Float32s.same(math.nan, self.prompt.input.length) + moved
 
     async def _run_environment(self, environment: Environment) -> Score | float | None:
@@ -367,17 +368,12 @@ class PlayedEpisode:
         return None
 
     def _build_turn(self, stop: tuple[str, ...], max_tokens: int | None) -> Turn:
-        if wrong := [one for one in stop if not isinstance(one, str)]:
-            raise ValueError(f"the stop string {wrong[0]!r} is not a string; decode a token to its text")
-        for one in stop:
-            one.encode()  # a lone surrogate raises a `ValueError`, because no engine can search for such a character
-        if "" in stop:
-            raise ValueError("a stop string is empty")
         max_tokens = None if max_tokens is None else operator.index(max_tokens)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
-        longest = min(self.ports.limits.bound_turn(self.room, self.generated), max_tokens or self.room)
-        return Turn(self.turns, self.prompt.input.followed_by(self.response), longest, stop)
+        room = self.room
+        longest = min(self.ports.limits.bound_turn(room, self.generated), max_tokens or room)
+        return Turn(self.turns, self.lived.current.follow(self.prompt.input), longest, stop)
 
     def _append_generation(self, started: VersionedGeneration) -> None:
         generation = started.generation
@@ -390,7 +386,9 @@ class PlayedEpisode:
 
     def _check_tokens(self, tokens: Sequence[int]) -> Int32s:
         """Convert tokens from an environment; reject token ids outside the vocabulary, which could crash an engine."""
-        return self.made.tokens if tokens is self.made.tokens else check_tokens(tokens, self.vocabulary)
+        if isinstance(tokens, Int32s) and self.lived.current.ends_with(tokens):
+            return tokens
+        return check_tokens(tokens, self.vocabulary)
 
     async def _close(self) -> bool:
         """End generation and return whether the episode is kept."""
