@@ -99,10 +99,12 @@ class GroupRollout:
     _ended: int = 0  # number of responses of the group that ended without an abort
     _tokens: int = 0  # tokens of all responses
     _surplus: int = 0  # tokens of the group's responses that are not kept
+    _later: RequestOptions = field(init=False)  # options of all turns but the first
 
     def __post_init__(self) -> None:
         self.unanswered = self.responses
         self._peers = GroupPeers(self.ports.limits.group_size)
+        self._later = RequestOptions(self.key.prompt, self.key)
 
     @property
     def started_version(self) -> int | None:
@@ -124,8 +126,9 @@ class GroupRollout:
 
     def _build_id(self, sample: int) -> str:
         """Build a request id that is unique for each turn and try, because an engine may still know the previous id."""
-        turn = f".{self._turns[sample]}" if self._turns[sample] else ""
-        return f"{self.key.prompt}.{self.key.attempt}.{sample}{turn}" + "'" * self._tries[sample]
+        turn, tries = self._turns.get(sample, 0), self._tries.get(sample, 0)
+        id = f"{self.key.prompt}.{self.key.attempt}.{sample}"
+        return (f"{id}.{turn}" if turn else id) + "'" * tries
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
         """Generate and score responses until `group_size` responses are kept or the group is given up.
@@ -217,8 +220,9 @@ class GroupRollout:
     async def _generate_turn(self, sample: int, episode: str, given: int, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
         limits = self.ports.limits
-        on_start = None if turn.number else functools.partial(self._note_start, sample)
-        asked = RequestOptions(self.key.prompt, self.key, on_start)
+        asked = self._later
+        if not turn.number:
+            asked = RequestOptions(self.key.prompt, self.key, functools.partial(self._note_start, sample))
         self._turns[sample] = turn.number
         seed = sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws)
         while self._reason is None:
@@ -234,6 +238,8 @@ class GroupRollout:
                 earlier=turn.prompt.length - given,
             )
             try:
+                if self.ports.journal.is_empty:
+                    return await self.ports.proxy.generate(request, asked)
                 return await self._recall_or_generate(request, asked, TurnKey(self.key, sample, turn.number))
             except EngineFailed:
                 self._count_failure(sample)

@@ -166,7 +166,7 @@ class InferenceProxy:
 
         If no engine is alive, the capacity is that of one engine, so that requests can wait for a replacement.
         """
-        return self._slots * max(1, len(self._queue.live))
+        return self._slots * max(1, self._queue.alive)
 
     @property
     def engines(self) -> Mapping[int, Engine]:
@@ -295,25 +295,29 @@ class InferenceProxy:
 
     async def _try_on(self, lane: EngineSlots, job: _GenerationJob) -> Generation | None:
         """Try a request on one engine; return None if the request has to move to another engine."""
-        await lane.serves.wait()  # a request that arrives during an update starts under the new policy version
+        if not lane.serves.is_set():  # a request that arrives during an update starts under the new policy version
+            await lane.serves.wait()
         if job.aborted:
             return job.build_aborted(job.request.prefix)
         if lane.failure is not None:
             return None
         engine = lane.engine
         assert self._taken is not None, "an engine must have weights before it serves requests"
-        if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
+        had = len(job.request.prefix)
+        if had and job.started != engine.version and self._taken.in_flight == "restart":
+            had = 0
             self._send_again(job, TokenSpan())
         if job.started is None:  # staleness counts from the start of the request, not from its first token
             job.start(engine.version)
-        clock, had = asyncio.get_running_loop().time, len(job.request.prefix)
+        clock = asyncio.get_running_loop().time
         began = clock()
         try:
             generation = await engine.generate(job.request)
         except EngineFailed as error:
             return self._handle_failure(lane, job, error)
-        self._queue.observe(lane, len(generation.made) - had, clock() - began)
-        job.ticket.tokens = job.request.prompt.length + len(generation.made)
+        made = len(generation.made)
+        self._queue.observe(lane, made - had, clock() - began)
+        job.ticket.tokens = job.request.prompt.length + made
         if generation.ending is not StopReason.ABORTED or job.aborted:
             return generation
         handed_over = lane.failure is not None  # True if the engine failed; False if an update aborted the request

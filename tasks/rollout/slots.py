@@ -95,11 +95,19 @@ class SlotQueue:
         self._stamps = itertools.count(1)
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
+        self._alive: int | None = None  # number of engines that have not failed; None if it has to be counted
 
     @property
     def live(self) -> list[EngineSlots]:
         """The engines that have not failed."""
         return [lane for lane in self._places.values() if lane.failure is None]
+
+    @property
+    def alive(self) -> int:
+        """Number of engines that have not failed, counted after each change that `offer_slots` or `remove` reports."""
+        if self._alive is None:
+            self._alive = len(self.live)
+        return self._alive
 
     @property
     def vacant(self) -> bool:
@@ -122,7 +130,7 @@ class SlotQueue:
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
         """Register an engine under number `place`; return the previous engine with this number, if any."""
-        old, self._places[place] = self._places.get(place), lane
+        old, self._places[place], self._alive = self._places.get(place), lane, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -132,6 +140,7 @@ class SlotQueue:
     def remove(self, lane: EngineSlots) -> None:
         """Remove a lane from its place."""
         self._places = {place: other for place, other in self._places.items() if other is not lane}
+        self._alive = None
 
     async def take(self, ticket: Ticket) -> EngineSlots | None:
         """Wait until an engine has a slot for the request; return the engine, or None if the request was withdrawn.
@@ -140,6 +149,9 @@ class SlotQueue:
             EngineFailed: no engine is alive, and no engine joined in time.
         """
         ticket.granted = asyncio.get_running_loop().create_future()
+        if not self._queue and (lane := self._choose(ticket)) is not None:
+            self._grant(ticket, lane)
+            return lane
         heapq.heappush(self._queue, (ticket.turn, ticket))
         self._dispatch()
         return await self._wait(ticket)
@@ -178,6 +190,8 @@ class SlotQueue:
 
     def offer_slots(self, lane: EngineSlots) -> None:
         """Give an engine's free slots to waiting requests, after the engine's slots have changed."""
+        if lane.failure is not None:
+            self._alive = None
         self._offer(lane)
         self._dispatch()
 

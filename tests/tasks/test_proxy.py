@@ -208,6 +208,7 @@ class Crowd:
         queue = self.proxy._queue
         if any(ticket.waits for _, ticket in queue._queue):
             assert not any(lane.free for lane in queue.live)
+        assert queue.alive == len(queue.live)
 
     def some(self, number: int, width: int) -> list[int]:
         running = [key for key, task in self.tasks.items() if not task.done()]

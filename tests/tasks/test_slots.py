@@ -188,6 +188,10 @@ class LanesMachine(RuleBasedStateMachine):
         return [holder.ticket for holder, _ in self.holders if holder.outcome == "released"]
 
     @invariant()
+    def live_engines_are_counted(self) -> None:
+        assert self.queue.alive == len(self.queue.live)
+
+    @invariant()
     def nobody_waits_while_he_fits(self) -> None:
         """Check that the first ticket in the queue, by priority and then by arrival, fits on no engine."""
         waiting = [holder.ticket for holder, task in self.holders if not task.done() and holder.ticket.waits]

@@ -119,6 +119,11 @@ class TurnJournal:
         point = self._points.pop((group, sample), None)
         return point if point is not None and point.basis == basis else None
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no turn can be recalled, and none is stored."""
+        return self._folder is None and not self._known
+
     def recall(self, key: TurnKey, request: GenerationRequest) -> VersionedGeneration | None:
         """Return the stored turn if it answers the same request, else None."""
         episode = (key.group, key.sample)
