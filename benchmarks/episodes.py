@@ -2,21 +2,23 @@
 
     python -m benchmarks.episodes [--quick] [--json FILE]
 
-The figures are CPU microseconds of one process on the virtual clock, as in `benchmarks.scale`. The same episodes also
-run on engines and environments alone. The cost of this second run is subtracted; the rest is the cost of scheduler,
-episodes, proxy, buffer and batches for one turn. Most episodes wait for their environments: a turn generates for 1 s,
-and a step takes 9 s. Python's garbage collector is off.
+The figures are CPU microseconds of one process on the virtual clock. The same episodes also run on engines and
+environments alone. The cost of this second run is subtracted; the rest is the cost of scheduler, episodes, proxy,
+buffer and batches for one turn. The results of a simulation, such as the bias, are computed after its end, and are not
+part of the cost. Most episodes wait for their environments: a turn generates for 1 s, and a step takes 9 s. Python's
+garbage collector is off. Each simulation runs in a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,14 +37,14 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.simulation.hardware import Hardware
-from rollflow.tasks.simulation.world import simulate
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
 
 GROUP = 8
 SLOTS = 250
 TURNS = 8
 FLYING = (1_000, 10_000, 100_000)
 QUICK_FLYING = (500, 1_000)
-VERSIONS = 4  # each with half as many episodes as are in flight
+VERSIONS = 2  # each with half as many episodes as are in flight
 AIM = 50.0  # microseconds of scheduling for a turn
 
 
@@ -88,7 +90,8 @@ class BareEpisode:
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
         self.turns += 1
         id = f"{self.seed}.{self.turns}"
-        made = await self.engine.generate(GenerationRequest(id, self.prompt.input, max_tokens or self.room))
+        limit, seed = max_tokens or self.room, self.seed + self.turns
+        made = await self.engine.generate(GenerationRequest(id, self.prompt.input, limit, seed=seed))
         self.length += len(made.tokens)
         return made
 
@@ -132,15 +135,27 @@ def bare(flying: int, episodes: int, turns: int = TURNS) -> tuple[float, int]:
     return time.process_time() - began, taken
 
 
+class MeasuredRun(SimulatedRun):
+    """A simulated run that measures its own CPU seconds, without those for the results."""
+
+    began = seconds = 0.0
+
+    async def run(self, versions: int, watch: Callable[[int], None]) -> None:
+        self.began = time.process_time()
+        await super().run(versions, watch)
+
+    async def _close(self) -> None:
+        type(self).seconds = time.process_time() - self.began
+        await super()._close()
+
+
 def simulated(flying: int, turns: int = TURNS) -> tuple[float, int, int]:
     """Return the CPU seconds of a simulation, an estimate of its turns, and its trained episodes."""
     config, hardware = workload(flying, turns)
-    began = time.process_time()
-    figures = simulate(config, hardware, versions=VERSIONS).figures
-    seconds = time.process_time() - began
+    figures = simulate(config, hardware, versions=VERSIONS, world_type=MeasuredRun).figures
     grain = hardware.engine(config).tokens_per_tick
     per_turn = 100 // grain * grain  # tokens of each turn
-    return seconds, figures.tokens.sampled // per_turn, figures.bias.trained
+    return MeasuredRun.seconds, figures.tokens.sampled // per_turn, figures.bias.trained
 
 
 def read_peak() -> int:
@@ -149,14 +164,33 @@ def read_peak() -> int:
     return int(line.split()[1])
 
 
-def in_memory(flying: int) -> float:
-    """Return the kilobytes of memory per episode at the peak of a simulation, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.episodes", "--memory", str(flying)]
-    empty, full = (
-        int(subprocess.run([*command[:-1], str(one)], capture_output=True, text=True, check=True).stdout)
-        for one in (500, flying)
-    )
-    return (full - empty) / max(1, flying - 500)
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of turns: CPU microseconds of a simulation and of engines and environments alone, and kB an episode."""
+
+    whole: float
+    alone: float
+    memory: float
+
+    @property
+    def scheduling(self) -> float:
+        """CPU microseconds of scheduling for a turn."""
+        return self.whole - self.alone
+
+
+def measure(flying: int) -> Cost:
+    """Measure the cost of a turn, and the peak memory, with `flying` episodes in flight."""
+    empty = read_peak()
+    seconds, turns, trained = simulated(flying)
+    memory = (read_peak() - empty) / flying
+    alone, taken = bare(flying, trained)
+    return Cost(seconds / turns * 1e6, alone / taken * 1e6, memory)
+
+
+def measure_apart(flying: int) -> Cost:
+    """Measure in a process of its own, whose memory is not that of earlier simulations."""
+    command = [sys.executable, "-m", "benchmarks.episodes", "--one", str(flying)]
+    return Cost(**json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
 
 
 def rows(flyings: Sequence[int]) -> Iterator[Row]:
@@ -164,31 +198,25 @@ def rows(flyings: Sequence[int]) -> Iterator[Row]:
     first = 0.0
     for flying in flyings:
         print(f" {flying:,} in flight", file=sys.stderr)
-        tries = 5 if flying < 10_000 else 1
-        found = []
-        for _ in range(tries):
-            seconds, turns, trained = simulated(flying)
-            alone, taken = bare(flying, trained)
-            found.append((seconds / turns * 1e6, alone / taken * 1e6))
-        whole, alone = sorted(found, key=lambda one: one[0] - one[1])[tries // 2]
-        cost = whole - alone
+        found = [measure_apart(flying) for _ in range(3 if flying < 10_000 else 1)]
+        median = sorted(found, key=lambda one: one.scheduling)[len(found) // 2]
+        cost = median.scheduling
         first = first or cost
         case = f"{flying:,} episodes in flight"
-        yield Row(case, "whole simulation, µs a turn", whole)
-        yield Row(case, "engines and environments alone, µs a turn", alone)
+        yield Row(case, "whole simulation, µs a turn", median.whole)
+        yield Row(case, "engines and environments alone, µs a turn", median.alone)
         yield at_most(case, "scheduling, µs a turn", cost, AIM)
         yield at_most(case, f"scheduling / that at {flyings[0]:,}", cost / first, 1.3)
-        yield Row(case, "memory, kB an episode in flight", in_memory(flying) if flying > 500 else 0.0)
+        yield Row(case, "memory, kB an episode in flight", median.memory)
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="few episodes in flight")
-    parser.add_argument("--memory", type=int, help="print the peak memory of one simulation, in kB, and end")
+    parser.add_argument("--one", type=int, help="measure this number of episodes in this process, and print JSON")
     options = parser.parse_args()
-    if options.memory:
-        simulated(options.memory)
-        print(read_peak())
+    if options.one:
+        print(json.dumps(asdict(measure(options.one))))
         return
     publish(list(rows(QUICK_FLYING if options.quick else FLYING)), "episodes in flight", options.json)
 
