@@ -28,7 +28,7 @@ from rollflow.storage.trajectories import TrajectoryStore
 ROOT = Path(__file__).parents[1]
 VERSIONS = 100_000  # so many that the run does not end before the kills
 LEFT = 3  # versions that are trained after the last kill
-START_SECONDS, END_SECONDS = 300.0, 900.0
+START_SECONDS, END_SECONDS = 600.0, 900.0
 AIM_SECONDS = 45.0  # until the next version after a kill
 TURNS = """
 [environment]

@@ -31,7 +31,7 @@ from tests.contracts.test_token_logprobs import model_of
 
 GAME: dict[str, Any] = {
     "prompts": [{"kind": "frozen-lake", "moves": 6}],
-    "environment": {"kind": "frozen-lake", "turns": 6},
+    "environment": {"kind": "frozen-lake", "max_turns": 6},
     "engine": {"kind": "timed", "max_new_tokens": 11},
     "evaluation": {"prompts": 12},
     "policy": {"cold_start": {"vocabulary": 258, "hidden_size": 32, "heads": 2, "layers": 1}},
