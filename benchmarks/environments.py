@@ -87,7 +87,7 @@ class Episodes:
         return [[draw(prompt, sample) for prompt in batch for sample in range(self.size)] for batch in batches]
 
     def bounds(self, versions: int) -> tuple[float, float]:
-        """Return the least seconds of a step of any schedule, and of a schedule at alpha 1 that keeps the order."""
+        """Return the shortest step in seconds for any schedule, and for a schedule at alpha 1 that keeps the order."""
         drawn = self.draw_batches(versions)
         places = self.environment.get("places", self.count)
         never_idle = max(fmean(map(sum, drawn)) / places, self.train_seconds)
@@ -226,9 +226,9 @@ def redundancy(versions: int) -> Iterator[Row]:
 def rivals(versions: int) -> Iterator[Row]:
     """Simulate the rules of other systems on the SWE-like mix; a row names the side whose bound on age is larger.
 
-    ROLL's group queues deliver the groups that were started first. AReaL bounds the number of started episodes, and no
-    episode's age: its bound is larger. With `async_ratio = 2` and `max_batches_ahead = 1`, we start as many episodes
-    as AReaL, and bound their age by the largest age under AReaL's rule.
+    ROLL's group queues deliver the groups that were started first. AReaL bounds the number of started episodes, but not
+    the age of an episode, so its episodes may be older. With `async_ratio = 2` and `max_batches_ahead = 1`, rollflow
+    starts as many episodes as AReaL, and bounds their age by the largest age under AReaL's rule.
     """
     work = SWE
     ours = ran(work.recipe(1), work.hardware(), versions)

@@ -166,7 +166,7 @@ def read_peak() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of turns: CPU microseconds of a simulation and of engines and environments alone, and kB an episode."""
+    """The cost of turns: CPU microseconds of a simulation and of engines and environments alone, and kB per episode."""
 
     whole: float
     alone: float

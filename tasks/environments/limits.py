@@ -126,7 +126,7 @@ def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
     """Return stop strings as a tuple.
 
     Raises:
-        ValueError: no engine can search for a stop string, because it is empty, no string or no valid Unicode.
+        ValueError: no engine can search for a stop string: it is empty, not a string, or not valid Unicode.
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if wrong := [one for one in stops if not isinstance(one, str)]:

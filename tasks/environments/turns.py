@@ -73,7 +73,7 @@ class LivedBranch:
         return ModelInput(Int32s(b"".join([prompt.flat.data, *self._tokens])), prompt.placed)
 
     def ends_with(self, tokens: Int32s) -> bool:
-        """Return whether `tokens` share the memory of the newest part of the branch, which needs no check."""
+        """Return whether `tokens` share the memory of the newest part of the branch. Such tokens need no check."""
         return bool(self._tokens) and tokens.data is self._tokens[-1]
 
     def add_given(self, tokens: Int32s) -> None:
