@@ -72,7 +72,8 @@ class Witness:
         sampled, newest = 0, dict[str, int]()
         for line in self.read("turns"):
             name, tokens, recalled = line.split()
-            sampled += int(tokens) if recalled == "0" else 0
+            # the run may have stored a turn, and died before the environment got it
+            sampled += int(tokens) if recalled == "0" or name not in newest else 0
             newest[name] = int(tokens)
         return sampled, newest
 
