@@ -136,6 +136,12 @@ class TrajectoryBatch:
         return [False] * len(self) if column is None else [*column.is_valid().to_pylist()]
 
     @property
+    def roles(self) -> list[str | None]:
+        """The role of each row; None for a row without a role."""
+        column = self.optional("role")
+        return [None] * len(self) if column is None else [*column.to_pylist()]
+
+    @property
     def episodes(self) -> int:
         """The number of episodes in the batch; an episode counts once, no matter how many branches the episode has."""
         return len(self) - sum(self.branches)
@@ -162,12 +168,15 @@ class TrajectoryBatch:
 
     @property
     def episode_rewards(self) -> NDArray[np.float64]:
-        """The reward of each episode, plus all rewards of its tokens, in all its branches."""
+        """The reward of each episode, plus all rewards of its tokens, in all its branches. In an episode with several
+        roles, the reward is that of the role of the first row."""
         rewards: NDArray[np.float64] = view_numbers(self.table["reward"]).astype(np.float64)
         column = self.optional("token_rewards")
         if column is not None:
-            for first, values in zip(self.first_rows.tolist(), column.to_pylist(), strict=True):
-                rewards[first] += 0.0 if values is None else sum_values(Float32s.of(values))
+            roles = self.roles
+            for row, (first, values) in enumerate(zip(self.first_rows.tolist(), column.to_pylist(), strict=True)):
+                if values is not None and roles[row] == roles[first]:
+                    rewards[first] += sum_values(Float32s.of(values))
         return rewards[self.episode_rows]
 
     @property

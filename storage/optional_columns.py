@@ -34,6 +34,7 @@ COLUMNS = (
     pa.field("scorer_version", pa.dictionary(pa.int16(), pa.utf8())),  # each version string is stored once in a batch
     pa.field("token_rewards", pa.list_(pa.float32())),
     pa.field("turn_states", pa.list_(pa.int64())),
+    pa.field("role", pa.dictionary(pa.int32(), pa.utf8())),
 )
 NAMES = tuple(field.name for field in COLUMNS)
 NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {
@@ -125,6 +126,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "scorer_version": str,
     "token_rewards": Float32s.of,
     "turn_states": Int64s.of,
+    "role": str,
 }
 
 

@@ -146,8 +146,8 @@ class Prompt:
 
 
 class Branch(NamedTuple):
-    """The origin of a trajectory that branches off another trajectory of the same group; both trajectories begin with
-    the same tokens.
+    """The origin of a trajectory that belongs to the episode of another trajectory of the same group, because it has a
+    rewritten context or is that of another role. Both trajectories begin with the same tokens.
     """
 
     parent: int  # the number (field `sample`) of the trajectory that this trajectory branches off
@@ -177,7 +177,8 @@ class Trajectory:
     empty if the sampler chose among all tokens, or if the policy did not sample token t. The field `scorer_version` is
     the version of the scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens:
     the reward of that token, which counts in addition to `reward`, or NaN for a token without a reward of its own. Only
-    sampled tokens have token rewards.
+    sampled tokens have token rewards. The field `role` names the role in which the policy sampled the tokens, in an
+    episode in which the policy plays several roles; `reward` is then the reward of this role.
     """
 
     sample: int
@@ -201,6 +202,7 @@ class Trajectory:
     scorer_version: str | None = None
     token_rewards: Sequence[float] | None = None
     turn_states: Sequence[int] | None = None
+    role: str | None = None
 
     @property
     def total_reward(self) -> float:
@@ -268,19 +270,18 @@ class TrajectoryGroup:
 
     @property
     def episode_rewards(self) -> list[float]:
-        """The total reward of each episode, which includes the token rewards of the episode's branches."""
+        """The total reward of each episode, which includes the token rewards of the episode's branches. In an episode
+        with several roles, the reward is that of the role of the first trajectory."""
         if self.episodes == len(self.trajectories):
             return [t.total_reward for t in self.trajectories]
-        totals, first = (
-            dict[int, float](),
-            dict[int, int](),
-        )  # `first` maps a trajectory to the first one of its episode
+        # `first` maps a trajectory to the first one of its episode
+        totals, first = dict[int, float](), dict[int, Trajectory]()
         for t in self.trajectories:
-            first[t.sample] = t.sample if t.branch is None else first[t.branch.parent]
-            if t.branch is None:
+            first[t.sample] = found = t if t.branch is None else first[t.branch.parent]
+            if found is t:
                 totals[t.sample] = t.total_reward
-            elif t.token_rewards is not None:
-                totals[first[t.sample]] += sum_values(Float32s.of(t.token_rewards))
+            elif t.token_rewards is not None and t.role == found.role:
+                totals[found.sample] += sum_values(Float32s.of(t.token_rewards))
         return [*totals.values()]
 
     @property

@@ -311,6 +311,8 @@ def _describe_optional(one: Trajectory) -> Iterator[tuple[str, str]]:
         yield "outcome", one.outcome.value
     if one.scorer_version is not None:
         yield "scorer version", one.scorer_version
+    if one.role is not None:
+        yield "role", one.role
     if one.branch is not None:
         yield "branch", f"of sample {one.branch.parent}, from token {one.branch.position} on"
     for position, part in one.foreign_parts or ():
@@ -333,6 +335,7 @@ def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Traj
     optional: dict[str, Callable[[Trajectory], str]] = {
         "reward parts": _describe_parts,
         "outcome": lambda t: "" if t.outcome is None else t.outcome.value,
+        "role": lambda t: t.role or "",
         "branch": lambda t: "" if t.branch is None else f"of {t.branch.parent}",
     }
     shown = {name: cell for name, cell in optional.items() if any(map(cell, trajectories))}

@@ -351,6 +351,9 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rows += _change_rows("held-out accuracy", accuracy.get("before"), accuracy.get("after"))
     for k, after in (passes.get("after") or {}).items():
         rows += _change_rows(f"held-out pass@{k}", (passes.get("before") or {}).get(k), after)
+    for name, points in (summary.get("measures") or {}).items():
+        figures = [f"{value:.4f}" for value in points.values()]
+        rows.append((name, Text(" → ".join([*figures[:1], *figures[1:][-1:]]))))
     for version, reason in (summary.get("not_evaluated") or {}).items():
         rows.append(("not evaluated", Text(f"version {version}: {reason}")))
     if "versions" in summary:

@@ -105,6 +105,7 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
         "scorer_version": str,
         "token_rewards": lambda rewards: [None if math.isnan(reward) else reward for reward in rewards],
         "turn_states": list,
+        "role": str,
     }
     return {name: convert[name](getattr(one, name)) for name in NAMES if getattr(one, name) is not None}
 

@@ -22,7 +22,7 @@ from rollflow.storage.run_records.second_verdicts import read_all_counts
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
 from rollflow.tasks.prompts.epochs import list_epochs
-from rollflow.tasks.rollout.evaluation import DomainResult, read_evaluations, read_skipped
+from rollflow.tasks.rollout.evaluation import DomainResult, Evaluation, read_evaluations, read_skipped
 from rollflow.tasks.run.context import RunContext
 
 SUMMARY = "summary.json"
@@ -58,6 +58,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "accuracy": {"before": points.get(0), "after": points.get(versions), "by_version": points},
         "pass_at": {"before": passes.get(0), "after": passes.get(versions), "by_version": passes},
         "evaluation_sets": {name: one.accuracy for name, one in stored[-1].sets.items()} if stored else {},
+        **_list_measures(stored),
         "not_evaluated": {one.version: one.reason for one in read_skipped(context.store)},
         "versions": versions,
         "no_signal": count_no_signal(trained),
@@ -84,6 +85,13 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "seed": context.config.seed,
         "storage": context.store.uri,
     }
+
+
+def _list_measures(stored: Sequence[Evaluation]) -> dict[str, dict[str, dict[int, float]]]:
+    """Return the measures of the environment by name and version; empty for an environment that measures nothing."""
+    names = sorted({name for one in stored for name in one.measures})
+    found = {name: {one.version: one.measures[name] for one in stored if name in one.measures} for name in names}
+    return {"measures": found} if found else {}
 
 
 def _list_turns(trained: Sequence[PolicyVersion]) -> dict[str, dict[str, float]]:

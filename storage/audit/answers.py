@@ -106,9 +106,10 @@ def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
 
     The caller must first check with the module `rows` that all list columns of a row have the same length.
     """
-    table = _Table.of(batch, asked.prompts)
+    replaces = asked.limits is not None and asked.limits.replaces_prompts
+    table = _Table.of(batch, None if replaces else asked.prompts)
     if asked.prompts is not None:
-        wrong = list(_check_prompts(batch, table, asked.prompts, asked))
+        wrong = list(_check_prompts(batch, table, asked.prompts, asked, replaces=replaces))
         yield from wrong
         if wrong:
             return
@@ -120,10 +121,10 @@ def check_rows(batch: TrajectoryBatch, asked: ExpectedRows) -> Iterator[Found]:
 
 
 def _check_prompts(
-    batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows
+    batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows, *, replaces: bool
 ) -> Iterator[Found]:
     """Check that each row of a batch begins with the tokens of its prompt and names this prompt, and that the prompt is
-    not held out."""
+    not held out. With `replaces`, the environment may have replaced the tokens of the prompt."""
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     reported: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):
@@ -137,15 +138,19 @@ def _check_prompts(
                 f"a row of prompt {index} names the id and domain {name}, but the prompt has "
                 f"{(prompt.id, prompt.domain)}",
             )
-        elif not np.array_equal(table.row(row)[: prompt.input.length], prompt.input.flat.array) or (
-            table.list_placed(row, prompt.input.length) != prompt.input.placed
-        ):
+        elif not replaces and not _begins_with(table, row, prompt):
             reported.add(index)
             other = _name_other_prompt(table.row(row), asked.held_out)
             yield "lineage", f"a row of prompt {index} begins with {other} instead of the tokens of that prompt"
         elif index in asked.held:
             reported.add(index)
             yield "lineage", f"a row was trained on for prompt {index}, which is held out for evaluation"
+
+
+def _begins_with(table: _Table, row: int, prompt: Prompt) -> bool:
+    """Return whether a row begins with the tokens and foreign parts of a prompt."""
+    begins = np.array_equal(table.row(row)[: prompt.input.length], prompt.input.flat.array)
+    return begins and table.list_placed(row, prompt.input.length) == prompt.input.placed
 
 
 def _name_other_prompt(tokens_T: Array, held_out: Mapping[tuple[int, ...], str]) -> str:

@@ -30,6 +30,7 @@ class BatchLimits:
     reasons: frozenset[DiscardReason]
     made_up: bool = False  # true: the engine `timed` invents the tokens, so no response ends with a stop token
     single_turn: bool = True  # true: the policy sampled all tokens of a response, and an environment added none
+    replaces_prompts: bool = False  # true: an episode may begin with other tokens than those of its prompt
     oldest_token: bool = False  # true: a trajectory's start version is the policy version of its oldest token
     # largest number of tokens that the policy may sample in one episode; None: no limit
     episode_tokens: int | None = None

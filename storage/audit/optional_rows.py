@@ -226,6 +226,12 @@ def _check_states(rows: _Rows, column: pa.Array) -> Iterator[Found]:
         yield "altered", f"trajectory {rows.name(row)} has {what}"
 
 
+def _check_roles(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    for row, role in enumerate(column.to_pylist()):
+        if role == "":
+            yield "lineage", f"trajectory {rows.name(row)} has a role without a name"
+
+
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "reward_parts": _check_parts,
     "outcome": _check_outcomes,
@@ -237,6 +243,7 @@ CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "scorer_version": _check_scorers,
     "token_rewards": _check_token_rewards,
     "turn_states": _check_states,
+    "role": _check_roles,
 }
 
 

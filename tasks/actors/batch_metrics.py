@@ -30,6 +30,7 @@ def compute_batch_metrics(
     return {
         "reward": float(rewards.mean()),
         **_compute_token_reward(batch),
+        **_compute_role_rewards(batch),
         "accuracy": float(_find_correct(batch).mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
@@ -53,6 +54,21 @@ def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
     return {
         "token_reward": float((batch.episode_rewards - view_numbers(batch.table["reward"])[batch.episode_rows]).mean())
     }
+
+
+def _compute_role_rewards(batch: TrajectoryBatch) -> dict[str, float]:
+    """Compute the mean reward of each role, without the rewards of its tokens. A role counts once in an episode.
+
+    At most `MOST_PARTS` roles are included.
+    """
+    if batch.optional("role") is None:
+        return {}
+    rewards: dict[str, dict[int, float]] = {}  # role -> first row of the episode -> reward
+    rows = zip(batch.roles, batch.first_rows.tolist(), batch.table["reward"].to_pylist(), strict=True)
+    for role, episode, reward in rows:
+        if role is not None and (role in rewards or len(rewards) < MOST_PARTS):
+            rewards.setdefault(role, {})[episode] = reward
+    return {f"reward_role_{safe_name(role)}": float(np.mean([*found.values()])) for role, found in rewards.items()}
 
 
 def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> dict[str, float]:

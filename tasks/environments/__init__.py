@@ -13,6 +13,7 @@ from rollflow.tasks.environments.config import (
     FrozenLakeEnvironment,
     GymnasiumEnvironment,
     ImportEnvironment,
+    KuhnPokerEnvironment,
     SingleTurnEnvironment,
     SokobanEnvironment,
     TimedEnvironmentConfig,
@@ -35,6 +36,10 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.grid_game import GridGame
 
             return GridGame()
+        case KuhnPokerEnvironment():
+            from rollflow.tasks.environments.kuhn_poker import KuhnPoker
+
+            return KuhnPoker()
         case ImportEnvironment():
             from rollflow.tasks.environments.imported import ImportedEnvironment
 

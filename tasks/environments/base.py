@@ -20,7 +20,7 @@ Environments run in the scheduler's event loop, thousands at a time: an environm
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollflow.storage.errors import RollflowError
@@ -29,6 +29,9 @@ from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action
 from rollflow.tasks.scorers.base import Score
+
+# computes the log-probs in nats of tokens[1:] under a policy, each given the tokens before it; None without a model
+LogProbs = Callable[[Sequence[int]], Awaitable[Sequence[float] | None]]
 
 
 class SnapshotRejected(RollflowError):
@@ -146,6 +149,18 @@ class Episode(Protocol):
             ValueError: there are more tokens than a response may have.
         """
 
+    def take_role(self, name: str) -> None:
+        """Let the policy act in this role until the next call. Several roles of an episode are played by one policy.
+
+        Each role has a context of its own: its prompt (`replace_prompt`), its response, its room and its branches. A
+        role that was taken before continues its context; a new role begins with the prompt of the episode. An episode
+        begins in a role without a name. Each role gets the reward that `Score.roles` names, and is compared with the
+        same role of the other episodes of the prompt only.
+
+        Raises:
+            ValueError: the name is empty or too long.
+        """
+
     def extend(self, messages: Sequence[Message]) -> bool:
         """Let chat messages follow the newest answer, so that the policy can answer again. Return False, and change
         nothing, if no room for an answer would be left.
@@ -181,7 +196,8 @@ class Episode(Protocol):
     def replace_prompt(self, tokens: Sequence[int]) -> None:
         """Let the episode begin with these tokens instead of the prompt's, for example with tools or an observation.
 
-        `room` shrinks by the number of tokens by which the prompt grows.
+        `room` shrinks by the number of tokens by which the prompt grows. In an episode with several roles, only the
+        acting role begins with these tokens.
 
         Raises:
             ValueError: the response has begun, or has no room left.
@@ -217,6 +233,14 @@ class Environment(Protocol):
 
         If an episode that is still wanted gets no reward, its reward is 0.
         """
+
+    async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
+        """Return further measures of a policy by name, which each evaluation of the run reports.
+
+        An environment that can compute a measure from probabilities of the policy, without playing, overrides this
+        method. Without a model, as in a simulation, `logprobs` returns None.
+        """
+        return {}
 
 
 def charge_unparsable(episode: Episode) -> None:

@@ -16,6 +16,8 @@ class EnvironmentBase(Section):
     """Base class of the configs of all kinds of environment."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
+    # True if an episode may begin with other tokens than those of its prompt
+    replaces_prompts: ClassVar[bool] = False
 
     @property
     def tool_parts(self) -> Mapping[str, ImportTool]:

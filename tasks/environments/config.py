@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -61,8 +61,22 @@ class SokobanEnvironment(GameEnvironment):
     )
 
 
+class KuhnPokerEnvironment(EnvironmentBase):
+    """Kuhn poker in self-play."""
+
+    replaces_prompts: ClassVar[bool] = True
+
+    kind: Literal["kuhn-poker"] = Field(
+        "kuhn-poker",
+        description="Kuhn poker in self-play: the policy plays both players, one letter (p: pass, b: bet) per turn; "
+        "each player is a role with its own reward; the environment plays prompts of the same kind",
+    )
+
+
 class ImportEnvironment(Imported, LimitedEnvironment, EnvironmentBase):
     """A user-defined environment, which may have several turns and tools."""
+
+    replaces_prompts: ClassVar[bool] = True
 
     kind: Literal["import"] = Field(
         "import", description="your own environment, imported from a class that derives from Environment"
@@ -83,6 +97,7 @@ EnvironmentConfig = Annotated[
     SingleTurnEnvironment
     | FrozenLakeEnvironment
     | SokobanEnvironment
+    | KuhnPokerEnvironment
     | ImportEnvironment
     | TrlEnvironment
     | GymnasiumEnvironment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollflow.storage.records import Prompt
 from rollflow.storage.token_arrays import Int32s
@@ -49,3 +50,11 @@ class Conversation:
 
 
 BEGUN = Conversation()
+
+
+class RoleContext(NamedTuple):
+    """What a role of an episode has besides its branches: its prompt, the length of its response, its messages."""
+
+    prompt: Prompt
+    longest: int
+    talk: Conversation = BEGUN

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping
 
 from rollflow.storage.errors import RollflowError
-from rollflow.tasks.environments.base import Environment, Episode, SnapshotRejected
+from rollflow.tasks.environments.base import Environment, Episode, LogProbs, SnapshotRejected
 from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.runtime.imports import imported_object
-from rollflow.tasks.scorers.base import Score, Unjudged, failure_score, is_cancelled, validate_score
+from rollflow.tasks.scorers.base import Score, Unjudged, check_number, failure_score, is_cancelled, validate_score
 from rollflow.tasks.scorers.token_values import check_length
 
 KEY = "environment"
@@ -27,7 +30,7 @@ class ImportedEnvironment(Environment):
             ConfigError: the environment class does not exist, breaks the contract, or does not take the configured
             options.
         """
-        self._own = imported_object(KEY, config, Environment)  # type: ignore[type-abstract]
+        self._own = imported_object(KEY, config, Environment, optional="measure")  # type: ignore[type-abstract]
         self._name = f"environment {config.path}"
         self.has_turns = self._own.has_turns
 
@@ -50,6 +53,17 @@ class ImportedEnvironment(Environment):
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may be foreign code
             return failure_score(self._name, error)
         return None if score is None else self._check(score, episode)
+
+    async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
+        """Return the measures of the user-defined environment, or nothing if it raises an error."""
+        try:
+            found = await self._own.measure(logprobs, ports)
+            return {str(name): check_number(f"the measure {name!r}", value) for name, value in found.items()}
+        except RollflowError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an environment may be foreign code
+            logging.getLogger(__name__).warning("an evaluation has no measures, as %s failed: %s", self._name, error)
+            return {}
 
     def _check(self, score: object, episode: Episode) -> Score:
         """Return the score of an episode, or the score of a failure if the environment's score is invalid."""

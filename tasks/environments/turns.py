@@ -1,7 +1,7 @@
 """The turns of an episode and the branches in which they were played.
 
 A branch is a context of the episode: the tokens after the prompt, up to the point at which the environment rewrote the
-context. Positions count the tokens after the prompt.
+context. Each role of an episode has branches of its own. Positions count the tokens after the prompt.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import UNNAMED_STATE, StopReason
 from rollflow.storage.token_arrays import Float32s, Int32s, Int64s
 from rollflow.tasks.engines.base import Generation, TokenSpan
+from rollflow.tasks.scorers.token_values import add_values, move_to_sampled
 
 CHOSEN = b"\1"
 UNSAMPLED = Int32s.of([-1]).data  # policy version of a token that the environment added
+LONGEST_ROLE = 100  # largest number of characters of the name of a role
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class LivedBranch:
     turn does not copy the log-probs and versions of the turns before it.
     """
 
+    role: str = ""  # name of the role that acts in the branch; "" if the episode has no roles
     turns: list[LivedTurn] = field(default_factory=list)
     ending: StopReason = StopReason.STOP
     length: int = 0  # number of tokens
@@ -109,9 +112,15 @@ class LivedBranch:
         states = [turn.state for turn in self.turns]
         return Int64s.of(states) if any(state != UNNAMED_STATE for state in states) else None
 
-    def find_rewards(self) -> dict[int, float]:
-        """Return the reward of each turn that has one, by the position of the turn's last token."""
-        return {turn.end - 1: turn.reward for turn in self.turns if turn.reward is not None}
+    def place_rewards(self, values: Float32s | None) -> Float32s | None:
+        """Return the reward of each token, NaN for a token without one; None if no token has one.
+
+        The rewards are those of the turns, at the last tokens of the turns, and `values`, which belong to the tokens of
+        the branch. A value of a token that the policy did not sample moves to the last sampled token before it.
+        """
+        found = None if values is None else move_to_sampled(values, np.frombuffer(self.mask, bool))
+        rewards = {turn.end - 1: turn.reward for turn in self.turns if turn.reward is not None}
+        return add_values(found, rewards, self.length) if rewards else found
 
     def find_oldest(self, default: int) -> int:
         """Return the oldest policy version that generated a token; `default` if there is no such token."""
@@ -120,11 +129,11 @@ class LivedBranch:
 
 @dataclass(eq=False, slots=True)
 class LivedEpisode:
-    """All branches of an episode, in the order in which they were played; the last one is current."""
+    """All branches of an episode, in the order in which they began. The last one of the acting role is current."""
 
     branches: list[LivedBranch] = field(default_factory=lambda: [LivedBranch()])
     current: LivedBranch = field(init=False)  # the branch that the next turn continues
-    _newest: LivedTurn | None = None
+    role: str = ""  # name of the role that acts
     _upcoming: int = UNNAMED_STATE  # hash of the state of the next turn
 
     def __post_init__(self) -> None:
@@ -135,21 +144,26 @@ class LivedEpisode:
         """The branches that have a turn; if no branch has one, the current branch."""
         return [branch for branch in self.branches if branch.turns] or [self.current]
 
+    @property
+    def is_fresh(self) -> bool:
+        """True if the acting role has nothing in its context but the prompt, and has not acted yet."""
+        return not any(branch.turns or branch.length for branch in self.branches if branch.role == self.role)
+
     def add_generation(self, generation: Generation) -> None:
         """Append a generation to the current branch."""
-        turn = self.current.add_generation(generation, self._upcoming)
-        if turn is not None:
-            self._newest, self._upcoming = turn, UNNAMED_STATE
+        if self.current.add_generation(generation, self._upcoming) is not None:
+            self._upcoming = UNNAMED_STATE
 
     def add_reward(self, value: float) -> None:
-        """Add a reward to the newest turn.
+        """Add a reward to the newest turn of the acting role.
 
         Raises:
             ValueError: there is no turn yet.
         """
-        if self._newest is None:
+        own = (branch for branch in reversed(self.branches) if branch.role == self.role and branch.turns)
+        if (branch := next(own, None)) is None:
             raise ValueError("the episode has no turn yet; give a reward after `generate` has returned a generation")
-        self._newest.reward = (self._newest.reward or 0.0) + value
+        branch.turns[-1].reward = (branch.turns[-1].reward or 0.0) + value
 
     def enter_state(self, key: str) -> None:
         """Set the state of the next turn."""
@@ -161,9 +175,27 @@ class LivedEpisode:
 
     def start_branch(self, tokens: Int32s) -> None:
         """Begin a branch with `tokens`, none of which the policy is trained on in this branch."""
-        self.current = LivedBranch()
-        self.branches = [*(branch for branch in self.branches if branch.turns), self.current]
+        kept = (branch for branch in self.branches if branch.turns or branch.role != self.role)
+        self.current = LivedBranch(self.role)
+        self.branches = [*kept, self.current]
         self.current.add_given(tokens)
+
+    def take_role(self, name: str) -> None:
+        """Let a role act, which continues its newest branch.
+
+        Raises:
+            ValueError: the name is empty or too long.
+            TypeError: the name is not a string.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a role is a {type(name).__name__}, not a string")
+        name.encode()  # a lone surrogate raises a `ValueError`, because storage cannot write such a character
+        if not 0 < len(name) <= LONGEST_ROLE:
+            raise ValueError(f"the name of a role has {len(name)} characters, and not 1 to {LONGEST_ROLE}")
+        self.role, found = name, next((one for one in reversed(self.branches) if one.role == name), None)
+        if found is None:
+            self.branches.append(found := LivedBranch(name))
+        self.current = found
 
 
 def find_parent(tokens: Int32s, earlier: Sequence[Int32s]) -> tuple[int, int]:

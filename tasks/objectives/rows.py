@@ -44,10 +44,11 @@ class BatchRows:
     starts: np.ndarray  # int64, R + 1: index at which each row begins in flat arrays of B values
     behaviour: np.ndarray  # float32, B: log-probs in nats under the policy that sampled the token
     versions: np.ndarray  # int32, B: policy version that sampled each token
-    groups: np.ndarray  # int64, R: number of each row's group of responses to one prompt, from 0
+    groups: np.ndarray  # int64, R: number of each row's group of responses to one prompt in one role, from 0
     rewards: np.ndarray  # float32, R: reward of each row
     # int64, R: number of each row's episode, from 0; None: each row is an episode of its own. The rows of an episode
-    # are its branches in the order of time, and each sampled token belongs to one of them.
+    # are its branches in the order of time, and each sampled token belongs to one of them. Each role of an episode
+    # counts as an episode of its own, so that it has its own returns and baseline.
     episodes: np.ndarray | None = None
     # float32, B: reward of each token besides the row's reward, NaN if the token has none; None: no token has one
     token_rewards: np.ndarray | None = None
@@ -74,6 +75,8 @@ class BatchRows:
         chosen = np.flatnonzero(mask)
         numbers = {key: i for i, key in enumerate(batch.keys)}
         pairs = zip(table["index"].to_pylist(), table["attempt"].to_pylist(), strict=True)
+        groups = np.array([numbers[pair] for pair in pairs], dtype=np.int64)  # type: ignore[index]
+        episodes = _number_episodes(batch)
         return cls(
             tokens=view_numbers(tokens.flatten()),
             offsets=offsets,
@@ -81,9 +84,9 @@ class BatchRows:
             starts=np.searchsorted(chosen, offsets),
             behaviour=view_numbers(_column(table, "logprobs").flatten())[chosen],
             versions=view_numbers(_column(table, "versions").flatten())[chosen],
-            groups=np.array([numbers[pair] for pair in pairs], dtype=np.int64),  # type: ignore[index]
+            groups=_split_roles(batch, groups),
             rewards=view_numbers(_column(table, "reward")),
-            episodes=_number_episodes(batch),
+            episodes=None if episodes is None else _split_roles(batch, episodes),
             token_rewards=_read_token_rewards(batch, offsets, chosen),
             turn_starts=_read_turn_starts(batch, offsets),
             turn_states=_read_turn_states(batch),
@@ -165,6 +168,19 @@ def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
         found.append(max(found, default=-1) + 1 if parent is None else numbers[parent])
         numbers[index, attempt, sample] = found[-1]
     return np.array(found, np.int64)
+
+
+def _split_roles(batch: TrajectoryBatch, numbers_R: np.ndarray) -> np.ndarray:
+    """Return other numbers, from 0, with which two rows have the same number only if they also have the same role.
+
+    The numbers of a role follow each other, so that a minibatch has groups of all roles.
+    """
+    if batch.optional("role") is None:
+        return numbers_R
+    names = dict[str | None, int]()
+    roles_R = np.array([names.setdefault(role, len(names)) for role in batch.roles], np.int64)
+    found: np.ndarray = np.unique(np.stack([roles_R, numbers_R]), axis=1, return_inverse=True)[1].reshape(-1)
+    return found
 
 
 def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray | None:

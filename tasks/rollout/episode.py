@@ -13,22 +13,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Branch, Outcome, Prompt, StopReason, Trajectory
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment, charge_unparsable
-from rollflow.tasks.environments.conversation import BEGUN, Conversation
+from rollflow.tasks.environments.conversation import BEGUN, Conversation, RoleContext
 from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock, check_stops
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action, parse_action
 from rollflow.tasks.environments.turns import LivedBranch, LivedEpisode, check_tokens, find_parent
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
-from rollflow.tasks.scorers.token_values import add_values, align_values, move_to_sampled
+from rollflow.tasks.scorers.token_values import align_values
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
 # Waits for the group's other final responses, and returns them; None if the group of responses was given up.
@@ -88,6 +86,7 @@ class PlayedEpisode:
     _late: Score | None = None  # the score of an episode whose environment computed for too long
     _limit: str = ""  # why the episode gets no further turn
     _talk: Conversation = BEGUN
+    _roles: dict[str, RoleContext] = field(default_factory=dict)  # by role, of the roles that do not act
 
     @property
     def made(self) -> TokenSpan:
@@ -163,6 +162,13 @@ class PlayedEpisode:
         self._talk = talk.add_messages(messages, len(self.response), branches=found.branches)
         return True
 
+    def take_role(self, name: str) -> None:
+        """Let the policy act in a role, as `Episode.take_role` specifies."""
+        before = self.lived.role
+        self.lived.take_role(name)
+        self._roles[before] = RoleContext(self.prompt, self.longest, self._talk)
+        self.prompt, self.longest, self._talk = self._roles.get(name) or self._roles[""]._replace(talk=BEGUN)
+
     def read_action(self, tokens: Sequence[int]) -> Action:
         """Read the tool calls in tokens of the response, as `Episode.read_action` specifies."""
         action = parse_action(self.ports.tokenizer.decode_response(tokens))
@@ -190,8 +196,8 @@ class PlayedEpisode:
         """Begin the episode with these tokens instead of the prompt's, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
         grown = len(given) - self.prompt.input.length
-        used = self.lived.current.length
-        if used or grown >= self.room:
+        if not self.lived.is_fresh or grown >= self.room:
+            used = self.lived.current.length
             raise ValueError(f"the prompt cannot grow by {grown} tokens: {used} of {self.longest} are used")
         self.longest -= max(0, grown)
         self.prompt = replace(self.prompt, input=ModelInput.of(given))
@@ -310,7 +316,9 @@ class PlayedEpisode:
         return tuple(found)
 
     def _build_trajectory(self, branch: LivedBranch, score: Score, sample: int, started_version: int) -> Trajectory:
-        prompt, made, given = self.prompt.input, branch.made, self.prompt.input.length
+        acts, made = branch.role == self.lived.role, branch.made
+        prompt = (self.prompt if acts else self._roles[branch.role].prompt).input
+        given, rewards = prompt.length, self._place_rewards(branch, score)
         return Trajectory(
             sample=sample,
             started_version=started_version,
@@ -318,7 +326,7 @@ class PlayedEpisode:
             loss_mask=Bools(bytes(given) + branch.mask),
             logprobs=Float32s.same(0.0, given) + made.logprobs,
             versions=Int32s.same(-1, given) + made.versions,
-            reward=score.value,
+            reward=score.roles.get(branch.role, score.value),
             reason=score.reason,
             ending=StopReason(branch.ending),
             generation_seconds=self.at - self.began,
@@ -327,24 +335,16 @@ class PlayedEpisode:
             outcome=score.outcome,
             foreign_parts=prompt.placed or None,
             scorer_version=score.version or None,
-            token_rewards=self._place_rewards(branch, score),
+            token_rewards=None if rewards is None else Float32s.same(math.nan, given) + rewards,
             turn_starts=branch.find_starts(given) if self.has_turns else None,
             turn_states=branch.find_states() if self.has_turns else None,
+            role=branch.role or None,
         )
 
     def _place_rewards(self, branch: LivedBranch, score: Score) -> Float32s | None:
-        """Return the rewards of all tokens of a branch, from the score's token values and the rewards of turns; None if
-        no sampled token has a reward.
-
-        A scorer scores the response of the current branch, so only this branch has token values.
-        """
-        moved = None
-        if score.has_token_values and branch is self.lived.current:
-            values = Float32s.of(score.token_values)  # type: ignore[arg-type]  # a checked score has numbers
-            moved = move_to_sampled(values, np.frombuffer(branch.mask, bool))
-        if rewards := branch.find_rewards():
-            moved = add_values(moved, rewards, branch.length)
-        return None if moved is None else Float32s.same(math.nan, self.prompt.input.length) + moved
+        """Return the rewards of the tokens of a branch. The token values of a score belong to the current branch."""
+        has_values = score.has_token_values and branch is self.lived.current
+        return branch.place_rewards(Float32s.of(score.token_values) if has_values else None)  # type: ignore[arg-type]
 
     async def _run_environment(self, environment: Environment) -> Score | float | None:
         """Run the environment and return the episode's score; return None if the environment was interrupted."""

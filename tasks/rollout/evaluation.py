@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,6 +39,7 @@ from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import InferenceProxy, VersionedGeneration, WeightsProbe
 from rollflow.tasks.scorers.base import Score, ScoreRequest, Unjudged
 from rollflow.tasks.statistics.proportions import mean_pass_at
+from rollflow.tasks.statistics.summaries import ResponseSummary, combine_domains
 
 T = TypeVar("T")
 UNSAFE = re.compile(r"[^\w.-]")  # characters that a metric's name may not contain
@@ -67,6 +67,7 @@ class Evaluation:
     `sets` maps the name of each evaluation set to its result; evaluation sets do not count towards `accuracy`.
 
     `pass_at` maps k = 2, 4, 8, ... to pass@k, the chance that at least one of k responses to a prompt is right.
+    `measures` has what the environment computed from the policy's probabilities (`Environment.measure`).
     """
 
     version: int
@@ -79,11 +80,13 @@ class Evaluation:
     pass_at: Mapping[int, float] = field(default_factory=dict)
     domains: Mapping[str, DomainResult] = field(default_factory=dict)  # empty with one domain
     sets: Mapping[str, DomainResult] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """The results as metrics for MLflow, which allows no @ in the name of a metric."""
-        found = {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
+        found = {safe_name(name): value for name, value in self.measures.items()}
+        found |= {"accuracy": self.accuracy, **{f"pass_at_{k}": share for k, share in self.pass_at.items()}}
         for domain, result in [*self.domains.items(), *self.sets.items()]:
             found |= {f"accuracy_{safe_name(domain)}": result.accuracy, f"reward_{safe_name(domain)}": result.reward}
         return found
@@ -162,7 +165,8 @@ def read_newest(run: ObjectStore) -> Evaluation | None:
 
 def store_evaluation(run: ObjectStore, evaluation: Evaluation) -> None:
     """Store an evaluation."""
-    run.put(evaluation_path(evaluation.version), json.dumps(asdict(evaluation)).encode())
+    stored = {name: value for name, value in asdict(evaluation).items() if value or name != "measures"}
+    run.put(evaluation_path(evaluation.version), json.dumps(stored).encode())
 
 
 def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
@@ -173,29 +177,6 @@ def store_skipped(run: ObjectStore, skip: EvaluationSkipped) -> None:
 def read_skipped(run: ObjectStore) -> list[EvaluationSkipped]:
     """Read which policy versions could not be evaluated, and why."""
     return [skip for path in run.list("evaluations_skipped") if (skip := _read(run, path, SKIPPED))]
-
-
-class _Summary(NamedTuple):
-    """Accuracy, mean reward and pass@k over a set of scored responses."""
-
-    accuracy: float
-    reward: float
-    pass_at: Mapping[int, float]
-
-
-def combine(domains: Mapping[str, _Summary], shares: Mapping[str, float]) -> _Summary:
-    """Return the weighted mean of the results of all domains; a domain without held-out prompts has weight 0."""
-    total = math.fsum(shares[domain] for domain in domains)
-
-    def mean(values: Mapping[str, float]) -> float:
-        return math.fsum(shares[domain] * value for domain, value in values.items()) / total
-
-    powers = next(iter(domains.values())).pass_at
-    return _Summary(
-        mean({domain: one.accuracy for domain, one in domains.items()}),
-        mean({domain: one.reward for domain, one in domains.items()}),
-        {k: mean({domain: one.pass_at[k] for domain, one in domains.items()}) for k in powers},
-    )
 
 
 def is_right(score: Score, by_value: bool) -> bool:
@@ -237,7 +218,8 @@ class Evaluator:
         done = done[:main]
         by_domain = {domain: [score for one, score in judged if one == domain] for domain, _ in judged}
         domains = {domain: self._summarise(scores) for domain, scores in by_domain.items()}
-        total = combine(domains, self.shares) if self.shares else self._summarise([score for _, score in judged])
+        every = [score for _, score in judged]
+        total = combine_domains(domains, self.shares) if self.shares else self._summarise(every)
         return Evaluation(
             version=version,
             accuracy=total.accuracy,
@@ -275,11 +257,11 @@ class Evaluator:
         found = {name: self._summarise(scores) for name, scores in scores_of.items()}
         return {name: DomainResult(one.accuracy, one.reward, len(scores_of[name])) for name, one in found.items()}
 
-    def _summarise(self, scores: Sequence[Score]) -> _Summary:
+    def _summarise(self, scores: Sequence[Score]) -> ResponseSummary:
         """Summarise scores that are grouped by prompt, with the same number of responses to each prompt."""
         passed = [is_right(score, self.by_value) for score in scores]
         right = [sum(passed[start : start + self.samples]) for start in range(0, len(passed), self.samples)]
-        return _Summary(
+        return ResponseSummary(
             sum(passed) / len(scores),
             sum(score.value for score in scores) / len(scores),
             mean_pass_at(right, self.samples),
@@ -397,4 +379,6 @@ class Evaluations:
         weights, probe = await self._means.fetch(version)
         proxy = InferenceProxy([engine], self._means.slots)
         await proxy.update(version, weights, probe, "continue")
-        return await self._means.evaluator.run(proxy, version)
+        evaluator = self._means.evaluator
+        measures = await evaluator.environment.measure(engine.logprobs, evaluator.ports)
+        return replace(await evaluator.run(proxy, version), measures=measures)

@@ -235,7 +235,7 @@ class GroupRollout:
                 seed,
                 stop=turn.stop,
                 episode=episode,
-                earlier=turn.prompt.length - given,
+                earlier=max(0, turn.prompt.length - given),  # the prompt of a role may be shorter
             )
             try:
                 if self.ports.journal.is_empty:

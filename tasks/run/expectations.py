@@ -59,6 +59,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
         reasons=reasons_of(config),
         made_up=isinstance(config.engine, TimedEngineConfig),
         single_turn=isinstance(config.environment, SingleTurnEnvironment),
+        replaces_prompts=config.environment.replaces_prompts,
         episode_tokens=config.environment.limits.max_episode_tokens
         if isinstance(config.environment, LimitedEnvironment)
         else None,

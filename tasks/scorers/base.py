@@ -56,6 +56,9 @@ class Score:
     lists the steps of the response as pairs: the number of characters of the scored text up to the end of the step, and
     the value of the step. Values of tokens and steps are rewards in addition to `value`. Scores that a scorer returns
     have no `step_values`, because the module `token_values` converts them.
+
+    `roles` maps the roles of an episode to their rewards; a role that is not named gets `value`. Only the score that an
+    environment returns has `roles`.
     """
 
     value: float
@@ -67,6 +70,7 @@ class Score:
     failed: bool = field(default=False, compare=False, repr=False)
     token_values: Sequence[float | None] = ()
     step_values: Sequence[tuple[int, float]] = ()
+    roles: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Derive a missing outcome from the score's value."""
@@ -179,14 +183,15 @@ def validate_score(who: str, score: Any) -> Score:
             score = Score(score)  # type: ignore[arg-type]
         reason, outcome = make_storable(str(score.reason), LONGEST_REASON), Outcome(score.outcome)
         if outcome is Outcome.UNJUDGED:
-            return Score(0.0, reason, outcome, _check_parts(score.parts))
+            return Score(0.0, reason, outcome, _check_named("part", score.parts))
         return Score(
             check_number("the score's value", score.value),
             reason,
             outcome,
-            _check_parts(score.parts),
+            _check_named("part", score.parts),
             token_values=_check_tokens(score.token_values),
             step_values=tuple(_check_step(step) for step in score.step_values),
+            roles=_check_named("role", score.roles),
         )
     except Exception as error:  # noqa: BLE001 - user code may return anything
         return failure_score(who, error)
@@ -202,12 +207,12 @@ def check_number(what: str, value: Any) -> float:
     return number
 
 
-def _check_parts(parts: Mapping[str, Any]) -> dict[str, float]:
-    if len(parts) > MOST_PARTS:
-        raise ValueError(f"the score has {len(parts)} parts, but a score has at most {MOST_PARTS}")
+def _check_named(what: str, values: Mapping[str, Any]) -> dict[str, float]:
+    if len(values) > MOST_PARTS:
+        raise ValueError(f"the score has {len(values)} {what}s, but a score has at most {MOST_PARTS}")
     return {
-        make_storable(str(name), LONGEST_NAME): check_number(f"the score's part {name!r}", part)
-        for name, part in parts.items()
+        make_storable(str(name), LONGEST_NAME): check_number(f"the score's {what} {name!r}", value)
+        for name, value in values.items()
     }
 
 

@@ -28,6 +28,7 @@ from rollflow.tasks.environments.config import (
     GymnasiumEnvironment,
     ImportEnvironment,
     ImportTool,
+    KuhnPokerEnvironment,
     SingleTurnEnvironment,
     SokobanEnvironment,
     TimedEnvironmentConfig,
@@ -38,7 +39,6 @@ from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox
 from rollflow.tasks.games import describe_board
 from rollflow.tasks.games.frozen_lake import FrozenLake
-from rollflow.tasks.games.grid import Board
 from rollflow.tasks.games.sokoban import Sokoban
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
@@ -61,16 +61,17 @@ CASES: dict[str, EnvironmentConfig] = {
 }
 
 
-# a game plays prompts of its own kind only
-GAMES: dict[str, tuple[EnvironmentConfig, Board]] = {
-    "frozen-lake": (FrozenLakeEnvironment(), FrozenLake.read(3, "i/e:a")),
-    "sokoban": (SokobanEnvironment(), Sokoban.read(3, "h/:gf")),
+# a game plays prompts of its own kind only: its section, the reference of a prompt, and an action
+GAMES: dict[str, tuple[EnvironmentConfig, Mapping[str, Any], str]] = {
+    "frozen-lake": (FrozenLakeEnvironment(), describe_board("frozen-lake", FrozenLake.read(3, "i/e:a"), "U"), "U"),
+    "sokoban": (SokobanEnvironment(), describe_board("sokoban", Sokoban.read(3, "h/:gf"), "U"), "U"),
+    "kuhn-poker": (KuhnPokerEnvironment(), {"deal": "QK"}, "p"),
 }
 
 
 def test_every_environment_kind_has_a_test_case() -> None:
     kinds = EnvironmentConfig.__origin__.__args__  # type: ignore[attr-defined]
-    assert {type(config) for config in (*CASES.values(), *(config for config, _ in GAMES.values()))} == set(kinds)
+    assert {type(config) for config in (*CASES.values(), *(config for config, *_ in GAMES.values()))} == set(kinds)
 
 
 class TestGames(EnvironmentContract):
@@ -79,9 +80,9 @@ class TestGames(EnvironmentContract):
     @pytest.fixture(params=GAMES, autouse=True)
     def game(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         name: str = request.param
-        reference = describe_board(name, GAMES[name][1], "U")
+        _, reference, said = GAMES[name]
         monkeypatch.setattr(type(self), "prompt", replace(PROMPT, reference=reference))
-        monkeypatch.setattr(type(self), "said", "U")
+        monkeypatch.setattr(type(self), "said", said)
         return name
 
     @pytest.fixture

@@ -59,7 +59,7 @@ def with_values(of: Trajectory) -> Trajectory:
     )
     if of.sample == 0:
         return more
-    more = replace(more, turn_states=Int64s.of([7, -8]))
+    more = replace(more, turn_states=Int64s.of([7, -8]), role="buyer")
     rewards = Float32s.of([0.5 if chosen else math.nan for chosen in of.loss_mask])
     more = replace(more, token_rewards=rewards)
     return replace(more, outcome=Outcome.PARTIAL, reward_parts={"answer": 1.0, "format": 0.25})
@@ -132,12 +132,12 @@ def test_single_turn_is_split_into_prompt_and_response(run: RunContext) -> None:
 def test_inspect_shows_outcome_and_reward_parts(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "small", "3.0"]) == 0
     group = capsys.readouterr().out
-    assert re.search(r"sample . reward . reward parts +. outcome . ending", group), group
-    assert len(re.findall(r"answer 1, format 0.25 . partial ", group)) == small_run.SIZE - 1
+    assert re.search(r"sample . reward . reward parts +. outcome . role +. ending", group), group
+    assert len(re.findall(r"answer 1, format 0.25 . partial . buyer ", group)) == small_run.SIZE - 1
     assert main(["inspect", "small", "3.0.1"]) == 0
     out = re.sub(r"[ \n]+", " ", capsys.readouterr().out)
     assert "reward parts answer 1, format 0.25 token rewards 0.5 at token 0, 0.5 at token 1," in out
-    assert "outcome partial ending" in out
+    assert "outcome partial role buyer ending" in out
     for name in ("2.0", "2.0.1", "3.0.0"):
         assert main(["inspect", "small", name]) == 0
         assert ("outcome" in capsys.readouterr().out) is False
@@ -159,11 +159,17 @@ def test_inspect_prints_optional_values_as_json(run: RunContext, capsys: pytest.
     assert (second["outcome"], second["reward_parts"]) == ("partial", {"answer": 1.0, "format": 0.25})
     assert [len(second[name]) for name in ("kept_tokens", "turn_starts")] == [len(second["tokens"]), 2]
     assert second["turn_states"] == [7, -8]
+    assert (second["role"], "role" in first) == ("buyer", False)
     assert second["token_rewards"] == [0.5 if chosen else None for chosen in second["loss_mask"]]
     assert second["routed_experts"] == [3] * 2 * len(second["tokens"])
     assert {"outcome", "reward_parts", "branch"} & {*first} == {"branch"} & {*second} == set()
     assert main(["inspect", "small", "2.0.1", "--json"]) == 0
     assert set(NAMES) & {*json.loads(capsys.readouterr().out)["trajectories"][0]} == set()
+
+
+def test_inspect_names_the_role_of_a_trajectory() -> None:
+    one = replace(small_run.trajectory((4, 5), 3, 0, 0, Random(0), stop=3), role="seller", branch=Branch(0, 2))
+    assert [*_describe_optional(one)] == [("role", "seller"), ("branch", "of sample 0, from token 2 on")]
 
 
 def test_inspect_describes_an_image_in_a_prompt() -> None:

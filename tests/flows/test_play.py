@@ -260,6 +260,13 @@ def test_rewritten_context_is_shown_again(tokenizer: PolicyTokenizer) -> None:
     assert [one["content"] for one in conversation.messages] == ["How many?", "a summary"]
 
 
+def test_context_with_a_replaced_prompt_is_shown_whole(tokenizer: PolicyTokenizer) -> None:
+    _, conversation = start(tokenizer)
+    [said] = conversation.read_context(Int32s.of(tokenizer.encode_response("my card")))
+    assert (conversation.is_rewritten, said["content"]) == (True, "my card")
+    assert [one["content"] for one in conversation.messages] == ["my card"]
+
+
 def test_rendered_messages_keep_their_roles(tokenizer: PolicyTokenizer) -> None:
     prompt, conversation = start(tokenizer)
     messages = [{"role": "tool", "content": "3"}, {"role": "user", "content": "so?"}]

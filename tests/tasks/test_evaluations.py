@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.engines.base import Engine, GenerationRequest
 from rollflow.tasks.engines.config import TimedEngineConfig, TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.environments.base import Environment, Episode, LogProbs
+from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.rollout.evaluation import (
     Evaluation,
     EvaluationPorts,
@@ -335,6 +337,53 @@ def test_stored_evaluation_is_read_back_even_an_old_one() -> None:
     run.put(evaluation_path(4), json.dumps(earlier).encode())
     assert read_evaluation(run, 3) == made
     assert read_evaluation(run, 4) == replace(made, version=4, pass_at={})
+
+
+def test_measures_are_stored_only_if_there_are_some() -> None:
+    run = MemoryStore(uuid4().hex)
+    made = Evaluation(3, 0.5, 0.5, 8, 3.0, True, measures={"exploit ability": 0.25, "accuracy": 9.0})
+    store_evaluation(run, made)
+    store_evaluation(run, replace(made, version=4, measures={}))
+    assert read_evaluation(run, 3) == made
+    assert made.metrics == {"exploit_ability": 0.25, "accuracy": 0.5}
+    assert "measures" not in json.loads(run.get(evaluation_path(4)))
+
+
+class Measured(Environment):
+    """An environment that measures the log-prob of a token."""
+
+    async def play(self, episode: Episode) -> Score | None:
+        made = await episode.generate(max_tokens=1)
+        return None if made is None else Score(1.0, "said")
+
+    async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> dict[str, float]:
+        found = await logprobs([1, 2])
+        return {} if found is None else {"first": found[0]}
+
+
+class Knowing(TimedEngine):
+    """An engine whose log-probs are the number of its version."""
+
+    async def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return (float(self.version),)
+
+
+def test_evaluation_has_the_measures_of_its_version() -> None:
+    class Measuring(Beside):
+        def __call__(self, pipeline: Pipeline) -> Evaluations:
+            found = super().__call__(pipeline)
+            found._means = replace(found._means, evaluator=replace(found._means.evaluator, environment=Measured()))
+            return found
+
+        @asynccontextmanager
+        async def _own(self) -> AsyncIterator[Engine]:
+            engine = Knowing(SLOW)
+            await engine.start()
+            yield engine
+
+    pipeline = ran(Measuring())
+    found = read_evaluations(pipeline.store)
+    assert [(one.version, one.measures) for one in found] == [(v, {"first": float(v)}) for v in (0, 2, 4, 6)]
 
 
 def test_version_without_weights_is_skipped_with_a_reason() -> None:

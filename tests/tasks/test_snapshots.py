@@ -64,6 +64,8 @@ class Journey(Environment):
             if turn == TURNS - 1:
                 return Score(float(state % 2))
             episode.enter_state(str(state))
+            if state % 4 == 1:
+                episode.take_role(("guide", "guest")[state % 8 // 5])
             if state % 3 == 0:
                 episode.start_branch((1, state % 50))
             else:

@@ -93,6 +93,8 @@ async def evaluate(
     config = recipe.config
     engine = choose_engine(config, policy)
     async with serve_policy(policy, engine, config) as proxy, serve_scorer(config, policy) as served:
+        [running] = proxy.engines.values()
+        report.measures = await recipe.environment.measure(running.logprobs, recipe.ports)
         evaluator = build_evaluator(recipe, build_judge(config, served), asked, report.samples)
         answering = asyncio.create_task(evaluator.answer_all(proxy, policy.version, report.add))
         try:

@@ -77,6 +77,7 @@ class EvaluationReport:
     sets: frozenset[str] = frozenset()  # names of the evaluation sets, which are the domains of their prompts
     counts: dict[str, ResponseCounts] = field(default_factory=dict)  # by domain or evaluation set
     unjudged: str = ""  # why the first response without a verdict was not judged
+    measures: Mapping[str, float] = field(default_factory=dict)  # by name, of the environment
 
     def add(self, one: EvaluatedResponse) -> None:
         """Count a response."""
@@ -115,6 +116,7 @@ class EvaluationReport:
             "done": self.done,
             "unjudged": sum(counts.unjudged for name, counts in self.counts.items() if name in (HELD_OUT, *self.sets)),
             "groups": {name: self._build_counts(counts) for name, counts in self.rows},
+            **({"measures": dict(self.measures)} if self.measures else {}),
         }
 
     def _build_counts(self, counts: ResponseCounts) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class EvaluationReport:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The report as metrics, whose names contain only letters, digits and underscores."""
-        return dict(_list_metrics(self))
+        return {safe_name(name): value for name, value in self.measures.items()} | dict(_list_metrics(self))
 
 
 def _list_metrics(report: EvaluationReport) -> Iterator[tuple[str, float]]:
@@ -159,6 +161,8 @@ def print_report(report: EvaluationReport, console: Console) -> None:
         console.print(_build_table(report))
         for line in _list_passes(report):
             console.print(line, markup=False)
+        for name, value in report.measures.items():
+            console.print(f"{name} {value:.4f}", markup=False)
     if report.done < report.asked:
         console.print(f"stopped after {report.done:,} of {report.asked:,} responses", soft_wrap=True)
     if missing := sum(counts.unjudged for name, counts in report.rows if name in (HELD_OUT, *report.sets)):

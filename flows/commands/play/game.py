@@ -63,7 +63,7 @@ class Game:
             raise Unreachable(f"episode {number} did not end within rollout.patience_seconds = {patience:g}") from None
         if score is None:
             return
-        self._show_messages(conversation.read_context(prompt.input.flat + episode.response))
+        self._show_messages(conversation.read_context(episode.prompt.input.flat + episode.response))
         score = episode.find_unjudged(score) or score
         self.scores.append(score)
         self.screen.score(score)

@@ -85,6 +85,8 @@ class Transcript:
         self.is_rewritten = context[: len(self._known)] != self._known
         if self.is_rewritten:
             self._begin()
+            if context[: len(self._known)] != self._known:  # the environment has replaced the prompt
+                self.messages, self._known = [], Int32s()
         new = context[len(self._known) :]
         self._known = context
         found = self._read_messages(new)

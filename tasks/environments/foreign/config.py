@@ -24,6 +24,7 @@ class ForeignEnvironment(LimitedEnvironment, EnvironmentBase):
     """Base class of the configs of environments that run in worker processes."""
 
     fixed: ClassVar[Mapping[str, str]] = FIXED
+    replaces_prompts: ClassVar[bool] = True
 
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments with which the environment is created"

@@ -10,9 +10,11 @@ from pydantic import Field
 from rollflow.tasks.prompts.section import PromptBase
 from rollflow.tasks.runtime.sections import Section
 
+GAMES = ("frozen-lake", "sokoban", "kuhn-poker")
+
 
 class GamePrompts(PromptBase):
-    """Config keys of all games."""
+    """Config keys of all games with boards."""
 
     moves: int = Field(
         10,
@@ -57,7 +59,17 @@ class SokobanPrompts(GamePrompts):
         return self.kind
 
 
-GAMES = ("frozen-lake", "sokoban")  # kinds of environments that play the boards
+class KuhnPokerPrompts(PromptBase):
+    """Deals of Kuhn poker, six of which exist."""
+
+    kind: Literal["kuhn-poker"] = Field(
+        "kuhn-poker", description='deals of Kuhn poker; they need [environment] kind = "kuhn-poker"'
+    )
+
+    @property
+    def domain(self) -> str:
+        """Name of this question source in metrics, such as "sums"."""
+        return self.kind
 
 
 def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Iterator[tuple[str, object, str]]:
@@ -66,11 +78,16 @@ def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Ite
     kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "max_turns", None)
     for which, source in enumerate(sources):
         asked = str(getattr(source, "kind", ""))
-        if isinstance(source, GamePrompts) and asked != kind:
-            yield f"prompts.{which}.kind", asked, f'its boards need an environment; set environment.kind = "{asked}"'
-        elif not isinstance(source, GamePrompts) and kind in GAMES:
-            cure = f'it plays only boards of its game; set prompts.kind = "{kind}", or choose another environment'
+        if isinstance(source, GamePrompts | KuhnPokerPrompts) and asked != kind:
+            cure = f'its prompts are played in an environment; set environment.kind = "{asked}"'
+            yield f"prompts.{which}.kind", asked, cure
+        elif kind in GAMES and asked != kind:
+            cure = f'it plays only prompts of its game; set prompts.kind = "{kind}", or choose another environment'
             yield "environment.kind", kind, cure
         elif isinstance(source, GamePrompts) and turns is not None and source.moves > turns:
             cure = f"no episode has more than environment.max_turns = {turns} moves; lower it, or raise that key"
             yield f"prompts.{which}.moves", source.moves, cure
+        elif isinstance(source, KuhnPokerPrompts) and (source.chat or source.template is not None):
+            key, value = ("chat", True) if source.chat else ("template", source.template)
+            cure = "the players read only their card and the actions, one letter each; remove the key"
+            yield f"prompts.{which}.{key}", value, cure

@@ -66,6 +66,11 @@ class RecordedEpisode(PlayedEpisode):
         super().start_branch(given)
         self._note("start_branch", encode_tokens(given))
 
+    def take_role(self, name: str) -> None:
+        """Let the policy act in a role, as `Episode.take_role` specifies."""
+        super().take_role(name)
+        self._note("take_role", name)
+
     def extend(self, messages: Sequence[Message]) -> bool:
         """Let chat messages follow the newest answer, as `Episode.extend` specifies."""
         mutes, self._mutes = self._mutes, True
@@ -134,6 +139,8 @@ class RecordedEpisode(PlayedEpisode):
                 self._append_generation(value)
             case "add" | "start_branch" | "replace_prompt":
                 getattr(self, kind)(decode_tokens(value))
+            case "take_role":
+                self.take_role(value)
             case "reward":
                 self.reward(value)
             case "enter_state":

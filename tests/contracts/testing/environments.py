@@ -68,6 +68,7 @@ class ScriptedEpisode:
     asked: list[str] = field(default_factory=list)
     lived: LivedEpisode = field(default_factory=LivedEpisode)
     talk: Conversation = field(default_factory=Conversation)
+    roles: dict[str, tuple[Prompt, Conversation]] = field(default_factory=dict)  # of the roles that do not act
     fault: str = ""
     snapshot: bytes | None = None
     keeps_snapshots: bool = False
@@ -132,6 +133,17 @@ class ScriptedEpisode:
         self.asked.append("start_branch")
         self.lived.start_branch(Int32s.of(tokens))
         self.response = tuple(tokens)
+
+    def take_role(self, name: str) -> None:
+        before = self.lived.role
+        try:
+            self.lived.take_role(name)
+        except (TypeError, ValueError) as error:
+            self._fail(f"an environment must name a role by a short string: {error}")
+        self.asked.append("take_role")
+        self.roles[before] = self.prompt, self.talk
+        self.prompt, self.talk = self.roles.get(name) or (self.roles[""][0], Conversation())
+        self.response = tuple(self.lived.current.made.tokens)
 
     def extend(self, messages: Sequence[Message]) -> bool:
         if len(self.response) == self.talk.begun:

@@ -33,6 +33,7 @@ CORRECT: dict[str, Any] = {
     "scorer_version": "0123456789ab",
     "token_rewards": Float32s.of([NONE, 0.5, NONE]),
     "turn_states": Int64s.of([-5]),
+    "role": "buyer",
 }
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"reward_parts": {"answer": float("nan")}}, "lineage", "a reward part of trajectory 8.0.0 is not finite"),
@@ -59,6 +60,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
         "altered",
         "trajectory 8.0.0 has 2 turns and 1 states of turns",
     ),
+    ({"role": ""}, "lineage", "trajectory 8.0.0 has a role without a name"),
     ({"routed_experts": Int16s.of([1, 2])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 routed experts"),
     ({"routed_experts": Int16s.of([1, 2, -2])}, "lineage", "a routed expert is below -1"),
     ({"kept_tokens": TokenSets.of([[], [2]])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 sets of kept tokens"),
