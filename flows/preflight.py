@@ -25,6 +25,7 @@ from rollflow.storage.errors import ConfigError, Unreachable
 from rollflow.storage.objects import Data, open_store
 from rollflow.tasks.engines.config import TransformersEngineConfig, VllmEngineConfig
 from rollflow.tasks.engines.runnable import check_head_size, cpu_kv_cache, find_folder_hindrance, kv_cache_need
+from rollflow.tasks.environments.config import ToolsEnvironment
 from rollflow.tasks.learners.config import DeepSpeedTrain
 from rollflow.tasks.policies.folder import (
     build_cold_folder,
@@ -247,10 +248,12 @@ def _check_sandbox(config: RunConfig, ask: bool) -> list[str]:
 
 
 def _list_sandboxes(config: RunConfig) -> dict[str, SandboxConfig]:
-    """Return the sandboxes of the run's scorers, by the configuration section of the scorer. Equal sandboxes are
-    returned once.
+    """Return the sandboxes of the run's tool python and of its scorers, by the configuration section that contains the
+    sandbox. Equal sandboxes are returned once.
     """
-    found = dict[str, SandboxConfig]()
+    found, environment = dict[str, SandboxConfig](), config.environment
+    if isinstance(environment, ToolsEnvironment) and environment.python is not None:
+        found["environment.python"] = environment.python.sandbox
     for section, reward in split_scorers(config.scorers).items():
         if isinstance(reward, CodeReward) and reward.sandbox not in found.values():
             found[section] = reward.sandbox

@@ -74,10 +74,14 @@ MAY: dict[str, set[str]] = {
         *("tasks/policies", "tasks/runtime"),
     },
     "tasks/environments": {
-        *("tasks/engines", "tasks/environments/foreign", "tasks/games", "tasks/runtime", "tasks/scorers"),
+        *("tasks/engines", "tasks/environments/foreign", "tasks/environments/tool_use", "tasks/games"),
+        *("tasks/runtime", "tasks/scorers"),
     },
     "tasks/environments/foreign": {
         *("tasks/environments", "tasks/environments/guest", "tasks/runtime", "tasks/scorers"),
+    },
+    "tasks/environments/tool_use": {
+        *("tasks/environments", "tasks/environments/foreign", "tasks/runtime", "tasks/sandboxes", "tasks/scorers"),
     },
     "tasks/environments/guest": set(),
     "tasks/statistics": set(),
@@ -88,7 +92,8 @@ MAY: dict[str, set[str]] = {
     "tasks/rollout/resuming": {"tasks/engines", "tasks/environments", "tasks/rollout"},
     "tasks/run": {  # the config is made of the rooms' own parts
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/objectives", "tasks/policies"),
-        *("tasks/environments/foreign", "tasks/prompts", "tasks/rollout", "tasks/runtime", "tasks/scorers"),
+        *("tasks/environments/foreign", "tasks/environments/tool_use", "tasks/prompts", "tasks/rollout"),
+        *("tasks/runtime", "tasks/scorers"),
     },
     "tasks/simulation": {
         *("tasks/engines", "tasks/environments", "tasks/rollout", "tasks/rollout/resuming", "tasks/run"),

@@ -17,6 +17,7 @@ from rollflow.tasks.environments.config import (
     SingleTurnEnvironment,
     SokobanEnvironment,
     TimedEnvironmentConfig,
+    ToolsEnvironment,
     TrlEnvironment,
 )
 
@@ -52,6 +53,10 @@ def build_environment(config: EnvironmentConfig) -> Environment:
             from rollflow.tasks.environments.foreign.gym import GymnasiumEpisodes
 
             return GymnasiumEpisodes(config)
+        case ToolsEnvironment():
+            from rollflow.tasks.environments.tool_use.play import ToolEpisodes
+
+            return ToolEpisodes(config)
         case TimedEnvironmentConfig():
             from rollflow.tasks.environments.timed import TimedEnvironment
 
@@ -59,15 +64,17 @@ def build_environment(config: EnvironmentConfig) -> Environment:
 
 
 def read_counts(environment: Environment) -> Mapping[str, float]:
-    """Return the counters of an environment that runs in worker processes; an environment of another kind has none."""
+    """Return the counters of an environment with worker processes or tools; an environment of another kind has none."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+    from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
-    return environment.health.counts if isinstance(environment, ForeignEpisodes) else {}
+    return environment.health.counts if isinstance(environment, ForeignEpisodes | ToolEpisodes) else {}
 
 
 async def close_environment(environment: Environment) -> None:
-    """End the worker processes of an environment; an environment of another kind has none."""
+    """End the worker processes and the tools of an environment; an environment of another kind has none."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+    from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
-    if isinstance(environment, ForeignEpisodes):
+    if isinstance(environment, ForeignEpisodes | ToolEpisodes):
         await environment.close()

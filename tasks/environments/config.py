@@ -11,6 +11,7 @@ from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase, I
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment, TrlEnvironment
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.environments.timed_config import TimedEnvironmentConfig
+from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
 from rollflow.tasks.runtime.sections import Imported
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ImportTool",
     "SingleTurnEnvironment",
     "TimedEnvironmentConfig",
+    "ToolsEnvironment",
     "TrlEnvironment",
 ]
 
@@ -101,6 +103,7 @@ EnvironmentConfig = Annotated[
     | ImportEnvironment
     | TrlEnvironment
     | GymnasiumEnvironment
+    | ToolsEnvironment
     | TimedEnvironmentConfig,
     Field(discriminator="kind"),
 ]

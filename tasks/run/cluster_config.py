@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, refusal, refuse
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS, SECRET_NAME, Section, refusal, refuse
 
 
 class RolePlacement(Section):
@@ -92,7 +92,6 @@ class RewardActorsConfig(Section):
         return self
 
 
-SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

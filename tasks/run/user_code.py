@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.environments.config import ImportEnvironment
+from rollflow.tasks.environments.config import ImportEnvironment, ToolsEnvironment
 from rollflow.tasks.environments.foreign.check import check_environment
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.sources import hash_sources
+from rollflow.tasks.environments.tool_use.check import check_tools
 from rollflow.tasks.environments.tools import build_toolbox
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.config import ImportObjective
@@ -38,6 +39,8 @@ def check_own_parts(config: RunConfig) -> None:
         build_environment(config.environment)
     if isinstance(config.environment, ForeignEnvironment):
         check_environment(config.environment)
+    if isinstance(config.environment, ToolsEnvironment):
+        check_tools(config.environment)
     build_toolbox(config.environment.tool_parts)
     for source in config.prompts:
         if isinstance(source, ImportPrompts):

@@ -6,6 +6,7 @@ The module `sections` imports no third-party package except pydantic.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time
 from typing import Any, ClassVar, NoReturn, get_args
@@ -19,6 +20,8 @@ from rollflow.tasks.runtime.renamed_keys import Renames
 LARGEST = 2**63 - 1
 # largest number of seconds in a config, about thirty years, because Ray and threads cannot wait for centuries
 LONGEST_SECONDS = 1e9
+# names of environment variables that probably hold a secret
+SECRET_NAME = re.compile(r"SECRET|PASSWORD|PASSWD|CREDENTIAL|PRIVATE_KEY|API_KEY|AUTH_STRING|(^|_)(TOKEN|KEY)$", re.I)
 IMPORT_PATH = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 

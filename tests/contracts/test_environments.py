@@ -32,10 +32,13 @@ from rollflow.tasks.environments.config import (
     SingleTurnEnvironment,
     SokobanEnvironment,
     TimedEnvironmentConfig,
+    ToolsEnvironment,
     TrlEnvironment,
 )
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
 from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.tool_use.config import PythonTool
+from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 from rollflow.tasks.environments.tools import ToolResult, build_toolbox
 from rollflow.tasks.games import describe_board
 from rollflow.tasks.games.frozen_lake import FrozenLake
@@ -58,6 +61,7 @@ CASES: dict[str, EnvironmentConfig] = {
     ),
     "trl": TrlEnvironment(path="odd_worlds:Quiet", folder=str(GUESTS)),
     "gymnasium": GymnasiumEnvironment(path="odd_worlds:Walk", folder=str(GUESTS)),
+    "tools": ToolsEnvironment(python=PythonTool()),
 }
 
 
@@ -103,7 +107,12 @@ class TestEnvironments(EnvironmentContract):
         self, environment: Environment, ports: EnvironmentPorts
     ) -> None:
         pipeline = Pipeline(
-            MemoryStore("environment"), versions=4, async_ratio=1.0, environment=environment, environment_ports=ports
+            MemoryStore("environment"),
+            versions=4,
+            async_ratio=1.0,
+            longest=1000 if isinstance(environment, ToolEpisodes) else 64,  # the schemas of tools count
+            environment=environment,
+            environment_ports=ports,
         )
         # worker processes live in real time
         (asyncio.run if isinstance(environment, ForeignEpisodes) else run_virtual)(pipeline.run())

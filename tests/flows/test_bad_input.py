@@ -53,6 +53,11 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("group_size=1", ["group_size = 1", 'baseline and scale of train.objective.advantage to "none"']),
         ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
+        ("environment.kind=tools", ["environment.kind = 'tools'", "the policy has no tool", "[environment.python]"]),
+        (
+            "environment={kind='tools', mcp={shop={command=['a'], env={SHOP_TOKEN='x'}}}}",
+            ["environment.mcp.shop.env.SHOP_TOKEN = '...'", "environment.mcp.shop.pass_env"],
+        ),
         ("policy.path=x", ["policy.path = '/", "/x': ", "but not both"]),
         ("train.lora.rank=0", ["train.lora.rank = 0", "less than or equal to the minimum of 0"]),
         ("train={objective = {kind = 'ppo'}, lora = {}}", ["train.critic.model = 'own'", 'choose "head"']),

@@ -103,6 +103,7 @@ class Pipeline:
     async_ratio: float = 1.0
     max_inflight_groups: int = 64
     slots: int = 8
+    longest: int = 64  # largest number of tokens of a response, with those that its environment adds
     engines: int = 1
     train_seconds: float = 0.3
     reward_seconds: float = 0.01
@@ -205,7 +206,7 @@ class Pipeline:
             async_ratio=self.async_ratio,
             max_inflight_groups=self.max_inflight_groups,
             attempts=50,
-            max_new_tokens=64,
+            max_new_tokens=self.longest,
             temperature=1.0,
             shares=self.shares,
             **self.choices,

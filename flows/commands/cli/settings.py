@@ -28,9 +28,8 @@ from rollflow.flows.config import parse_config, read_toml
 from rollflow.flows.registration.recipe_paths import anchor_paths
 from rollflow.flows.services.reachability import redact
 from rollflow.storage.errors import ConfigError
-from rollflow.tasks.run.cluster_config import SECRET_NAME
 from rollflow.tasks.run.config import RunConfig
-from rollflow.tasks.runtime.sections import Section
+from rollflow.tasks.runtime.sections import SECRET_NAME, Section
 
 SECTIONS = ("store", "cluster", "tracking")
 FILES = (  # variables that name a file

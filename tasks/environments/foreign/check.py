@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
@@ -25,21 +27,16 @@ def check_environment(config: ForeignEnvironment) -> None:
         )
     if config.folder and not Path(config.folder).is_dir():
         raise ConfigError(f"environment.folder = {config.folder!r}: there is no such folder; write a folder's path")
-    errors = list[Exception]()
+    try:
+        run_apart(_create(config))
+    except WorldEnded as ended:
+        raise ConfigError(f"environment.{config.part}: {ended}; {_find_cure(str(ended))}") from None
 
-    def run() -> None:
-        try:
-            asyncio.run(_create(config))
-        except WorldEnded as ended:
-            errors.append(ConfigError(f"environment.{config.part}: {ended}; {_find_cure(str(ended))}"))
-        except ConfigError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=run)  # the caller's thread may have an event loop
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+def run_apart(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine to its end in a thread of its own, because the caller's thread may have an event loop."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(work)).result()
 
 
 async def _create(config: ForeignEnvironment) -> None:

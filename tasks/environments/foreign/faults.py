@@ -12,10 +12,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
 from rollflow.storage.records import Outcome
+from rollflow.tasks.scorers.base import FAILED, LONGEST_FAILURE, Score, make_storable
 
 # signals with which the system or a person ends a process; a policy cannot have caused these signals
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -28,12 +30,13 @@ class CallFailed(Exception):
 class WorldEnded(Exception):
     """Raised if the process of an episode cannot be used any more.
 
-    `outcome` is `UNJUDGED` if the policy cannot have caused the end.
+    `outcome` is `UNJUDGED` if the policy cannot have caused the end. `is_counted` is true once the end was counted as a
+    failure of the environment.
     """
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
-        self.outcome = outcome
+        self.outcome, self.is_counted = outcome, False
 
     @property
     def is_unjudged(self) -> bool:
@@ -55,3 +58,9 @@ def _name_signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal has no name
         return f"signal {number}"
+
+
+def score_fault(name: str, value: float, reason: str, outcome: Outcome) -> Score:
+    """Return the score of an episode that a fault has ended; `name` says in which environment."""
+    text = make_storable(f"{name}{FAILED}{reason}", LONGEST_FAILURE)
+    return Score(value if math.isfinite(value) else 0.0, text, outcome, failed=outcome is not Outcome.UNJUDGED)

@@ -22,9 +22,8 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.guest import boot
-from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, pack_packet, receive_packet, send_packet
+from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, MARK, pack_packet, receive_packet, send_packet
 
-MARK = "ROLLFLOW_GUEST"  # environment variable with the mark of the guest that a process belongs to
 END_SECONDS = 10.0  # seconds that the keeper may take to end
 AGAIN_SECONDS = 0.01  # seconds before a packet is sent again that the full socket did not take
 # libraries that numpy uses would start threads at their import, and a process with threads cannot be forked

@@ -13,6 +13,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.base import Episode, charge_unparsable
 from rollflow.tasks.environments.foreign.config import GymnasiumEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
+from rollflow.tasks.environments.foreign.opening import open_prompt
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
 from rollflow.tasks.environments.foreign.snapshots import restore_world, save_snapshot
 from rollflow.tasks.environments.foreign.world import World
@@ -28,7 +29,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
         _, text = await self._begin(episode, world)
         if (total := await restore_world(episode, world)) is None:
             episode.enter_state(text or "")
-            self._open_prompt(episode, (), describe_view(text or ""))
+            open_prompt(episode, (), describe_view(text or ""))
         else:
             progress.total = total
         try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from rollflow.storage.errors import ConfigError
+from rollflow.tasks.environments.foreign.faults import WorldEnded
 
 
 @dataclass(slots=True)
@@ -54,6 +55,12 @@ class EnvironmentHealth:
             self.failures_in_a_row += 1
             self.failure_round += 1
             self.last_failure = reason
+
+    def note_end(self, ended: WorldEnded, began: int) -> None:
+        """Count the end of an episode once, if the policy cannot have caused the end; `began` as in `count_failure`."""
+        if ended.is_unjudged and not ended.is_counted:
+            ended.is_counted = True
+            self.count_failure(str(ended), began)
 
     def check(self) -> None:
         """Raise an error if the environment is broken.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 from rollflow.storage.records import Outcome, Prompt
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
-from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded
+from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, score_fault
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.pool import WorldPool
 from rollflow.tasks.environments.foreign.world import World
-from rollflow.tasks.scorers.base import FAILED, LONGEST_FAILURE, Score, make_storable, validate_score
+from rollflow.tasks.scorers.base import Score, make_storable, validate_score
 
 SEED_BYTES = 4
 
@@ -59,6 +58,7 @@ class ForeignEpisodes(Environment):
         progress = Progress()
         try:
             async with self._find_pool().open() as world:
+                self.health.episodes += 1
                 found = await self._play(episode, world, progress)
         except WorldEnded as ended:
             found = self._score_end(ended, progress)
@@ -96,20 +96,6 @@ class ForeignEpisodes(Environment):
         row = {"prompt": list(map(dict, episode.prompt.messages)), **episode.prompt.reference}
         return described, await world.reset(row, seed)
 
-    def _open_prompt(self, episode: Episode, tools: Sequence[Mapping[str, Any]], text: str) -> None:
-        """Add the tools and the first observation to the prompt.
-
-        Raises:
-            WorldEnded: the prompt leaves no room for a response.
-        """
-        if tools or text:
-            tokens = episode.ports.renderer.render_opening(episode.prompt, tools, make_storable(text, len(text)))
-            try:
-                episode.replace_prompt(tokens)
-            except ValueError as error:
-                why = f"tools and first observation leave no room for a response ({error}); raise engine.max_new_tokens"
-                raise WorldEnded(Outcome.UNJUDGED, why) from None
-
     def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: Callable[[str], str]) -> bool:
         """Append messages for the policy; return False if they leave no room for another turn.
 
@@ -127,16 +113,12 @@ class ForeignEpisodes(Environment):
     def _score_end(self, ended: WorldEnded, progress: Progress) -> Score:
         """Return the score of an episode whose process has ended early."""
         if ended.is_unjudged:
-            return self._fail(0.0, str(ended), Outcome.UNJUDGED)
-        return self._fail(progress.total, str(ended), ended.outcome)
+            return score_fault(self._name, 0.0, str(ended), Outcome.UNJUDGED)
+        return score_fault(self._name, progress.total, str(ended), ended.outcome)
 
     def _score_error(self, failed: CallFailed, progress: Progress) -> Score:
         """Return the score of an episode that an error of the user's code has ended."""
-        return self._fail(progress.total, str(failed), Outcome.UNPARSABLE)
-
-    def _fail(self, value: float, reason: str, outcome: Outcome) -> Score:
-        text = make_storable(f"{self._name}{FAILED}{reason}", LONGEST_FAILURE)
-        return Score(value if math.isfinite(value) else 0.0, text, outcome, failed=outcome is not Outcome.UNJUDGED)
+        return score_fault(self._name, progress.total, str(failed), Outcome.UNPARSABLE)
 
     def _validate(self, score: Score) -> Score:
         return validate_score(self._name, score)

@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rollflow.storage.records import Outcome
-from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import WorldEnded
 from rollflow.tasks.environments.foreign.guest_process import Guest
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import World
 
 
 class WorldPool:
     """The worker processes of an environment, on one event loop. See the module's docstring."""
 
-    def __init__(self, config: ForeignEnvironment, health: EnvironmentHealth) -> None:
+    def __init__(self, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._config, self._health = config, health
         self.loop = asyncio.get_running_loop()
         self._places = asyncio.Semaphore(config.processes)
@@ -48,7 +48,6 @@ class WorldPool:
                 self._health.check()
                 began = self._health.failure_round
                 guest = await self._start_guest()
-            self._health.episodes += 1
             world = World(guest, number, self._config, self._health)
             try:
                 await world.start()
@@ -56,8 +55,7 @@ class WorldPool:
             finally:
                 world.kill()
         except WorldEnded as ended:
-            if ended.is_unjudged:
-                self._health.count_failure(str(ended), began)
+            self._health.note_end(ended, began)
             raise
         finally:
             self._free_place(guest, number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from rollflow.tasks.environments.base import Episode, charge_unparsable
 from rollflow.tasks.environments.foreign.calls import END, ToolCall, describe_result, parse_calls
 from rollflow.tasks.environments.foreign.faults import CallFailed
+from rollflow.tasks.environments.foreign.opening import open_prompt
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
 from rollflow.tasks.environments.foreign.snapshots import restore_world, save_snapshot
 from rollflow.tasks.environments.foreign.world import World
@@ -22,7 +23,7 @@ class TrlEpisodes(ForeignEpisodes):
     async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
         described, text = await self._begin(episode, world)
         if await restore_world(episode, world) is None:
-            self._open_prompt(episode, described.get("tools") or (), text or "")
+            open_prompt(episode, described.get("tools") or (), text or "")
         # a policy without chat template has not learned to end its turn after a call
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None

@@ -15,10 +15,10 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.base import SnapshotRejected
-from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, judge_status
 from rollflow.tasks.environments.foreign.guest_process import Guest, decode_line
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.guest.wire import LONGEST_LINE, pack_line
 from rollflow.tasks.environments.limits import ComputedTime
 
@@ -30,7 +30,7 @@ OPENING = ("open", "reset")  # requests before the policy has done anything
 class World:
     """The environment of one episode, in a process of its own. See the module's docstring."""
 
-    def __init__(self, guest: Guest, number: int, config: ForeignEnvironment, health: EnvironmentHealth) -> None:
+    def __init__(self, guest: Guest, number: int, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._guest, self._number, self._config, self._health = guest, number, config, health
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
@@ -48,9 +48,11 @@ class World:
         except OSError as error:
             raise WorldEnded(Outcome.UNJUDGED, f"its process did not start ({error})") from None
 
-    async def open(self, seed: int) -> Mapping[str, Any]:
-        """Create the environment, and return the description of its tools."""
-        self.described = await self._ask({"do": "open", "seed": seed})
+    async def open(self, seed: int, seconds: float | None = None) -> Mapping[str, Any]:
+        """Create the environment, by default within the limits of the episode, and return the description of its
+        tools.
+        """
+        self.described = await self._ask({"do": "open", "seed": seed}, seconds)
         return self.described
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
@@ -58,14 +60,15 @@ class World:
         self._health.resets += 1
         return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
 
-    async def call(self, name: str, arguments: Any, key: str = "") -> str:
-        """Call a tool and return its result. `key` identifies the call in its run, even after a crash.
+    async def call(self, name: str, arguments: Any, key: str = "", seconds: float | None = None) -> str:
+        """Call a tool, by default within the limits of the episode, and return its result. `key` identifies the call in
+        its run, even after a crash.
 
         Raises:
             CallFailed: the tool has raised an error, which the policy may read.
             WorldEnded: the process had to be killed, or has ended.
         """
-        answer = await self._act({"do": "call", "name": name, "arguments": arguments}, key)
+        answer = await self._act({"do": "call", "name": name, "arguments": arguments}, key, seconds)
         return self._read_text(answer) or ""
 
     async def step(self, text: str, key: str = "") -> Mapping[str, Any]:
@@ -119,13 +122,13 @@ class World:
         """Note that the policy has generated a turn."""
         self._used.begin_turn()
 
-    async def _act(self, request: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    async def _act(self, request: Mapping[str, Any], key: str, seconds: float | None = None) -> Mapping[str, Any]:
         """Do an action. The environment gets the key of the action if it asks for it."""
-        return await self._step({**request, "key": key} if self.described.get("begins_actions") else request)
+        return await self._step({**request, "key": key} if self.described.get("begins_actions") else request, seconds)
 
-    async def _step(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _step(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
         self._health.steps += 1
-        return await self._ask(request)
+        return await self._ask(request, seconds)
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
         """Send a request and return the answer. By default, the answer may take the time that is left within the limits
@@ -160,6 +163,8 @@ class World:
         """Return an answer, or raise the error that the answer reports."""
         if "fault" in answer:
             raise self._end(Outcome.UNJUDGED, str(answer["fault"]))
+        if "lost" in answer:
+            raise self._judge_part(answer, what)
         if "error" in answer:
             if what in OPENING:
                 raise self._end(Outcome.UNJUDGED, f"{what} failed with {answer['error']}")
@@ -177,6 +182,15 @@ class World:
         self._health.kills += self._socket is not None
         self.kill()
         return WorldEnded(outcome, reason)
+
+    def _judge_part(self, answer: Mapping[str, Any], what: str) -> WorldEnded:
+        """Return the error for a part of the environment that has ended, or has to be ended, in this call."""
+        status = answer.get("status")
+        found = judge_status(status, what) if isinstance(status, int) else None
+        self._health.crashes += found is not None
+        end = f" ({found})" if found else ""
+        said = f", and said: {answer['said']}" if answer.get("said") else ""
+        return self._end(found.outcome if found else Outcome.KILLED, f"{answer['lost']}{end}{said}")
 
     async def _find_end(self, what: str) -> WorldEnded:
         """Return how the process has ended."""

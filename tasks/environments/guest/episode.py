@@ -12,7 +12,9 @@
 | `close` | closes the environment |
 
 The answer `{"error": TEXT}` says that the user's code has raised an error. The answer `{"fault": TEXT}` says that the
-environment cannot be used as it is, which no policy can have caused.
+environment cannot be used as it is, which no policy can have caused. The answer
+`{"lost": TEXT, "status": NUMBER, "said": TEXT}` says that a part of the environment, such as an MCP server, has ended
+with this wait status, or null if the part must be ended, and what the part has written last.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollflow.tasks.environments.guest.gym import GymnasiumGuest
+from rollflow.tasks.environments.guest.mcp import McpGuest
 from rollflow.tasks.environments.guest.trl import TrlGuest
 from rollflow.tasks.environments.guest.wire import EnvironmentFault, Fields, describe_error, pack_line
 
@@ -62,7 +65,11 @@ def serve_episode(connection: socket.socket, spec: Fields) -> None:
     def open_guest(request: Fields) -> Fields:
         nonlocal guest
         seed_generators(request["seed"])
-        kinds: dict[str, Callable[[Fields, dict[str, Any]], Any]] = {"trl": TrlGuest, "gymnasium": GymnasiumGuest}
+        kinds: dict[str, Callable[[Fields, dict[str, Any]], Any]] = {
+            "trl": TrlGuest,
+            "gymnasium": GymnasiumGuest,
+            "mcp": McpGuest,
+        }
         guest = kinds[spec["kind"]](spec, load_class(spec))
         described: Fields = guest.describe()
         return described

@@ -7,6 +7,7 @@ import json
 import socket
 from typing import Any
 
+MARK = "ROLLFLOW_GUEST"  # environment variable with the mark of the guest that a process belongs to
 LONGEST_LINE = 1 << 24  # largest size of a message in bytes
 LONGEST_PACKET = 1 << 16  # largest size of a message on the control socket in bytes
 LONGEST_TEXT = 1 << 20  # largest number of characters of an observation or of a tool's result

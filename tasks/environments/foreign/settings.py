@@ -1,0 +1,36 @@
+"""Defines what the worker processes of an environment need to know of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rollflow.tasks.environments.limits import EpisodeLimits
+
+
+class WorldSettings(Protocol):
+    """The keys of a config that concern worker processes. `foreign.config` describes them."""
+
+    @property
+    def python(self) -> str:
+        """Path of the interpreter; "" for the interpreter of rollflow."""
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """The values that a worker process needs to create the environment."""
+
+    @property
+    def processes(self) -> int:
+        """Largest number of episodes that live at the same time."""
+
+    @property
+    def start_seconds(self) -> float:
+        """Deadline of the import of the environment."""
+
+    @property
+    def close_seconds(self) -> float:
+        """Deadline of the end."""
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """The limits of an episode."""

@@ -1,0 +1,45 @@
+"""Checks, before a run begins, that the MCP servers of a config start and list their tools."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from rollflow.storage.errors import ConfigError
+from rollflow.tasks.environments.foreign.check import run_apart
+from rollflow.tasks.environments.foreign.faults import WorldEnded
+from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
+from rollflow.tasks.environments.tool_use.places import ToolPlaces
+
+
+def check_tools(config: ToolsEnvironment) -> None:
+    """Start the MCP servers, as an episode does, within the deadlines of the config, and end them.
+
+    Raises:
+        ConfigError: a server does not start, or offers no usable tools; the message says what the user must change.
+    """
+    for name, server in config.mcp.items():
+        key, program = f"environment.mcp.{name}", server.command[0]
+        if shutil.which(program) is None:
+            raise ConfigError(f"{key}.command = {program!r}: there is no such program; install it, or write its path")
+        if server.folder and not Path(server.folder).is_dir():
+            raise ConfigError(f"{key}.folder = {server.folder!r}: there is no such folder; write a folder's path")
+        if missing := [one for one in server.pass_env if one not in os.environ]:
+            raise ConfigError(f"{key}.pass_env = {missing[0]!r}: there is no such environment variable; set it")
+    if config.mcp:
+        try:
+            run_apart(_open(config))
+        except WorldEnded as ended:
+            cure = "correct the server's section, or allow more seconds"
+            raise ConfigError(f"environment.mcp: {ended}; {cure}") from None
+
+
+async def _open(config: ToolsEnvironment) -> None:
+    places = ToolPlaces(config, EnvironmentHealth("mcp", config.max_failures))
+    try:
+        async with places.open():
+            pass
+    finally:
+        await places.close()

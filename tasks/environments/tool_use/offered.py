@@ -1,0 +1,34 @@
+"""Defines a tool as an episode offers it to the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LEFT_OUT = "\n... {} characters are left out ...\n"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool of one episode: its schema in the form of chat templates, and a function that calls the tool.
+
+    The function takes the arguments of a call, and returns the text that the policy reads. The function raises
+    `CallFailed` if the policy may read why the call failed, and `WorldEnded` if the episode cannot go on.
+    """
+
+    schema: Mapping[str, Any]
+    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+
+    @property
+    def name(self) -> str:
+        """The name by which the policy calls the tool."""
+        return str(self.schema["function"]["name"])
+
+
+def shorten_result(text: str, most: int) -> str:
+    """Return a text of at most `most` characters: the beginning and the end of a longer text."""
+    if len(text) <= most:
+        return text
+    kept = most - len(LEFT_OUT.format(len(text)))
+    return text[: kept - kept // 2] + LEFT_OUT.format(len(text) - kept) + text[len(text) - kept // 2 :]

@@ -1,0 +1,101 @@
+"""Plays episodes in which the policy calls tools, as `tool_calls` describes, and then answers.
+
+    prompt + tools --> ( generate --> tool calls --> results )* --> answer --> the run's scorer
+
+The first response without a call is the answer. An episode that reaches a limit before its answer gets no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.foreign.calls import END, LONGEST_NAME, MOST_CALLS, describe_result
+from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, score_fault
+from rollflow.tasks.environments.foreign.health import EnvironmentHealth
+from rollflow.tasks.environments.foreign.opening import open_prompt
+from rollflow.tasks.environments.tool_calls import Action, ActionCall
+from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
+from rollflow.tasks.environments.tool_use.offered import OfferedTool, shorten_result
+from rollflow.tasks.environments.tool_use.places import ToolPlaces
+from rollflow.tasks.scorers.base import Score, make_storable
+
+NO_ROOM = Score(0.0, "the results of the tools left no room for an answer", Outcome.WRONG)
+
+
+class ToolEpisodes(Environment):
+    """Plays the episodes of the environment `tools`. See the module's docstring."""
+
+    def __init__(self, config: ToolsEnvironment) -> None:
+        self._config = config
+        self.health = EnvironmentHealth(f'kind = "{config.kind}"', config.max_failures)
+        self._name = f"environment {config.kind}"
+        self._places: ToolPlaces | None = None
+
+    async def play(self, episode: Episode) -> Score | None:
+        """Run an episode, as `Environment.play` specifies.
+
+        Raises:
+            ConfigError: too many episodes in a row failed for reasons that the policy cannot have caused.
+        """
+        try:
+            async with self._find_places().open() as tools:
+                answer = await self._converse(episode, tools)
+        except WorldEnded as ended:
+            return score_fault(self._name, 0.0, str(ended), ended.outcome)
+        if answer is None or isinstance(answer, Score):
+            return answer
+        self.health.count_success()
+        return await episode.judge(answer)  # the tools are closed: their place must not wait for a judge
+
+    async def close(self) -> None:
+        """End all that the tools have started."""
+        if self._places is not None:
+            await self._places.close()
+
+    async def _converse(self, episode: Episode, tools: Mapping[str, OfferedTool]) -> Sequence[int] | Score | None:
+        """Let the policy call tools until it answers, and return the tokens of the answer; return None if the episode
+        is not wanted any more or has reached a limit.
+        """
+        open_prompt(episode, [tool.schema for tool in tools.values()], "")
+        is_chat = episode.ports.renderer.is_chat(episode.prompt)
+        # a policy without chat template has not learned to end its turn after a call
+        stop = () if is_chat else (END,)
+        while (made := await episode.generate(stop=stop)) is not None:
+            action = episode.read_action(made.tokens)
+            if not action.calls and not action.fault:
+                return made.tokens
+            results = await self._act(action, tools)
+            messages = [{"role": "tool", "content": one if is_chat else describe_result(one)} for one in results]
+            if not episode.extend(messages):
+                return NO_ROOM
+        return None
+
+    async def _act(self, action: Action, tools: Mapping[str, OfferedTool]) -> list[str]:
+        """Do the calls of a turn in order, and return what the policy reads."""
+        if action.fault:
+            return [f"error: {action.fault}"]
+        results = [await self._call(call, tools) for call in action.calls[:MOST_CALLS]]
+        if len(action.calls) > MOST_CALLS:
+            results.append(f"error: there are {len(action.calls)} calls, and a turn has at most {MOST_CALLS}")
+        return results
+
+    async def _call(self, call: ActionCall, tools: Mapping[str, OfferedTool]) -> str:
+        """Call a tool, and return its result or why the call failed."""
+        tool = tools.get(call.name)
+        if tool is None:
+            text = f"error: there is no tool {call.name[:LONGEST_NAME]!r}; the tools are {', '.join(tools)}"
+            return make_storable(text, len(text))
+        try:
+            text = await tool.call(call.arguments)
+        except CallFailed as failed:
+            text = f"error: {failed}"
+        return shorten_result(make_storable(text, len(text)), self._config.result_characters)
+
+    def _find_places(self) -> ToolPlaces:
+        """Return the places of the running event loop."""
+        if self._places is None or self._places.loop is not asyncio.get_running_loop():
+            self._places = ToolPlaces(self._config, self.health)
+        return self._places

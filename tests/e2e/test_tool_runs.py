@@ -1,0 +1,99 @@
+"""A whole run whose policy calls tools: Python in sandboxes, and an MCP server, beside a Ray actor."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rollflow.storage.audit.audit import audit
+from rollflow.storage.objects import open_store
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.sandboxes import build_sandboxes
+from tests.e2e.test_runs import Command, leftovers
+from tests.environments.tool_episodes import SANDBOX, run_code
+from tests.environments.worlds import call
+from tests.support.sandbox_kinds import start_and_close
+from tests.support.waiting import until
+from tests.tasks.test_scheduler import trained
+
+pytestmark = pytest.mark.slow
+
+SERVER = Path(__file__).parents[1] / "environments" / "servers" / "bare_server.py"
+CALLS = [*(run_code(f"{number} * 7") for number in range(40)), *(call("echo", text=f"said {n}") for n in range(40))]
+RECIPE = """
+name = "tools"
+versions = 2
+groups = 4
+group_size = 4
+
+[policy]
+path = "{policy}"
+
+[engine]
+kind = "transformers"
+max_new_tokens = 3500
+
+[environment]
+kind = "tools"
+max_turns = 3
+max_turn_tokens = 8
+
+[environment.python.sandbox]
+spares = 0
+
+[environment.mcp.bare]
+command = ["{python}", "-m", "server_of_a_whole_run"]
+env = {{ PYTHONPATH = "{folder}" }}
+
+[train.objective.advantage]
+scale = "none"
+
+[evaluation]
+every = 0
+prompts = 2
+"""
+
+
+def make_calling_policy(folder: Path) -> None:
+    """Make a policy with random weights, of whose tokens a quarter are whole tool calls."""
+    folder.mkdir(parents=True)
+    small = ColdStart(hidden_size=32, layers=2, heads=2, context=4096)
+    for name, data in build_cold_folder(small, ["Sort 3 1 2.", "1 2 3"] * 10).items():
+        (folder / name).write_bytes(data)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens(CALLS)
+    tokenizer.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, vocab_size=len(tokenizer))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+async def test_policy_of_a_whole_run_uses_its_tools(tmp_path: Path) -> None:
+    async with start_and_close(build_sandboxes(SANDBOX)):
+        pass  # a machine without sandboxes cannot run the recipe
+    policy = tmp_path / "policy"
+    make_calling_policy(policy)
+    shutil.copy(SERVER, tmp_path / "server_of_a_whole_run.py")
+    command = Command(tmp_path / "home", RECIPE.format(policy=policy, python=sys.executable, folder=tmp_path))
+    command.run("run", str(command.recipe), "--run-id", "one")
+    store = open_store(f"{command.home}/store/runs/one")
+    assert audit(store).clean
+    tokenizer = PolicyTokenizer(policy)
+    rows = [one for _, batch in trained(store) for group in batch.groups() for one in group.trajectories]
+    texts = [tokenizer.decode(one.tokens) for one in rows]
+    assert len(rows) == 2 * 4 * 4
+    results = [number * 7 for number in range(1, 40)]
+    assert any(f"<tool_response>{result}\n" in text for text in texts for result in results)
+    assert any("<tool_response>said " in text for text in texts)
+    assert all(one.turn_starts for one in rows)
+    until(lambda: not leftovers(command.home))
+    lines = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if "server_of_a_whole_run" in line]
