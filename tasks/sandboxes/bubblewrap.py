@@ -29,6 +29,7 @@ from rollflow.tasks.sandboxes.base import (
     Capability,
     ExecResult,
     Program,
+    ProgramEnd,
     SandboxFailed,
     SandboxLimits,
     Workspace,
@@ -67,8 +68,8 @@ class BoxSandboxes:
         self._box: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._numbers = 0
-        # empty sandboxes for `run`; a task that has not finished creates or renews its sandbox
-        self._spares: deque[asyncio.Task[NamespaceSandbox]] = deque()
+        # empty sandboxes for `run`; a task creates its sandbox, and a sandbox without a task is being renewed
+        self._spares: deque[NamespaceSandbox | asyncio.Task[NamespaceSandbox]] = deque()
         self._running = 0  # number of sandboxes in which `run` runs a program
 
     async def start(self) -> None:
@@ -121,16 +122,17 @@ class BoxSandboxes:
             self._fill()
             for path, data in (files or {}).items():
                 await sandbox.upload(path, data)
-            result = await sandbox.exec(program)
+            result = await sandbox.exec(program, renew=self.renews and self._config.spares > 0)
         except BaseException:
             await sandbox.close()
             raise
         finally:
             self._running -= 1
-        if self.renews and len(self._spares) < self._config.spares:
-            self._spares.append(asyncio.create_task(self._renew(sandbox)))
+        if self.renews and len(self._spares) < self._config.spares and is_clean(program, result):
+            self._spares.append(sandbox)
         else:
             await sandbox.close()
+            self._fill()
         return result
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
@@ -189,9 +191,10 @@ class BoxSandboxes:
     async def _end_box(self) -> None:
         spares = list(self._spares)
         self._spares.clear()
-        for spare in spares:
-            spare.cancel()
-        for found in await asyncio.gather(*spares, return_exceptions=True):
+        tasks = [spare for spare in spares if isinstance(spare, asyncio.Task)]
+        for task in tasks:
+            task.cancel()
+        for found in (*spares, *await asyncio.gather(*tasks, return_exceptions=True)):
             if isinstance(found, NamespaceSandbox):
                 await found.close()
         if self._box:
@@ -221,8 +224,12 @@ class BoxSandboxes:
     async def _take_spare(self) -> NamespaceSandbox:
         """Return a spare sandbox, or a new one if there is none."""
         while self._spares and not self._has_died():
+            spare = self._spares.popleft()
             try:
-                return await self._spares.popleft()
+                if isinstance(spare, asyncio.Task):
+                    return await spare
+                await spare.wait_renewed()
+                return spare
             except SandboxFailed:
                 if self._process is None:  # the sandboxes were closed meanwhile
                     raise
@@ -233,16 +240,13 @@ class BoxSandboxes:
         renewed counts as a spare one.
         """
         coming = self._running if self.renews else 0
-        while len(self._spares) + coming < self._config.spares:
+        while not self._has_died() and len(self._spares) + coming < self._config.spares:
             self._spares.append(asyncio.create_task(self._create()))
 
-    async def _renew(self, sandbox: NamespaceSandbox) -> NamespaceSandbox:
-        """Return the sandbox after its renewal; if the sandbox cannot be renewed, return a new one."""
-        try:
-            await sandbox.renew()
-        except SandboxFailed:
-            return await self._create()
-        return sandbox
+
+def is_clean(program: Program, result: ExecResult) -> bool:
+    """Return whether a sandbox can be renewed after this result of a program; the sandbox itself decides."""
+    return result.end is ProgramEnd.EXITED and result.return_code >= 0 and not program.keep_children
 
 
 class BubblewrapSandboxes(BoxSandboxes):

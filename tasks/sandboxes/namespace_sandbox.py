@@ -22,16 +22,25 @@ class NamespaceSandbox:
         self._keeper, self._kill = keeper, kill
         self._turn = asyncio.Lock()
         self._is_closed = False
+        self._received = bytearray()  # what was received and not read yet
+        self._is_renewing = False  # whether the last program was to be followed by a renewal
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the sandbox's folder is mounted."""
-        header, _ = await self._receive(seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                header, _ = await self._receive()
+        except TimeoutError:
+            await self.close()
+            raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
         if "broken" in header:
             await self.close()
             raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
 
-    async def exec(self, program: Program) -> ExecResult:
-        """Run a program in this sandbox; see `Sandbox.exec`."""
+    async def exec(self, program: Program, *, renew: bool = False) -> ExecResult:
+        """Run a program in this sandbox; see `Sandbox.exec`. If `renew` is true, the sandbox is renewed after the
+        program, and the next request must wait for `wait_renewed`.
+        """
         request = {
             "do": "exec",
             "command": list(program.command),
@@ -42,8 +51,10 @@ class NamespaceSandbox:
             "cwd": program.cwd,
             "timeout": program.timeout,
             "keep_children": program.keep_children,
+            "renew": renew,
         }
         was_closed = self._is_closed
+        self._is_renewing = renew
         try:
             found, output = await self._ask(request, program.stdin, program.timeout, program.channel)
         except SandboxFailed as error:
@@ -61,14 +72,16 @@ class NamespaceSandbox:
         """Read a file of this sandbox; see `Sandbox.download`."""
         return (await self._ask({"do": "download", "path": path}))[1]
 
-    async def renew(self) -> None:
-        """Kill all processes in the sandbox, delete its files, and make it as good as new.
+    async def wait_renewed(self) -> None:
+        """Wait until all processes in the sandbox are killed and its files are deleted, so that it is as good as new.
 
         Raises:
             SandboxFailed: the sandbox cannot be renewed, for example because a program did not end by itself; the
             sandbox is closed.
         """
-        await self._ask({"do": "renew"})
+        if self._is_renewing:
+            await self._exchange(b"", 0.0)
+            self._is_renewing = False
 
     async def close(self) -> None:
         """Kill all processes in the sandbox and delete its files; see `Sandbox.close`."""
@@ -86,18 +99,26 @@ class NamespaceSandbox:
         """Send a request to the sandbox's keeper process and wait for the answer; `seconds` is the deadline of the
         program.
         """
+        header, data = await self._exchange(pack(dict(request), body), seconds, channel)
+        if "errno" in header:
+            raise OSError(header["errno"], header["error"], request.get("path"))
+        return header, data
+
+    async def _exchange(
+        self, message: bytes, seconds: float, channel: socket.socket | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send a message to the sandbox's keeper process and wait for one from it."""
+        seconds += GRACE_SECONDS
         async with self._turn:
             if self._is_closed:
                 raise SandboxFailed("the sandbox is closed")
             try:
-                async with asyncio.timeout(seconds + GRACE_SECONDS):
-                    message = pack(dict(request), body)
-                    if channel is not None:
-                        await send_with(self._keeper, message[:1], channel.fileno())
-                        channel.close()
-                        message = message[1:]
-                    await asyncio.get_running_loop().sock_sendall(self._keeper, message)
-                header, data = await self._receive(seconds + GRACE_SECONDS)
+                async with asyncio.timeout(seconds):
+                    await self._send(message, channel)
+                    header, data = await self._receive()
+            except TimeoutError:
+                await self.close()
+                raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
             except OSError as error:
                 await self.close()
                 raise SandboxFailed(f"the sandbox has ended: {error}") from None
@@ -110,27 +131,31 @@ class NamespaceSandbox:
         if "broken" in header:
             await self.close()
             raise SandboxFailed(f"the sandbox has ended: {header['broken']}")
-        if "errno" in header:
-            raise OSError(header["errno"], header["error"], request.get("path"))
         return header, data
 
-    async def _receive(self, seconds: float) -> tuple[dict[str, Any], bytes]:
-        try:
-            async with asyncio.timeout(seconds):
-                header, body = LENGTHS.unpack(await self._read(LENGTHS.size))
-                return json.loads(await self._read(header)), await self._read(body)
-        except TimeoutError:
-            await self.close()
-            raise SandboxFailed(f"the sandbox did not answer within {seconds:g} s") from None
+    async def _send(self, message: bytes, channel: socket.socket | None) -> None:
+        if channel is not None:
+            await send_with(self._keeper, message[:1], channel.fileno())
+            channel.close()
+            message = message[1:]
+        if message:
+            await asyncio.get_running_loop().sock_sendall(self._keeper, message)
+
+    async def _receive(self) -> tuple[dict[str, Any], bytes]:
+        header, body = LENGTHS.unpack(await self._read(LENGTHS.size))
+        return json.loads(await self._read(header)), await self._read(body)
 
     async def _read(self, count: int) -> bytes:
-        data, loop = bytearray(), asyncio.get_running_loop()
-        while len(data) < count:
-            part = await loop.sock_recv(self._keeper, min(count - len(data), 16 * CHUNK))
+        """Read `count` bytes; keep further bytes, which belong to the next message."""
+        loop = asyncio.get_running_loop()
+        while len(self._received) < count:
+            part = await loop.sock_recv(self._keeper, min(max(count - len(self._received), CHUNK), 16 * CHUNK))
             if not part:
                 raise SandboxFailed("the sandbox has ended; its process was killed")
-            data += part
-        return bytes(data)
+            self._received += part
+        data = bytes(self._received[:count])
+        del self._received[:count]
+        return data
 
 
 async def send_with(connection: socket.socket, data: bytes, descriptor: int) -> None:

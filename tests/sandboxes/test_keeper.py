@@ -187,6 +187,13 @@ def test_program_that_steals_its_output_blocks_no_other_program(box: Box) -> Non
         assert box.do(box.sandboxes.run(warm(code, 0.5))).end is ProgramEnd.TIMEOUT
 
 
+def test_output_beyond_the_size_of_a_pipe_is_complete(box: Box) -> None:
+    code = "os.write(1, b'x' * 90000); os.write(2, b'y' * 90000)"
+    found = box.do(box.sandboxes.run(warm(code)))
+    assert (found.end, found.return_code) == (ProgramEnd.EXITED, 0)
+    assert (found.stdout, found.stderr) == (b"x" * 90000, b"y" * 90000)
+
+
 def test_seccomp_filter_lists_each_system_call_once() -> None:
     """A number that occurs twice in a column is wrong once."""
     from rollflow.tasks.sandboxes.box.rights import REFUSED
@@ -201,7 +208,7 @@ def test_sandbox_that_a_program_breaks_is_reported_as_failed(box: Box) -> None:
 
     async def work() -> None:
         sandbox = await box.sandboxes.create()
-        sandbox._receive = lambda seconds: _answer({"broken": "no descriptors"})  # type: ignore[method-assign]
+        sandbox._receive = lambda: _answer({"broken": "no descriptors"})  # type: ignore[method-assign]
         with pytest.raises(SandboxFailed, match="no descriptors"):
             await sandbox.exec(warm("print(1)"))
         await sandbox.close()

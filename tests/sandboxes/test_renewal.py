@@ -5,6 +5,7 @@ unclear is not renewed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.sandboxes import bubblewrap
-from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd
+from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed
 from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
 from tests.sandboxes.box import CONFIG, KINDS, LONG, PYTHON, Box, build_as_user
 from tests.sandboxes.programs.base import PRELUDE, Hostile
@@ -91,6 +92,13 @@ def box(request: pytest.FixtureRequest) -> Iterator[Box]:
 def count_created(box: Box) -> int:
     """Return the number of sandboxes that were created so far; a renewal creates none."""
     return box.sandboxes._numbers
+
+
+async def settle(box: Box) -> None:
+    """Wait until all spare sandboxes are created or renewed, or cannot be renewed."""
+    for spare in list(box.sandboxes._spares):
+        with contextlib.suppress(SandboxFailed):
+            await (spare if isinstance(spare, asyncio.Task) else spare.wait_renewed())
 
 
 async def probe(box: Box) -> dict[str, Any]:
@@ -168,13 +176,13 @@ def test_program_leaves_nothing_in_a_renewed_sandbox(box: Box, hostile: Hostile,
     async def work() -> None:
         new = await probe_new(box)
         await probe(box)
-        await asyncio.gather(*box.sandboxes._spares)
+        await settle(box)
         (holder, *_), count = await find_chain(), count_created(box)
         before = describe(holder)
         found = await leave(box, hostile, command)
         assert (found.end, b"ESCAPED" in found.stdout + found.stderr) == (ProgramEnd.EXITED, False), found
         assert found.return_code in (0, 93), found
-        await asyncio.gather(*box.sandboxes._spares)
+        await settle(box)
         assert describe(holder) == before
         assert await probe(box) == new
         assert count_created(box) == count
@@ -207,11 +215,27 @@ def test_sandbox_is_renewed_only_after_a_clean_end(box: Box, end: str) -> None:
     box.do(work())
 
 
+@pytest.mark.parametrize("end", ENDS)
+def test_keeper_itself_refuses_an_unclean_renewal(box: Box, end: str) -> None:
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        found = await sandbox.exec(ENDS[end], renew=True)
+        if found.end is ProgramEnd.EXITED and found.return_code >= 0 and not ENDS[end].keep_children:
+            await sandbox.wait_renewed()
+            assert (await sandbox.exec(Program(code=PROBE, timeout=LONG))).succeeded
+        else:
+            with pytest.raises(SandboxFailed):
+                await sandbox.wait_renewed()
+        await sandbox.close()
+
+    box.do(work())
+
+
 @pytest.mark.parametrize("killed", ["holder", "keeper"])
 def test_killed_process_of_a_spare_sandbox_fails_no_run(box: Box, killed: str) -> None:
     async def work() -> None:
         new = await probe(box)
-        await asyncio.gather(*box.sandboxes._spares)
+        await settle(box)
         count, (holder, keeper, program) = count_created(box), await find_chain()
         running = asyncio.create_task(box.sandboxes.run(Program(code="import time; time.sleep(1)", timeout=LONG)))
         await asyncio.sleep(0.2)
@@ -229,7 +253,7 @@ def test_killed_process_of_a_spare_sandbox_fails_no_run(box: Box, killed: str) -
 def test_sandbox_whose_folder_is_in_use_is_not_renewed(box: Box) -> None:
     async def work() -> None:
         await probe(box)
-        await asyncio.gather(*box.sandboxes._spares)
+        await settle(box)
         count, (_, keeper, _) = count_created(box), await find_chain()
         try:
             fd = os.open(f"/proc/{keeper.pid}/root/work", os.O_RDONLY)
@@ -237,9 +261,10 @@ def test_sandbox_whose_folder_is_in_use_is_not_renewed(box: Box) -> None:
             pytest.skip("this user may not open the folder of a sandbox")
         try:
             assert (await box.sandboxes.run(Program(code="print(1)", timeout=LONG))).succeeded
-            await asyncio.gather(*box.sandboxes._spares)
+            await settle(box)
         finally:
             os.close(fd)
+        await probe(box)
         assert count_created(box) == count + 1
 
     box.do(work())
@@ -248,18 +273,18 @@ def test_sandbox_whose_folder_is_in_use_is_not_renewed(box: Box) -> None:
 def test_sandbox_is_not_renewed_if_an_ipc_object_exists(box: Box) -> None:
     async def work() -> None:
         await probe(box)
-        await asyncio.gather(*box.sandboxes._spares)
+        await settle(box)
         count, (holder, *_) = count_created(box), await find_chain()
         space = ["nsenter", f"--ipc=/proc/{holder.ppid()}/ns/ipc"]
         if call([*space, "ipcmk", "-Q"]) != 0:
             pytest.skip("this user may not enter the namespaces of a sandbox")
         try:
             assert (await box.sandboxes.run(Program(code="print(1)", timeout=LONG))).succeeded
-            await asyncio.gather(*box.sandboxes._spares)
+            await settle(box)
         finally:
             assert call([*space, "ipcrm", "--all"]) == 0
-        assert count_created(box) == count + 1
         await probe(box)
+        assert count_created(box) == count + 1
 
     box.do(work())
 

@@ -46,12 +46,12 @@ def hold_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
     set_limits(limits)
     forbid_privileges()
     gc.disable()  # a collection would write to memory that forked processes share; programs enable it again
-    machine, objects = os.uname().machine, read_objects()
+    machine, objects, keeper = os.uname().machine, read_objects(), Keeper(owner, limits)
     while True:
         pid = libc.syscall(CLONE[machine], NEW_PROCESSES | signal.SIGCHLD, 0, 0, 0, 0)
         check(pid, "clone")
         if pid == 0:
-            return Keeper(owner, limits).serve()
+            return keeper.serve()
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != RENEW:
             os._exit(1)
         unmount("/proc")

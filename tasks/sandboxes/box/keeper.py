@@ -1,6 +1,9 @@
 """Runs the keeper of one sandbox: process 1 of the programs' process namespace, which starts programs and enforces
 limits. The keeper runs one program at a time, as requested by the process that created the sandbox. The keeper's parent
 process is the sandbox's holder (see `holder`).
+
+The kernel copies each memory page that a forked process writes to, and Python writes to every object that it uses.
+These copies take most of the time of a short program, so a keeper uses little of Python, and forks first.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import select
 import socket
@@ -17,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollflow.tasks.sandboxes.box.interpreter import touch_memory
 from rollflow.tasks.sandboxes.box.rights import (
     PR_SET_DUMPABLE,
     SAME_CORES,
@@ -28,13 +33,13 @@ from rollflow.tasks.sandboxes.box.rights import (
 )
 from rollflow.tasks.sandboxes.box.watch import (
     Watch,
-    collect_ended,
     find_excess,
     kill_all,
     limit_program,
     list_processes,
+    reap_ended,
 )
-from rollflow.tasks.sandboxes.box.wire import pack, read_regular_file, receive
+from rollflow.tasks.sandboxes.box.wire import pack, pack_text, read_regular_file, receive, receive_text
 
 NOSUID, NODEV, NOEXEC = 2, 4, 8  # flags of mount
 FOLDER = "/work"
@@ -62,13 +67,14 @@ class ForkedProgram:
     stdin: int
     pipes: tuple[int, int]  # the read ends of the pipes for stdout and stderr
 
-    def begin(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Send the forked process its request and the data for its stdin."""
-        write_all(self.stdin, body)
-        os.lseek(self.stdin, 0, os.SEEK_SET)
+    def begin(self, text: bytes, body: bytes, fds: list[int]) -> None:
+        """Send the forked process its request, which is JSON text, and the data for its stdin."""
+        if body:
+            write_all(self.stdin, body)
+            os.lseek(self.stdin, 0, os.SEEK_SET)
         # seal stdin, because a program could store data in it beyond the memory limit
         fcntl.fcntl(self.stdin, fcntl.F_ADD_SEALS, SEALS)
-        message = pack(request)
+        message = pack_text(text)
         # A child of an earlier program may have killed the forked process.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if fds:
@@ -91,34 +97,29 @@ class Keeper:
     """
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
-        """Mount the sandbox's folder and /proc, and drop all capabilities."""
+        """Prepare the keeper in the holder's process, so that no keeper has to."""
         self._owner, self._limits = owner, limits
         self._filter = build_filter(os.uname().machine, SAME_CORES if "cores" in limits else ())
         self._program: ForkedProgram | None = None
         self._is_clean = True  # False as soon as a program did not end by itself, or may have left processes
-        size = f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=0755"
-        mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)
-        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
-        os.chdir(FOLDER)
-        set_capabilities(0)
 
     def serve(self) -> Request:
         """Answer requests in an endless loop; only in a process forked to run Python source, return the request of that
         program.
         """
-        self._owner.sendall(READY)
         if own := self._fork_program():
             return own
+        self._mount()
+        self._owner.sendall(READY)
         while True:
             self._watch_children()
-            request, body, fds = receive(self._owner)
+            text, body, fds = receive_text(self._owner)
+            request = json.loads(text)
             if request["do"] == "exec":
                 if self._program is None and (own := self._fork_program()):
                     return own
-                self._run(request, body, fds)
+                self._run(request, text, body, fds)
                 continue
-            if request["do"] == "renew":
-                os._exit(RENEW if self._is_clean else 1)
             try:
                 data = b""
                 if request["do"] == "upload":
@@ -130,13 +131,20 @@ class Keeper:
                 number = getattr(error, "errno", None) or errno.EINVAL
                 self._answer({"errno": number, "error": os.strerror(number)})
 
+    def _mount(self) -> None:
+        """Mount the sandbox's folder and /proc, and drop all capabilities."""
+        size = f"size={self._limits['folder_bytes']},nr_inodes={self._limits['folder_files']},mode=0755"
+        mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)
+        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
+        set_capabilities(0)
+
     def _answer(self, header: Mapping[str, Any], body: bytes = b"") -> None:
         self._owner.sendall(pack(dict(header), body))
 
     def _watch_children(self) -> None:
         """Enforce the limits on processes that outlived their program, until the next request arrives."""
         while self._has_children() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
-            collect_ended()
+            reap_ended()
             if find_excess(self._limits):
                 kill_all()
 
@@ -165,12 +173,12 @@ class Keeper:
         self._program = ForkedProgram(pid, gate, stdin, (out[0], err[0]))
         return None
 
-    def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Run the request in the forked process, and send its result."""
+    def _run(self, request: Request, text: bytes, body: bytes, fds: list[int]) -> None:
+        """Run the request in the forked process, and send its result; then end, if the sandbox is to be renewed."""
         began, program = time.monotonic(), self._program
         assert program is not None
         self._program = None
-        program.begin(request, body, fds)
+        program.begin(text, body, fds)
         for fd in fds:
             os.close(fd)
         watch = Watch(self._owner, program.pid, list(program.pipes), self._limits)
@@ -179,13 +187,17 @@ class Keeper:
         self._is_clean &= watch.end == "exited" and watch.code >= 0 and not request["keep_children"]
         result = {"end": watch.end, "code": watch.code, "seconds": time.monotonic() - began}
         self._answer(result | {"stdout": len(watch.output[0])}, bytes(watch.output[0] + watch.output[1]))
+        if request["renew"]:
+            os._exit(RENEW if self._is_clean else 1)
+        watch.close()
 
     def _become_program(self, gate: socket.socket, standard: tuple[int, int, int]) -> Request:
         """Wait for a request and execute its command; if the request has Python source, return the request.
 
-        Before it reads the request, the forked process closes all file descriptors but stdin, stdout, stderr and the
-        channel, and installs the filter of system calls.
+        Before it reads the request, the forked process drops all capabilities, closes all file descriptors but stdin,
+        stdout, stderr and the channel, and installs the filter of system calls.
         """
+        set_capabilities(0)
         os.setsid()
         for place, fd in enumerate((*standard, gate.detach())):
             os.dup2(fd, place)
@@ -194,6 +206,7 @@ class Keeper:
         check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # let the keeper measure this process's memory
         install_filter(self._filter)
         waiting = socket.socket(fileno=CHANNEL)
+        touch_memory()
         request, _, fds = receive(waiting)
         waiting.close()
         for fd in fds:

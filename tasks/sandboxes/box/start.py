@@ -24,7 +24,6 @@ owner's socket.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -34,14 +33,13 @@ import select
 import signal
 import socket
 import sys
-import threading
-import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = __file__.rpartition("/rollflow/")[0]
 sys.path.insert(0, ROOT)
 
 from rollflow.tasks.sandboxes.box.holder import hold_sandbox  # noqa: E402
+from rollflow.tasks.sandboxes.box.interpreter import run_source, touch_memory  # noqa: E402
 from rollflow.tasks.sandboxes.box.keeper import NODEV, NOEXEC, NOSUID, VARIABLES, Request, mount  # noqa: E402
 from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, build_filter, check, libc  # noqa: E402
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
@@ -139,51 +137,6 @@ def become_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def run_warm(request: Request) -> NoReturn:
-    """Execute Python source as the module `__main__`, then exit this process."""
-    os.environ.update(request["env"])
-    sys.argv = [request["name"], *request["arguments"]]
-    sys.path[sys.path.index(ROOT)] = os.getcwd()
-    main = type(sys)("__main__")
-    main.__dict__.update(__file__=request["name"], __builtins__=__builtins__)
-    sys.modules["__main__"] = main
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.enable()
-    code = 1
-    try:
-        try:
-            exec(compile(request["code"], request["name"], "exec", dont_inherit=True), main.__dict__)
-            code = 0
-        except SystemExit as error:
-            code = return_code(error)
-        except BaseException as error:  # noqa: BLE001 - as the interpreter itself does
-            shown = error.__traceback__.tb_next if error.__traceback__ else None
-            traceback.print_exception(type(error), error, shown)
-        code = finish(code)
-    finally:
-        os._exit(code & 255)
-
-
-def return_code(error: SystemExit) -> int:
-    """Return the exit code of a `SystemExit`; if `sys.exit` got a text, print the text to stderr first."""
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
-
-
-def finish(code: int) -> int:
-    """Shut the program down as the Python interpreter does: join threads, run exit functions, flush output."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            code = code or 120
-    return code
-
-
 def main() -> Request:
     """Prepare this process and create sandboxes; only in a process forked to run Python source, return the program's
     request.
@@ -213,11 +166,11 @@ def prepare_forks() -> None:
     os.environ.update(variables)
     if "random" in sys.modules:
         sys.modules["random"].seed(0)
-    compile("print()", "", "exec")  # the first call creates types
+    touch_memory()  # the first call creates types
     build_filter(os.uname().machine)
     gc.collect()
     gc.freeze()
 
 
 if __name__ == "__main__":
-    run_warm(main())
+    run_source(main())

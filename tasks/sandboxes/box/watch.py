@@ -18,6 +18,7 @@ from typing import Any
 from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
+SHORT_SECONDS = 0.004  # seconds in which most programs of a few lines end
 # Measurements with too much memory until the processes are killed: the pages of a child that is ending are briefly
 # counted twice, and a command of the guest hides its files, like the guest, until the command executes its program.
 CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
@@ -47,31 +48,37 @@ class Watch:
         self.output = (bytearray(), bytearray())
         self.end = "exited"
         self.code: int | None = None
+        self._has_children = True  # whether processes of the sandbox may be left
         self._outputs = {fd: self.output[place] for place, fd in enumerate(pipes)}
         self._process = os.pidfd_open(pid)
         self._poll = select.poll()
         for fd in pipes:
             os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and read the data itself
-        for fd in (*pipes, self._process):
-            self._poll.register(fd, select.POLLIN)
+        self._poll.register(self._process, select.POLLIN)
         self._poll.register(owner, select.POLLRDHUP)
 
     def wait(self, deadline: float, *, keep_children: bool) -> None:
         """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
-        measure = time.monotonic() + POLL_SECONDS
+        now = time.monotonic()
+        measure = now + POLL_SECONDS
+        # a short program's output fits into its pipes, so that the keeper wakes up only once
+        self._handle_events(min(SHORT_SECONDS, max(0.0, deadline - now)))
+        for fd in self._outputs:
+            self._poll.register(fd, select.POLLIN)
         while self.code is None:
             self._handle_events(max(0.0, min(measure, deadline) - time.monotonic()))
-            if self.code is None:
-                self.code = collect_ended().get(self._pid)
-            if self.code is None and time.monotonic() >= deadline:
-                self._stop("timeout")
-            elif self.code is None and time.monotonic() >= measure:
-                if excess := find_excess(self._limits):
+            now = time.monotonic()
+            if self.code is None and now >= min(measure, deadline):
+                self._reap()
+                if self.code is None and (excess := "timeout" if now >= deadline else find_excess(self._limits)):
                     self._stop(excess)
                 measure = time.monotonic() + POLL_SECONDS
-        if not keep_children:
+        if not keep_children and self._has_children:
             kill_all()
         self._drain()
+
+    def close(self) -> None:
+        """Close the file descriptors of this watch."""
         for fd in (*self._outputs, self._process):
             os.close(fd)
 
@@ -80,8 +87,15 @@ class Watch:
             if fd == self._owner.fileno():
                 # the process that created the sandbox is gone; the kernel then kills all processes of the sandbox
                 os._exit(0)
+            elif fd == self._process:
+                self._reap()
             elif fd in self._outputs:
                 self._read(fd)
+
+    def _reap(self) -> None:
+        """Reap the ended processes of the sandbox."""
+        codes, self._has_children = reap_ended()
+        self.code = codes.get(self._pid, self.code)
 
     def _read(self, fd: int) -> bool:
         """Read output, and kill the program if its output exceeds the limit; return False if no more output is
@@ -129,13 +143,17 @@ def kill_all() -> dict[int, int]:
         codes[pid] = os.waitstatus_to_exitcode(status)
 
 
-def collect_ended() -> dict[int, int]:
-    """Reap all ended processes of the sandbox, including orphans; return their exit codes by process id."""
+def reap_ended() -> tuple[dict[int, int], bool]:
+    """Reap all ended processes of the sandbox, including orphans; return their exit codes by process id, and whether a
+    process of the sandbox is left.
+    """
     codes: dict[int, int] = {}
-    with contextlib.suppress(ChildProcessError):
+    try:
         while (found := os.waitpid(-1, os.WNOHANG | WALL))[0]:
             codes[found[0]] = os.waitstatus_to_exitcode(found[1])
-    return codes
+    except ChildProcessError:  # every process of the sandbox is a descendant of the caller, process 1
+        return codes, False
+    return codes, True
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,26 @@ CHUNK = 65536
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     """Return a message as bytes."""
-    text = json.dumps(header).encode()
+    return pack_text(json.dumps(header).encode(), body)
+
+
+def pack_text(text: bytes, body: bytes = b"") -> bytes:
+    """Return a message as bytes; `text` is its header in JSON."""
     return LENGTHS.pack(len(text), len(body)) + text + body
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], bytes, list[int]]:
     """Receive a message as its header, body and file descriptors; exit this process if the peer is gone."""
+    text, body, fds = receive_text(connection)
+    return json.loads(text), body, fds
+
+
+def receive_text(connection: socket.socket) -> tuple[bytes, bytes, list[int]]:
+    """Receive a message as its header in JSON, body and file descriptors; exit this process if the peer is gone."""
     data, fds, _, _ = socket.recv_fds(connection, LENGTHS.size, 1)
     data += read_exactly(connection, LENGTHS.size - len(data))
     header, body = LENGTHS.unpack(data)
-    return json.loads(read_exactly(connection, header)), read_exactly(connection, body), list(fds)
+    return read_exactly(connection, header), read_exactly(connection, body), list(fds)
 
 
 def read_regular_file(fd: int, most: int) -> bytes:
