@@ -35,6 +35,7 @@ def run_source(request: dict[str, Any]) -> NoReturn:
     main.__dict__.update(__file__=request["name"], __builtins__=builtins)
     sys.modules["__main__"] = main
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # otherwise the next new object would start a collection, which writes to all objects
     gc.enable()
     code = 1
     try:

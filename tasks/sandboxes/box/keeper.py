@@ -205,7 +205,7 @@ class Keeper:
         check(libc.syscall(CLOSE_RANGE, CHANNEL + 1, LAST_DESCRIPTOR, 0), "close_range")
         check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # let the keeper measure this process's memory
         install_filter(self._filter)
-        waiting = socket.socket(fileno=CHANNEL)
+        waiting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL)
         touch_memory()
         request, _, fds = receive(waiting)
         waiting.close()

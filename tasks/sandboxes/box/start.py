@@ -38,6 +38,7 @@ from typing import Any
 ROOT = __file__.rpartition("/rollflow/")[0]
 sys.path.insert(0, ROOT)
 
+from rollflow.tasks.sandboxes.box.code_pages import share_code  # noqa: E402
 from rollflow.tasks.sandboxes.box.holder import hold_sandbox  # noqa: E402
 from rollflow.tasks.sandboxes.box.interpreter import run_source, touch_memory  # noqa: E402
 from rollflow.tasks.sandboxes.box.keeper import NODEV, NOEXEC, NOSUID, VARIABLES, Request, mount  # noqa: E402
@@ -168,6 +169,7 @@ def prepare_forks() -> None:
         sys.modules["random"].seed(0)
     touch_memory()  # the first call creates types
     build_filter(os.uname().machine)
+    share_code()
     gc.collect()
     gc.freeze()
 
