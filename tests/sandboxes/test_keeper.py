@@ -194,6 +194,13 @@ def test_output_beyond_the_size_of_a_pipe_is_complete(box: Box) -> None:
     assert (found.stdout, found.stderr) == (b"x" * 90000, b"y" * 90000)
 
 
+def test_program_begins_without_objects_to_collect(box: Box) -> None:
+    """A collection would write to the memory of all objects, and so copy the memory pages that processes share."""
+    found = box.do(box.sandboxes.run(Program(code="import gc; print(gc.isenabled(), len(gc.get_objects()))")))
+    enabled, count = found.stdout.split()
+    assert (enabled, int(count) < 100) == (b"True", True)
+
+
 def test_seccomp_filter_lists_each_system_call_once() -> None:
     """A number that occurs twice in a column is wrong once."""
     from rollflow.tasks.sandboxes.box.rights import REFUSED
