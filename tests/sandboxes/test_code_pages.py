@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# prints the rights of all parts of files in memory, and counts the pages of code for which a forked process has entries
-# in its page table before and after the fork
+# prints hashes of the rights of all file pages and of the code, and counts the pages of code for which a process has
+# entries in its page table before and after a fork
 PROGRAM = """
 import hashlib, json, os, struct, sys
 from rollflow.tasks.sandboxes.box.code_pages import share_code
@@ -33,9 +33,11 @@ def hash_code():
             if rights == 'r-xp':
                 memory.seek(start); found.update(memory.read(end - start))
         return found.hexdigest()
-before = [look(), hash_code()]
+def list_rights():
+    return [(page, rights) for start, end, rights in look() for page in range(start, end, 4096)]
+before = [hashlib.sha256(repr(list_rights()).encode()).hexdigest(), hash_code()]
 if sys.argv[1] == 'share': share_code()
-after = [look(), hash_code()]
+after = [hashlib.sha256(repr(list_rights()).encode()).hexdigest(), hash_code()]
 parent = count()
 read, write = os.pipe()
 if os.fork() == 0:
