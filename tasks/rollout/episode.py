@@ -77,7 +77,7 @@ class PlayedEpisode:
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
     wanted: bool | None = None  # True if the episode is kept; None until generation has ended
-    _unjudged: Score | None = None  # the episode's last score that could not be computed
+    unjudged: Score | None = None  # the last answer of the scorer that it could not judge
     _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
     _asked: bool = False  # True while the environment waits for a generation
     _gone: bool = False  # True after `let_go`
@@ -227,12 +227,12 @@ class PlayedEpisode:
         checked, prompt = self._check_tokens(tokens), self.prompt
         score = await self.scorer(ScoreRequest(checked, reference, prompt.scorer, prompt.messages, peers))
         if score.outcome is Outcome.UNJUDGED:
-            self._unjudged = score
+            self.unjudged = score
         return align_values(score, checked, self.response) if score.has_token_values else score
 
     def find_unjudged(self, score: Score) -> Score | None:
         """Return why the episode has no reward: a score that the reward may depend on could not be computed."""
-        return score if score.outcome is Outcome.UNJUDGED else self._unjudged
+        return score if score.outcome is Outcome.UNJUDGED else self.unjudged
 
     def let_go(self) -> None:
         """Stop the environment of an episode that is no longer wanted.

@@ -167,8 +167,8 @@ class GroupRollout:
                     self._peers.leave(sample)
         if score is None:
             return ()
-        # nobody can judge an environment that broke before the first generation, or in a process of its own
-        is_broken = episode.first is None or (ports.environment.keeps_deadlines and score.outcome is Outcome.UNJUDGED)
+        # With `judge_tries = 0`, what the scorer could not judge has the reward 0. A broken environment has none.
+        is_broken = episode.first is None or episode.unjudged is None
         if (is_broken or ports.limits.judge_tries(prompt.scorer)) and (unjudged := episode.find_unjudged(score)):
             self.unjudged = unjudged.reason
             await self.give_up(DiscardReason.UNJUDGED)
