@@ -41,6 +41,11 @@ OPENING = {"init", "reset"}
         ("garbage", "act", Outcome.KILLED, "its process wrote no valid answer to call"),
         ("garbage", "reset", Outcome.UNJUDGED, "its process wrote no valid answer to reset"),
         ("nan", "reward", Outcome.UNPARSABLE, "the score's value is nan"),
+        ("deep", "act", Outcome.KILLED, "its process wrote no valid answer to call"),
+        ("utf8", "act", Outcome.KILLED, "its process wrote no valid answer to call"),
+        ("huge", "reward", Outcome.KILLED, "its process wrote a reward that is no number, or a too large one"),
+        ("tools", "init", Outcome.UNJUDGED, "its process described its tools by no list of schemas"),
+        ("names", "init", Outcome.UNJUDGED, "its process described its tools by no list of schemas"),
     ],
 )
 def test_broken_environment_ends_its_episode_with_a_reason(
@@ -107,6 +112,7 @@ def test_environment_that_hangs_at_close_keeps_its_score() -> None:
         ({"name": "Counter", "options": {"no": 1}}, "open failed with TypeError"),
         ({"name": "Untyped"}, "the argument where of the tool look has no type; annotate the argument"),
         ({"name": "Undescribed"}, "the tool look has no docstring"),
+        ({"name": "Choosy"}, 'the choices up, down are no JSON; write them like ["a", "b"]'),
         ({"name": "Counter", "python": "/bin/false"}, "the import failed with the first worker process ended"),
         ({"name": "Counter", "python": "/no/python"}, "Python did not start"),
     ],

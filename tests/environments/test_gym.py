@@ -19,7 +19,7 @@ def test_rewards_of_all_steps_are_added() -> None:
 def test_rewards_of_turns_are_given_to_their_turns() -> None:
     score, episode, _ = play(gym(rewards="turns"), "1", "no 1", "1")
     assert score is not None
-    assert score.value == 0.0
+    assert (score.value, score.outcome) == (0.0, Outcome.CORRECT)  # of which the accuracy is computed
     turns = episode.lived.current.turns
     assert [turn.reward for turn in turns] == [1.0, 2.0, 3.0]
     assert len({turn.state for turn in turns}) == 3
@@ -30,6 +30,10 @@ def test_rewards_of_turns_are_given_to_their_turns() -> None:
     [
         ({"actions": {"Left": 0, "go right": 1, "right": 1}}, "left, no: RIGHT!", 6.0),
         ({"actions": {"go on": 1}}, "I go on", 6.0),
+        ({"actions": {"->": 1, "<-": 0}}, "<- or ->", 6.0),
+        ({"actions": {"-1": 1, "1": 0}}, "1, no, -1", 6.0),
+        ({"actions": {"go": 0, "go on": 1}}, "I go on", 6.0),
+        ({"actions": {"": 0, "1": 1}}, "1", 6.0),
         ({"act": "odd_worlds:act_by_arrow"}, ">", 6.0),
         ({"options": {"goal": 1}}, "1", 1.0),
         ({"max_turns": 2}, "1", 3.0),

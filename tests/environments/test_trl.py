@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.foreign.calls import MOST_CALLS, parse_calls
 from tests.environments.worlds import call, play, trl
+from tests.support.waiting import HANG_SECONDS
 
 
 def test_tools_and_reward_of_a_class_are_used() -> None:
@@ -95,12 +98,15 @@ def test_class_whose_import_starts_threads_is_imported_anew(caplog: pytest.LogCa
         ('<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', ["a"]),
         (call("a")[:-1], []),
         ("<tool_call>" * 3, []),
+        ("<tool_call>" + call("a"), [""]),
+        (call("a") + "<tool_call>", ["a"]),
     ],
 )
 def test_tool_calls_are_read_from_a_response(text: str, names: list[str]) -> None:
     found = parse_calls(text)
+    assert all(one.name or one.fault for one in found)
     assert [one.name for one in found] == names
-    assert all(one.arguments == {} for one in found)
+    assert all(one.arguments == {} for one in found if not one.fault)
 
 
 def test_calls_beyond_the_limit_are_one_error() -> None:
@@ -113,3 +119,21 @@ def test_calls_beyond_the_limit_are_one_error() -> None:
 def test_odd_tool_calls_have_a_fault(body: Any) -> None:
     [found] = parse_calls(f"<tool_call>{body}</tool_call>")
     assert found.fault
+
+
+def test_calls_without_end_take_linear_time() -> None:
+    """A search from each of the beginnings would take hours, and block the event loop of all episodes."""
+    code = "from rollflow.tasks.environments.foreign.calls import parse_calls; parse_calls('<tool_call>' * 400_000)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
+
+
+def test_policy_reads_an_error_for_deeply_nested_arguments() -> None:
+    """At some depth the arguments can just be read, but not be written into the request to the process."""
+    nested = ["[" * depth + "]" * depth for depth in range(800, 1000)]
+    said = [f'<tool_call>{{"name": "add", "arguments": {{"number": {one}}}}}</tool_call>' for one in nested]
+    score, episode, environment = play(trl("Counter", max_turns=len(said) + 1), *said, "Done.", longest=10**6)
+    assert score is not None
+    assert score.value == 0.0
+    assert len(episode.heard) == len(said)
+    assert all("error: " in one for one in episode.heard)
+    assert environment.health.failures == environment.health.crashes == 0

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-CALL = re.compile(f"{BEGIN}(.*?){END}", re.DOTALL)
+# a call without its end reaches to the end of the text, because a search from each beginning would take quadratic time
+CALL = re.compile(f"{BEGIN}(.*?)(?:({END})|\\Z)", re.DOTALL)
 MOST_CALLS = 16  # largest number of calls in one turn
 LONGEST_NAME = 100
 
@@ -34,7 +35,7 @@ def parse_calls(text: str) -> list[ToolCall]:
     _before, _, said = text.rpartition("</think>")
     if "<think>" in said:
         return []
-    found = [_parse_call(body) for body in CALL.findall(said)]
+    found = [_parse_call(body) for body, end in CALL.findall(said) if end]
     if len(found) > MOST_CALLS:
         fault = f"there are {len(found)} calls, and a turn has at most {MOST_CALLS}"
         return [*found[:MOST_CALLS], ToolCall(found[MOST_CALLS].name, fault=fault)]

@@ -90,6 +90,11 @@ class ForeignEnvironment(LimitedEnvironment, EnvironmentBase):
         return self
 
     @property
+    def most_episodes(self) -> int:
+        """The largest number of live processes."""
+        return self.processes
+
+    @property
     def part(self) -> str:
         """The key and the value that name the user's environment."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from rollflow.tasks.environments.guest import boot
 from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, MARK, pack_packet, receive_packet, send_packet
 
 END_SECONDS = 10.0  # seconds that the keeper may take to end
-AGAIN_SECONDS = 0.01  # seconds before a packet is sent again that the full socket did not take
+AGAIN_SECONDS = 0.01  # seconds before a packet that the full socket did not take, or a kill, is repeated
 # libraries that numpy uses would start threads at their import, and a process with threads cannot be forked
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -85,6 +86,7 @@ class Guest:
                     await asyncio.sleep(AGAIN_SECONDS)
         except BaseException:
             ours.close()
+            self.forget(number)  # the keeper will never report the end of an episode that it was not asked to start
             raise
         finally:
             theirs.close()
@@ -187,6 +189,7 @@ def end_guest(process: subprocess.Popen[bytes], mark: str) -> None:
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        time.sleep(AGAIN_SECONDS)
     process.wait()
 
 
@@ -204,7 +207,10 @@ def list_marked(mark: str) -> list[int]:
 
 def decode_line(line: bytes) -> Mapping[str, Any]:
     """Decode an answer of an episode's process; raise `ValueError` if the line is no JSON object."""
-    found = json.loads(line)
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("the answer is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError("the answer is no JSON object")
     return found

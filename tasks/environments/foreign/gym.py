@@ -2,7 +2,8 @@
 
     prompt + first observation --> ( generate --> action --> step --> observation )* --> the sum of the rewards
 
-With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0.
+With `rewards = "turns"`, each turn gets the reward of its step, and the score is 0. The outcome is that of the sum in
+both cases, so that the accuracy does not depend on the key.
 
 A response that names no action changes nothing in the environment; the policy reads why, and the turn counts.
 """
@@ -17,7 +18,7 @@ from rollflow.tasks.environments.foreign.opening import open_prompt
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
 from rollflow.tasks.environments.foreign.snapshots import restore_world, save_snapshot
 from rollflow.tasks.environments.foreign.world import World
-from rollflow.tasks.scorers.base import LARGEST, Score
+from rollflow.tasks.scorers.base import LARGEST, Score, outcome_of
 
 
 class GymnasiumEpisodes(ForeignEpisodes):
@@ -49,7 +50,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
         except CallFailed as failed:
             return self._score_error(failed, progress)
         await world.close()
-        return self._validate(Score(progress.total, reason))
+        return self._validate(Score(progress.total, reason, outcome_of(progress.earned)))
 
     async def _step(self, episode: Episode, world: World, said: str, progress: Progress) -> str | None:
         """Perform the action that a response names, and return what the policy sees; None if the episode has ended."""
@@ -63,6 +64,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
         if not abs(reward) <= LARGEST:
             raise CallFailed(f"the reward of a step is {reward}, which is no finite number")
         episode.enter_state(text)
+        progress.earned += reward
         if self._config.rewards == "turns":
             episode.reward(reward)
         else:

@@ -33,9 +33,10 @@ class FinalAnswer:
 
 @dataclass(slots=True)
 class Progress:
-    """The rewards of an episode so far."""
+    """The rewards of an episode so far: `earned` is their sum, of which `total` counts in the score."""
 
     total: float = 0.0
+    earned: float = 0.0
 
 
 class ForeignEpisodes(Environment):

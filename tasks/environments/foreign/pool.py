@@ -1,6 +1,7 @@
 """The live episodes of one environment: at most `processes` at a time, the others wait in order of arrival.
 
-A place is free again once the keeper says that the process of the episode has ended.
+A place is free again once the keeper says that the process of the episode has ended. If the keeper does not say so for
+`STUCK_SECONDS`, all processes are killed and started anew, because otherwise no place would be left at some time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import World
 
+STUCK_SECONDS = 60.0  # seconds that the end of a killed process may take
+
 
 class WorldPool:
     """The worker processes of an environment, on one event loop. See the module's docstring."""
@@ -29,6 +32,8 @@ class WorldPool:
         self._places = asyncio.Semaphore(config.processes)
         self._starting = asyncio.Lock()
         self._guest: Guest | None = None
+        self._launch: asyncio.Future[None]  # the start of `_guest`
+        self._closing: asyncio.Future[None] | None = None  # the end of a guest that was stuck
         self._numbers = itertools.count()
         self._is_slow = False  # True once the warning about slow starts was logged
 
@@ -70,23 +75,36 @@ class WorldPool:
         if guest is None or not guest.has_episode(number):
             self._places.release()
             return
+        stuck = self.loop.call_later(STUCK_SECONDS, self._end_guest, guest)
 
         def free(_: object) -> None:
+            stuck.cancel()
             guest.forget(number)
             self._places.release()
 
         guest.end_of(number).add_done_callback(free)
 
+    def _end_guest(self, guest: Guest) -> None:
+        """End a guest that has not ended the process of an episode; its other episodes are unjudged."""
+        if not guest.lost.is_set():
+            logging.getLogger(__name__).warning(
+                "environment.%s: a worker process did not end within %g s, so all of them are started anew",
+                self._health.name,
+                STUCK_SECONDS,
+            )
+            self._closing = asyncio.ensure_future(guest.close())
+
     async def _start_guest(self) -> Guest:
         """Return the running guest, or start one and wait until the environment is imported."""
         if self._guest is None or self._guest.lost.is_set():
             self._guest = Guest(self._config.python, self._config.spec)
-            try:
-                await self._guest.start()
-            except OSError as error:
-                await self._guest.close()
-                raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None
+            self._launch = asyncio.ensure_future(self._guest.start())
         guest = self._guest
+        try:
+            await asyncio.shield(self._launch)  # other episodes wait for the start, too, if this one is cancelled
+        except OSError as error:
+            await guest.close()
+            raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None
         self._check_ready(await self._wait_ready(guest))
         return guest
 

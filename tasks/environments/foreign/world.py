@@ -21,6 +21,7 @@ from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.guest.wire import LONGEST_LINE, pack_line
 from rollflow.tasks.environments.limits import ComputedTime
+from rollflow.tasks.scorers.base import LARGEST
 
 CHUNK = 1 << 16
 STATUS_SECONDS = 5.0  # seconds to wait for the wait status of a process that has closed its socket
@@ -53,6 +54,8 @@ class World:
         tools.
         """
         self.described = await self._ask({"do": "open", "seed": seed}, seconds)
+        if not _are_tools(self.described.get("tools", [])):
+            raise self._end(Outcome.UNJUDGED, "its process described its tools by no list of schemas")
         return self.described
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
@@ -78,8 +81,8 @@ class World:
     async def reward(self) -> float:
         """Return the reward that the environment computes for the episode."""
         value = (await self._step({"do": "reward"})).get("value")
-        if not isinstance(value, int | float):
-            raise self._end(Outcome.KILLED, "its process wrote a reward that is no number")
+        if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > LARGEST):
+            raise self._end(Outcome.KILLED, "its process wrote a reward that is no number, or a too large one")
         return float(value)
 
     async def take_snapshot(self) -> Mapping[str, Any] | None:
@@ -134,6 +137,10 @@ class World:
         """Send a request and return the answer. By default, the answer may take the time that is left within the limits
         of the episode."""
         what = str(request["do"])
+        try:
+            line = pack_line(dict(request))
+        except RecursionError:  # the policy may nest the arguments of a call so deeply
+            return self._check({"error": "the arguments are nested too deeply"}, what)
         left, late = self._limits.bound_seconds(self._used)
         if seconds is not None:
             left, late = seconds, f"{what} took more than {seconds:g} s"
@@ -142,7 +149,7 @@ class World:
         began = time.monotonic()
         try:
             async with asyncio.timeout(left):
-                await asyncio.get_running_loop().sock_sendall(self._socket, pack_line(dict(request)))
+                await asyncio.get_running_loop().sock_sendall(self._socket, line)
                 answer = decode_line(await self._read_line())
         except TimeoutError:
             self._health.hangs += 1
@@ -221,3 +228,11 @@ class World:
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         return line
+
+
+def _are_tools(found: Any) -> bool:
+    """Return whether an answer describes tools by a list of schemas, each with a function that has a name."""
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        return False
+    functions = [tool.get("function") for tool in found]
+    return all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions)

@@ -75,9 +75,9 @@ def serve_episode(connection: socket.socket, spec: Fields) -> None:
         return described
 
     for line in connection.makefile("rb"):
-        request = json.loads(line)
-        do = request.pop("do")
         try:
+            request = json.loads(line)
+            do = request.pop("do")
             answer = open_guest(request) if do == "open" else getattr(guest, "do_" + do)(**request)
         except EnvironmentFault as error:
             answer = {"fault": str(error)}

@@ -121,19 +121,19 @@ def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
 
 
 def find_action(text: str, actions: Mapping[str, Any]) -> Any:
-    """Return the action whose word comes last in the text.
+    """Return the action whose name ends last in the text; of several such names, the longest one counts.
 
     Raises:
         ValueError: the text names no action.
     """
-    words: list[str] = WORD.findall(text.lower())
-    found = [word for word in words if word in actions]
-    if found:
-        return actions[found[-1]]
-    longer = [(text.lower().rfind(word), word) for word in actions if " " in word and word in text.lower()]
-    if longer:
-        return actions[max(longer)[1]]
-    raise ValueError("no action; the actions are " + ", ".join(actions))
+    said = text.lower()
+    found = [(one.end(), len(one.group()), one.group()) for one in WORD.finditer(said) if one.group() in actions]
+    for name in actions:
+        if name and name in said and not WORD.fullmatch(name):  # such as "go on", "->" or "-1"
+            found.append((said.rfind(name) + len(name), len(name), name))
+    if not found:
+        raise ValueError("no action; the actions are " + ", ".join(actions))
+    return actions[max(found)[2]]
 
 
 def mark_colours(text: str) -> str:

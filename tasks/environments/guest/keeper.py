@@ -309,8 +309,9 @@ def end_with_parent(parent: int) -> None:
 def run(control: int) -> None:
     """Run the keeper; `control` is the file descriptor of the socket to rollflow."""
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
-    connection = socket.socket(fileno=control)
-    connection.set_inheritable(False)
+    # `select` takes no file descriptor above 1023, which a busy rollflow may have chosen
+    connection = socket.socket(fileno=os.dup(control))
+    os.close(control)
     keeper = GuestKeeper(connection)
     try:
         keeper.serve()

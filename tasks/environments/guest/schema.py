@@ -86,11 +86,18 @@ def split_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def read_description(text: str) -> Fields:
-    """Return the description of an argument, and the choices that the description ends with."""
+    """Return the description of an argument, and the choices that the description ends with.
+
+    Raises:
+        EnvironmentFault: the choices are no JSON.
+    """
     found = CHOICES.search(text)
     if not found:
         return {"description": text}
-    return {"description": text[: found.start()].strip(), "enum": json.loads(found.group(1))}
+    try:
+        return {"description": text[: found.start()].strip(), "enum": json.loads(found.group(1))}
+    except ValueError:
+        raise EnvironmentFault(f'the choices {found.group(1)} are no JSON; write them like ["a", "b"]') from None
 
 
 def convert_type(hint: Any) -> Fields:

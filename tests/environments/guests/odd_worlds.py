@@ -12,6 +12,14 @@ import subprocess
 import sys
 import time
 
+RAW = {  # lines that a broken environment may write in place of an answer
+    "deep": b"[" * 100_000,
+    "huge": b'{"value": 1' + b"0" * 400 + b"}",
+    "utf8": b'{"text": "\xff"}',
+    "tools": b'{"tools": 5}',
+    "names": b'{"tools": [{"function": {"name": 5}}]}',
+}
+
 
 class Quiet:
     """An environment with one tool and nothing to say."""
@@ -102,12 +110,17 @@ class Bad:
         if self.wrong == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.wrong == "garbage":
-            for fd in range(3, 64):
-                with contextlib.suppress(OSError):
-                    os.write(fd, b"\xff{garbage}\n" * 3)
+            self._write(b"\xff{garbage}\n" * 3)
+        if self.wrong in RAW:
+            self._write(RAW[self.wrong] + b"\n")
         if self.wrong == "orphan":
             orphan = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(3600)"
             subprocess.run([sys.executable, "-c", orphan], check=True)
+
+    def _write(self, data: bytes) -> None:
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(fd, data)
 
 
 class Image(Quiet):
@@ -122,6 +135,16 @@ class Untyped(Quiet):
 
         Args:
             where: the place
+        """
+        return where
+
+
+class Choosy(Quiet):
+    def look(self, where: str) -> str:
+        """Look.
+
+        Args:
+            where: the place (choices: up, down)
         """
         return where
 
