@@ -96,19 +96,26 @@ NO_CLOCK = StepClock()
 
 
 class TurnClock(StepClock):
-    """Measures the time for which an environment computes, without waits for generations and scores."""
+    """Measures the time for which an environment computes, without waits for generations and scores.
+
+    An environment may wait for several scores at the same time; it computes again once none of its waits is left.
+    """
 
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:
         """Call `expire` with the reason once the environment has computed for too long."""
         self._limits, self._expire = limits, expire
         self._used, self._since = ComputedTime(), 0.0
         self._handle: asyncio.TimerHandle | None = None
+        self._waits = 1  # number of waits that have not ended; the environment begins after the first one
 
     def go_on(self, *, turn_ended: bool = False) -> None:
         """Note that the environment computes from now on; with `turn_ended`, in the next turn."""
-        loop = asyncio.get_running_loop()
         if turn_ended:
             self._used.begin_turn()
+        self._waits -= 1
+        if self._waits:
+            return
+        loop = asyncio.get_running_loop()
         self._since = loop.time()
         seconds, reason = self._limits.bound_seconds(self._used)
         if reason:
@@ -116,6 +123,7 @@ class TurnClock(StepClock):
 
     def pause(self) -> None:
         """Note that the environment waits for the policy or for the scorer, or has ended."""
+        self._waits += 1
         if self._handle is not None:
             self._used.add(asyncio.get_running_loop().time() - self._since)
             self._handle.cancel()

@@ -192,6 +192,27 @@ def test_limits_hold_for_simulated_episodes() -> None:
     )
 
 
+class Comparing(Environment):
+    """Waits for scores of two texts at the same time, one of which takes longer, and works for nine seconds."""
+
+    async def play(self, episode: Episode) -> Score | None:
+        await episode.generate()
+        first, second = asyncio.ensure_future(self.score(episode, 1)), asyncio.ensure_future(self.score(episode, 3))
+        await asyncio.gather(first, second)
+        await asyncio.sleep(9.0)
+        await episode.generate()
+        return Score(1.0, "done")
+
+    async def score(self, episode: Episode, times: int) -> None:
+        for _ in range(times):
+            await episode.score(episode.response)
+
+
+def test_waits_for_several_scores_at_once_do_not_count() -> None:
+    one = play(Comparing(), EpisodeLimits(turn_seconds=10.0, episode_seconds=10.0))
+    assert (one.reason, one.outcome) == ("done", Outcome.CORRECT)
+
+
 class SlowOnce(Working):
     """The setup of the first episodes takes too long."""
 
