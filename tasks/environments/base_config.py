@@ -24,6 +24,11 @@ class EnvironmentBase(Section):
         """The environment's tools, by name. An environment config with tools overrides this property."""
         return {}
 
+    @property
+    def most_episodes(self) -> int | None:
+        """The largest number of episodes that the environment plays at the same time; None if there is no limit."""
+        return None
+
 
 class ImportTool(Imported):
     """A tool that a user-defined environment offers to the policy."""

@@ -75,10 +75,11 @@ class HeldOutJudge:
         batched = BatchedModel(model, tokenizer, config.evaluation.temperature, config.seed)
         environment, ports = build_environment(config.environment), build_ports(config, tokenizer)
         size, longest = read_vocabulary(tokenizer.folder), config.engine.max_new_tokens
+        asked = self._prompts, longest, self._score, size, ports, config.environment.most_episodes
 
         async def play() -> list[bool]:
             try:
-                return await play_episodes(batched, environment, self._prompts, longest, self._score, size, ports)
+                return await play_episodes(batched, environment, *asked)
             finally:
                 await close_environment(environment)
 

@@ -1,12 +1,17 @@
 """Plays the episodes of held-out prompts with a model in this process, for the accuracy during a cold start.
 
-All episodes run at the same time. When each unfinished episode waits for a generation, the generations of all of them
-are computed in batches, so the result does not depend on which episode asks first.
+As many episodes run at the same time as the environment has places. When each unfinished episode waits for a
+generation, the generations of all of them are computed in batches, so the result does not depend on which episode asks
+first.
+
+An environment of a user may have places of its own, which rollflow does not know. If nothing happens for a while, only
+the generations that were asked for are computed, so that no episode waits forever for another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +26,8 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+
+STALL_SECONDS = 5.0  # seconds without news until the generations that were asked for are computed
 
 
 @dataclass(eq=False, slots=True)
@@ -45,11 +52,15 @@ class BatchedModel:
         """Generate until all episodes have ended."""
         for episode in episodes:
             episode.add_done_callback(lambda _: self._news.set())
+        stalls = False
         while left := sum(not episode.done() for episode in episodes):
-            if len(self._asked) == left:
+            if len(self._asked) == left or (stalls and self._asked):
                 self._generate()
             self._news.clear()
-            await self._news.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STALL_SECONDS):
+                    await self._news.wait()
+            stalls = not self._news.is_set()
 
     def _generate(self) -> None:
         """Generate the turn of each waiting episode."""
@@ -75,17 +86,23 @@ async def play_episodes(
     score: Callable[[ScoreRequest], Awaitable[Score]],
     vocabulary: int,
     ports: EnvironmentPorts,
+    places: int | None = None,
 ) -> list[bool]:
-    """Play one episode of each prompt, of at most `longest` tokens; return whether each episode ended correctly."""
-    episodes = [
-        PlayedEpisode(prompt, longest, model.ask, _want_every, score, vocabulary, ports).play(environment)
-        for prompt in prompts
-    ]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(episode) for episode in episodes]
-        group.create_task(model.serve(tasks))
-    scores = [task.result() for task in tasks]
-    return [score is not None and score.outcome is Outcome.CORRECT for score in scores]
+    """Play one episode of each prompt, of at most `longest` tokens; return whether each episode ended correctly.
+
+    `places` is the largest number of episodes that the environment plays at the same time; None: no limit.
+    """
+    found, at_once = list[bool](), places or max(1, len(prompts))
+    for some in (prompts[first : first + at_once] for first in range(0, len(prompts), at_once)):
+        async with asyncio.TaskGroup() as group:
+            episodes = [
+                PlayedEpisode(prompt, longest, model.ask, _want_every, score, vocabulary, ports) for prompt in some
+            ]
+            tasks = [group.create_task(episode.play(environment)) for episode in episodes]
+            group.create_task(model.serve(tasks))
+        scores = [task.result() for task in tasks]
+        found += [score is not None and score.outcome is Outcome.CORRECT for score in scores]
+    return found
 
 
 async def _want_every(_: PlayedEpisode) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from rollflow.tasks.run.held_out_accuracy import HeldOutJudge
 from rollflow.tasks.run.held_out_episodes import BatchedModel, play_episodes
 from rollflow.tasks.scorers.base import Score
 from tests.contracts.test_token_logprobs import model_of
+from tests.support.waiting import HANG_SECONDS
 
 GAME: dict[str, Any] = {
     "prompts": [{"kind": "frozen-lake", "moves": 6}],
@@ -151,6 +153,35 @@ async def test_episodes_of_different_lengths_share_batches(monkeypatch: pytest.M
     model = BatchedModel(None, CODE_POINTS, 0.0, 0)  # type: ignore[arg-type]
     assert await play_episodes(model, Repeats(), asked, 40, _refuse, 256, NO_PORTS) == [True] * 3
     assert batches == [3, 2, 1]
+
+
+class Placed(Repeats):
+    """The same, with two places for its episodes."""
+
+    def __init__(self) -> None:
+        self.places = asyncio.Semaphore(2)
+
+    async def play(self, episode: Episode) -> Score | None:
+        async with self.places:
+            return await super().play(episode)
+
+
+@pytest.mark.parametrize("places", [2, None])
+async def test_episodes_that_wait_for_a_place_are_played(monkeypatch: pytest.MonkeyPatch, places: int | None) -> None:
+    """Three of five episodes cannot ask before others end; with None, nobody knows of the places."""
+    batches = list[int]()
+
+    def generate(model: Any, prompts: Sequence[Sequence[int]], *_: Any) -> list[list[int]]:
+        batches.append(len(prompts))
+        return [[99, 100] for _ in prompts]
+
+    monkeypatch.setattr(held_out_episodes, "generate_answers", generate)
+    monkeypatch.setattr(held_out_episodes, "STALL_SECONDS", 0.05)
+    asked = [Prompt("p", i, "test", "", ModelInput.of((1, 1)), {}) for i in range(5)]
+    model = BatchedModel(None, CODE_POINTS, 0.0, 0)  # type: ignore[arg-type]
+    playing = play_episodes(model, Placed(), asked, 40, _refuse, 256, NO_PORTS, places)
+    assert await asyncio.wait_for(playing, HANG_SECONDS) == [True] * 5
+    assert places is None or batches == [2, 2, 2, 2, 1, 1]
 
 
 async def _refuse(_: object) -> Score:
