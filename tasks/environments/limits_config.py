@@ -7,6 +7,8 @@ from pydantic import Field
 from rollflow.tasks.environments.limits import EpisodeLimits
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
+LARGEST_PENALTY = 1e9  # a reward must fit into a float32
+
 
 class LimitedEnvironment(Section):
     """Base class of the configs of environments whose episodes may have several turns. A kind of environment may have
@@ -45,7 +47,10 @@ class LimitedEnvironment(Section):
         "the policy and the scorer; default: no limit",
     )
     unparsable_penalty: float = Field(
-        0.0, ge=0, description="number that is subtracted from the reward of a turn whose action cannot be read"
+        0.0,
+        ge=0,
+        le=LARGEST_PENALTY,
+        description="number that is subtracted from the reward of a turn whose action cannot be read",
     )
 
     @property

@@ -25,6 +25,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.base import Environment, Episode
 from rollflow.tasks.environments.config import TimedEnvironmentConfig
+from rollflow.tasks.runtime.sections import LONGEST_SECONDS
 from rollflow.tasks.scorers.base import Score
 
 FAILED = Score(0.0, "the simulated environment failed", Outcome.UNJUDGED)
@@ -87,7 +88,7 @@ class TimedEnvironment(Environment):
 
     async def work(self, seconds: float) -> None:
         """Take the time of one step or reset."""
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(min(seconds, LONGEST_SECONDS))
 
     def draw_limits(self, prompt: int, seed: int) -> list[int | None]:
         """Draw the turns of an episode: for each turn, the largest number of tokens that the policy may generate."""

@@ -10,6 +10,8 @@ from rollflow.tasks.environments.base_config import EnvironmentBase
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, refuse
 
+WIDEST = 10.0  # largest sigma of a lognormal distribution; with a far larger one, a drawn number would be infinite
+
 
 class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
     """A simulated environment for tests and planning, which only takes time. It draws the number of turns, their
@@ -19,10 +21,11 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
     kind: Literal["timed"] = Field(
         "timed", description="simulated environment with several turns, whose steps only take a drawn time"
     )
-    median_turns: float = Field(8.0, ge=1, description="median number of turns of a simulated episode")
+    median_turns: float = Field(8.0, ge=1, le=1e6, description="median number of turns of a simulated episode")
     turns_sigma: float = Field(
         0.0,
         ge=0,
+        le=WIDEST,
         description="sigma of the lognormal distribution of the number of turns; 0: every episode has the median "
         "number of turns",
     )
@@ -41,7 +44,10 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
         "is limited only by engine.max_new_tokens",
     )
     turn_tokens_sigma: float = Field(
-        0.0, ge=0, description="sigma of the lognormal distribution of turn_tokens; 0: every turn has the same limit"
+        0.0,
+        ge=0,
+        le=WIDEST,
+        description="sigma of the lognormal distribution of turn_tokens; 0: every turn has the same limit",
     )
     observation_tokens: int = Field(
         1, ge=0, description="number of tokens that a simulated environment adds to the response after each step"
@@ -55,15 +61,23 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
         1.0, ge=0, le=LONGEST_SECONDS, description="mean (or median) seconds of one step of a simulated environment"
     )
     step_sigma: float = Field(
-        0.0, ge=0, description="spread of the seconds of a step, in seconds for gaussian, as a sigma for lognormal"
+        0.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="spread of the seconds of a step, in seconds for gaussian, as a sigma for lognormal",
     )
     reset_seconds: float = Field(
         0.0, ge=0, le=LONGEST_SECONDS, description="mean (or median) seconds until a simulated environment is ready"
     )
-    reset_sigma: float = Field(0.0, ge=0, description="spread of the seconds of a reset, as for the seconds of a step")
+    reset_sigma: float = Field(
+        0.0, ge=0, le=LONGEST_SECONDS, description="spread of the seconds of a reset, as for the seconds of a step"
+    )
     slow_share: float = Field(0.0, ge=0, le=1, description="share of the simulated environments that are slow")
     slow_factor: float = Field(
-        1.0, ge=1, description="factor by which the steps and the reset of a slow simulated environment take longer"
+        1.0,
+        ge=1,
+        le=1e6,
+        description="factor by which the steps and the reset of a slow simulated environment take longer",
     )
     failures: float = Field(
         0.0,
@@ -81,9 +95,17 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
         None, gt=0, description="largest number of simulated environments at the same time; default: no limit"
     )
 
+    @property
+    def most_episodes(self) -> int | None:
+        """The largest number of simulated environments at the same time."""
+        return self.places
+
     @model_validator(mode="after")
     def _possible(self) -> Self:
         if self.failures + self.hangs > 1:
             cure = f"failures = {self.failures:g} and hangs must not exceed 1 together; lower one of them"
             refuse("environment.hangs", self.hangs, cure)
+        for key in ("step_sigma", "reset_sigma") if self.distribution == "lognormal" else ():
+            if getattr(self, key) > WIDEST:
+                refuse(f"environment.{key}", getattr(self, key), f"a lognormal sigma is at most {WIDEST:g}; lower it")
         return self

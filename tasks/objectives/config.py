@@ -194,6 +194,13 @@ class PartsObjective(ObjectiveBase):
         return self
 
     @property
+    def trains_tokens(self) -> bool:
+        """True if each token can have an advantage of its own. The gradient of a clipped ratio of a whole response is
+        the same for all tokens of the response.
+        """
+        return self.ratio.level == "token" or not isinstance(self.surrogate, Clip | BinaryTv)
+
+    @property
     def ratio_counts(self) -> bool:
         """True if the surrogate loss depends on a ratio."""
         return not isinstance(self.surrogate, PolicyGradient) or self.surrogate.weighs
@@ -220,15 +227,32 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     return found
 
 
-def find_turn_faults(objective: ObjectiveBase, environment: str) -> Iterator[PydanticCustomError]:
-    """Yield the errors of an objective that needs several turns, in an environment of the kind `environment`."""
+NO_STATES = ("trl", "timed")  # kinds of environment that name no states of turns
+
+
+def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator[PydanticCustomError]:
+    """Yield the errors of an objective that needs other turns, or other rewards of turns, than the environment has."""
+    kind, credit = str(getattr(environment, "kind", "")), objective.advantage.credit
     cure = 'episodes of environment.kind = "single-turn" have one turn; remove the key, or choose another environment'
     for key, value, plain in (
-        ("advantage.credit", objective.advantage.credit, "episode"),
+        ("advantage.credit", credit, "episode"),
         ("observation_weight", objective.observation_weight, 0.0),
     ):
-        if environment == "single-turn" and value != plain:
+        if kind == "single-turn" and value != plain:
             yield refusal(f"train.objective.{key}", value, cure)
+    if credit == "state" and kind in NO_STATES:
+        cure = f'environment.kind = "{kind}" names no states of turns; set credit = "turn"'
+        yield refusal("train.objective.advantage.credit", credit, cure)
+    for key, given, none in (
+        ("rewards", getattr(environment, "rewards", "episode"), "episode"),
+        ("unparsable_penalty", getattr(environment, "unparsable_penalty", 0.0), 0.0),
+    ):
+        if given != none and isinstance(objective, PartsObjective) and not objective.trains_tokens:
+            cure = (
+                "the objective trains all tokens of a response alike, and cannot use the reward of a turn; remove the "
+                'key, or set train.objective.ratio.level = "token"'
+            )
+            yield refusal(f"environment.{key}", given, cure)
 
 
 # Keys that the configuration of a recorded run has for an objective.
@@ -303,7 +327,7 @@ def _check_credit(objective: PartsObjective) -> None:
     """Reject credit of single turns if the ratio of whole responses is clipped, because then the gradient is the same
     for all tokens of a response."""
     part, level = objective.advantage, objective.ratio.level
-    if part.credit != "episode" and level != "token" and isinstance(objective.surrogate, Clip | BinaryTv):
+    if part.credit != "episode" and not objective.trains_tokens:
         cure = f'with ratio.level = "{level}" all turns of a response are trained alike; set ratio.level = "token"'
         refuse("train.objective.advantage.credit", part.credit, cure)
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
-from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip
 
 
 def check_token_rewards(objective: ObjectiveConfig) -> None:
-    """Raise `ConfigError` if an objective cannot train single tokens by their own rewards.
-
-    The gradient of a ratio of a whole response is the same for all its tokens, so a clipped loss with such a ratio
-    would train each token by the mean advantage of the response.
+    """Raise `ConfigError` if an objective cannot train single tokens by their own rewards, because it would train each
+    token by the mean advantage of the response.
     """
-    if not isinstance(objective, PartsObjective) or objective.ratio.level == "token":
-        return
-    if isinstance(objective.surrogate, Clip | BinaryTv):
+    if isinstance(objective, PartsObjective) and not objective.trains_tokens:
         raise ConfigError(
             f"train.objective.ratio.level = {objective.ratio.level!r}: the scorer gives values to tokens or steps, and "
             'this objective trains all tokens of a response alike; set level = "token" (kind = "grpo" has it), or let '

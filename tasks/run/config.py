@@ -313,7 +313,7 @@ class RunConfig(Section):
     def _trainable(self) -> Refusals:
         """Reject credit of turns without turns, and a critic with DeepSpeed unless the policy is in float32, as the
         critic's head is, because DeepSpeed needs one data type for all parameters."""
-        yield from find_turn_faults(self.train.objective, self.environment.kind)
+        yield from find_turn_faults(self.train.objective, self.environment)
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
             cure = 'with a critic, DeepSpeed supports only float32; choose "float32", or set train.kind = "torch"'

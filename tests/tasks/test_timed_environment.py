@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from itertools import islice
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from benchmarks.lockstep import LockstepRun
@@ -14,7 +18,7 @@ from benchmarks.workloads import changed, recipe
 from rollflow.storage.audit.audit import audit
 from rollflow.storage.log.entries import BatchCommitted
 from rollflow.storage.objects.memory import MemoryStore
-from rollflow.storage.records import Outcome
+from rollflow.storage.records import DiscardReason, Outcome
 from rollflow.tasks.environments.config import TimedEnvironmentConfig
 from rollflow.tasks.environments.ports import NO_PORTS
 from rollflow.tasks.environments.timed import TimedEnvironment
@@ -27,6 +31,7 @@ from rollflow.tasks.simulation.world import SimulatedRun, simulate
 from rollflow.testing.environments import ScriptedEpisode
 from tests.support.log_runs import read
 from tests.support.pipeline import Pipeline
+from tests.tasks.test_scheduler import trained
 
 
 def timed(**keys: object) -> TimedEnvironment:
@@ -110,6 +115,71 @@ def test_redundant_episode_ends_while_its_environment_hangs() -> None:
     assert audit(pipeline.store).clean
     committed = [entry.body for entry in read(pipeline.store) if isinstance(entry.body, BatchCommitted)]
     assert sum(body.surplus_tokens for body in committed) > 0
+
+
+def test_failed_environment_is_never_scored() -> None:
+    """The scorer's `judge_tries` is 0, which gives the reward 0 only to what the scorer cannot judge."""
+    environment = timed(median_turns=3, turn_tokens=4, step_seconds=0.1, failures=0.05)
+    pipeline = Pipeline(MemoryStore("failures"), versions=6, environment=environment)
+    run_virtual(pipeline.run())
+    assert pipeline.scheduler.limits.judge_tries("") == 0
+    assert audit(pipeline.store).clean
+    assert pipeline.scheduler.counts.discards[DiscardReason.UNJUDGED] > 0
+    rows = [one for _, batch in trained(pipeline.store) for group in batch.groups() for one in group.trajectories]
+    assert all(one.outcome is not Outcome.UNJUDGED for one in rows)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"turns_sigma": 11},
+        {"turn_tokens": 5, "turn_tokens_sigma": 1e4},
+        {"median_turns": 1e300},
+        {"distribution": "lognormal", "step_sigma": 11},
+        {"distribution": "lognormal", "reset_sigma": 11},
+        {"slow_factor": 1e300},
+    ],
+    ids=str,
+)
+def test_spread_beyond_any_number_is_refused(keys: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match=next(reversed(keys))):
+        timed(**keys)
+
+
+DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "median_turns": st.floats(1, 1e6),
+    "turns_sigma": st.floats(0, 10),
+    "max_turns": st.integers(1, 50),
+    "correlation": st.floats(0, 1),
+    "turn_tokens": st.none() | st.integers(1, 10**6),
+    "turn_tokens_sigma": st.floats(0, 10),
+    "observation_tokens": st.integers(0, 100),
+    "distribution": st.sampled_from(["gaussian", "lognormal"]),
+    "step_seconds": st.floats(0, 1e9),
+    "step_sigma": st.floats(0, 10),
+    "reset_seconds": st.floats(0, 1e9),
+    "reset_sigma": st.floats(0, 10),
+    "slow_share": st.floats(0, 1),
+    "slow_factor": st.floats(1, 1e6),
+    "failures": st.floats(0, 0.5),
+    "hangs": st.floats(0, 0.5),
+    "hang_seconds": st.floats(0.001, 1e9),
+    "places": st.none() | st.integers(1, 100),
+}
+
+
+def test_every_key_of_the_timed_environment_is_drawn() -> None:
+    assert DRAWN.keys() == TimedEnvironmentConfig.model_fields.keys() - {"kind"}
+
+
+@settings(deadline=None)
+@given(st.fixed_dictionaries({}, optional=DRAWN), st.integers(0, 2**62), st.integers(0, 2**40))
+def test_drawn_settings_give_finite_steps(keys: dict[str, Any], seed: int, prompt: int) -> None:
+    environment = timed(**keys)
+    limits = environment.draw_limits(prompt, seed)
+    assert 1 <= len(limits) <= keys.get("max_turns", 50)
+    assert all(limit is None or limit >= 1 for limit in limits)
+    assert all(0 <= one.seconds < math.inf for one in islice(environment.draw_steps(seed), 9))
 
 
 # --- simulations ------------------------------------------------------------------------------------------------

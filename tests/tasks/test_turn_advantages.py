@@ -18,6 +18,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from rollflow.flows.config import parse_config
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import UNNAMED_STATE, Branch, StopReason, Trajectory
 from rollflow.storage.token_arrays import Float32s, Int64s
@@ -369,6 +370,35 @@ def test_turn_credit_with_a_ratio_of_responses_is_refused(level: str) -> None:
     ):
         PartsObjective.model_validate(tree)
     PartsObjective.model_validate({"kind": "topr", "advantage": {"credit": "turn"}})
+
+
+@pytest.mark.parametrize(
+    ("environment", "objective", "why"),
+    [
+        (
+            {"kind": "trl", "path": "a:b"},
+            {"kind": "gigpo"},
+            r"credit = 'state': environment\.kind = \"trl\" names no states",
+        ),
+        ({"kind": "timed"}, {"kind": "gigpo"}, r"credit = 'state': environment\.kind = \"timed\" names no states"),
+        (
+            {"kind": "gymnasium", "id": "a", "rewards": "turns"},
+            {"kind": "gspo"},
+            r"environment\.rewards = 'turns': .*ratio\.level = \"token\"",
+        ),
+        (
+            {"kind": "import", "path": "a:b", "unparsable_penalty": 0.5},
+            {"kind": "gspo"},
+            r"environment\.unparsable_penalty = 0\.5: .*ratio\.level = \"token\"",
+        ),
+    ],
+)
+def test_objective_without_use_for_an_environment_is_refused(
+    environment: dict[str, object], objective: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_config({"environment": environment, "train": {"objective": objective}})
+    parse_config({"environment": environment, "train": {"objective": {"kind": "grpo"}}})
 
 
 def test_environment_that_names_no_states_is_refused() -> None:
