@@ -154,7 +154,8 @@ class CacheQueue(SlotQueue):
     def _park(self, claim: CacheClaim, tokens: int) -> None:
         """Note the size of an episode whose turn has ended; evict parked episodes if the claims outgrow the cache."""
         use, grown = self._uses[claim.lane], tokens - claim.tokens
-        self._turn = grown if self._turn is None else self._turn + (1 - MEMORY) * (grown - self._turn)
+        growth = max(0, grown)  # a branch may make an episode shorter, but no turn gives room to others
+        self._turn = growth if self._turn is None else self._turn + (1 - MEMORY) * (growth - self._turn)
         use.tokens += grown
         claim.tokens, claim.stamp = tokens, next(self._stamp)
         heapq.heappush(use.parked, (tokens, claim.stamp, claim))

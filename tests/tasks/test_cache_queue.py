@@ -127,6 +127,20 @@ def test_episode_larger_than_a_cache_runs_alone() -> None:
     run_virtual(run())
 
 
+def test_shorter_episodes_give_no_room_to_others() -> None:
+    """Branches make the episodes shorter, but three turns of the others may still let them grow."""
+
+    async def run() -> None:
+        queue, [lane] = queue_of(100)
+        await begin(queue, "a", 60)
+        park(queue, lane, "a", 20)
+        first, second = await begin(queue, "b", 70), await begin(queue, "c", 70)
+        assert first.done()
+        assert not second.done()
+
+    run_virtual(run())
+
+
 @pytest.mark.parametrize("how", ["failed", "removed"])
 def test_claims_end_with_their_engine(how: str) -> None:
     async def run() -> None:
