@@ -45,8 +45,10 @@ class ChatTemplate:
 
     def writes_tools(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Tool]) -> bool:
         """Return whether the chat template writes the schemas of tools into the prompt."""
-        rendered = _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools))
-        return all(str(tool["function"]["name"]) in rendered for tool in tools)
+        with_tools = cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools)))
+        without = self.render_messages(messages)
+        names = [str(tool["function"]["name"]) for tool in tools]
+        return all(with_tools.count(name) > without.count(name) for name in names)  # a question may have a name, too
 
     def render(self, text: str, system: str | None) -> str:
         """Return the prompt of a question as text."""

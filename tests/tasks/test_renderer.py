@@ -69,6 +69,15 @@ TOOLS = [{"type": "function", "function": {"name": "11"}}]
 NAMES_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
 
 
+def test_tools_are_listed_although_a_question_has_their_name(tmp_path: Path) -> None:
+    """The chat template ignores tools, and the question contains the name of the tool."""
+    tokenizer = open_policy(tmp_path / "policy", CHAT)
+    prompt = replace(prompt_in(tokenizer, "chat"), messages=({"role": "user", "content": "11=?"},))
+    found = PolicyRenderer(tokenizer, {"chat"}).render_opening(prompt, TOOLS, "")
+    listed = f"11=?{describe_tools(TOOLS)}"
+    assert list(found) == tokenizer.template._apply([{"role": "user", "content": listed}], tokenize=True)
+
+
 def test_opening_of_a_chat_has_tools_and_text(tmp_path: Path) -> None:
     """The oracle applies the template to the messages, with the text at the end of the last one."""
     tokenizer = open_policy(tmp_path / "policy", NAMES_TOOLS + CHAT)
