@@ -276,7 +276,7 @@ class Evaluator:
                 prompt=turn.prompt,
                 max_new_tokens=turn.max_new_tokens,
                 temperature=self.temperature,
-                seed=prompt.index * self.samples + sample,
+                seed=episode.seed + (turn.number << 40),  # with equal seeds, the turns would repeat the same draws
                 stop=turn.stop,
             )
             return await proxy.generate(request)
@@ -285,8 +285,7 @@ class Evaluator:
         episode.seed = prompt.index * self.samples + sample
         score = await episode.play(self.environment)
         assert score is not None, "every episode of an evaluation is wanted"
-        made = [branch.made.versions for branch in episode.lived.played]
-        versions = tuple(version for one in made for version in one if version >= 0)
+        versions = tuple(one for branch in episode.lived.played for one in branch.made.versions if one >= 0)
         return EvaluatedResponse(prompt, episode.find_unjudged(score) or score, versions, episode.turns)
 
 

@@ -132,7 +132,7 @@ class EnginePlayer:
             prompt=turn.prompt,
             max_new_tokens=turn.max_new_tokens,
             temperature=self.temperature,
-            seed=self.seed + episode,
+            seed=self.seed + episode + (turn.number << 40),  # with equal seeds, the turns would repeat the same draws
             stop=turn.stop,
         )
         return await self.proxy.generate(request)
