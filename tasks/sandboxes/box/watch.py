@@ -22,6 +22,8 @@ SHORT_SECONDS = 0.004  # seconds in which most programs of a few lines end
 # Measurements with too much memory until the processes are killed: the pages of a child that is ending are briefly
 # counted twice, and a command of the guest hides its files, like the guest, until the command executes its program.
 CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
+# memory in KiB beyond the double limit that hidden files may seem to need, as for the coarse limit of address space
+MOST_HIDDEN = 2**19
 CHUNK = 65536
 NO_CORE = 1  # core file limit in bytes; with 0, the kernel would still start the host's core dump handler
 RESIDENT, FILES = b"RssAnon:", b"FDSize:"
@@ -178,7 +180,8 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
     Memory pages that processes share are counted once, and of open files only sockets are counted. The exact count is
     slow, so it is only made if the sum over all processes exceeds the memory limit. If a process hides its open files
     or its shared pages, all its files and pages are counted. Hidden files alone exceed the limit only if they do so in
-    all of the measurements, because a process that hides nothing may seem to hide its files while it starts.
+    all of the measurements, because a process that hides nothing may seem to hide its files while it starts. Hidden
+    files that would need far more memory than those of starting commands count like measured memory.
     """
     most, certain = limits["memory_bytes"] // 1024, 0
     for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):
@@ -192,7 +195,7 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
         exact = _measure_exactly(found)
         if hidden + exact <= most:
             return ""
-        certain += exact > most
+        certain += exact > most or hidden + exact > 2 * most + MOST_HIDDEN
         if certain == CERTAIN_POLLS:
             break
     return "memory"
