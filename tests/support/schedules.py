@@ -21,8 +21,11 @@ from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.engines.base import Generation, GenerationRequest, InFlight
 from rollflow.tasks.engines.config import TimedEngineConfig
 from rollflow.tasks.engines.timed import TimedEngine
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.prompts.config import FilePrompts
 from rollflow.tasks.prompts.epochs import Epochs
+from rollflow.tasks.rollout.cache_queue import CacheLimits
 from rollflow.tasks.rollout.config import FilterConfig, Routing
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.proxy import InferenceProxy, WeightsProbe
@@ -100,6 +103,8 @@ class Case:
     trouble: tuple[Trouble, ...] = ()
     stops: tuple[Stop, ...] = ()
     attempts: int = 10**6
+    turns: int = 1
+    kv_tokens: int | None = None  # tokens of an engine's KV cache, by which episodes are admitted
     seed: int = 0
 
     @property
@@ -147,6 +152,20 @@ class Case:
             batch_slowdown=self.slowing,
             speed=self.speeds[place],
         )
+
+
+class Talk(Environment):
+    """An environment of `turns` turns, with a tenth of a second between two of them."""
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+
+    async def play(self, episode: Episode) -> Score | None:
+        made = await episode.generate(max_tokens=MAX_NEW_TOKENS // self._turns)
+        for _ in range(1, self._turns):
+            await asyncio.sleep(0.1)
+            made = None if made is None else await episode.generate(max_tokens=MAX_NEW_TOKENS // self._turns)
+        return None if made is None else await episode.judge(episode.response)
 
 
 class Watched(TimedEngine):
@@ -202,9 +221,11 @@ class Life:
         """Train all remaining versions."""
         case = self.case
         self.engines = {place: self._engine(place) for place in range(len(case.speeds))}
-        self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing)
+        cache = None if case.kv_tokens is None else CacheLimits(case.kv_tokens)
+        self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing, cache)
+        talk = SINGLE_TURN if case.turns == 1 and cache is None else Talk(case.turns)
         start = self._start_epoch
-        ports = SchedulerPorts(self._prompt, self._score, self._commit, pack=_as_it_is, start_epoch=start)
+        ports = SchedulerPorts(self._prompt, self._score, self._commit, _as_it_is, talk, start_epoch=start)
         self.writer = self.ledger.scheduling()
         self.epochs = Epochs(self.writer.log, case.sources, [Questions(count, case.seed) for count in case.questions])
         self.scheduler = RolloutScheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
@@ -246,7 +267,9 @@ class Life:
 
     def _first(self, id: str, version: int) -> bool:
         """Record that a response starts or restarts, and check that some batch can still use this response."""
-        prompt, attempt, sample = map(int, id.rstrip("'").split("."))
+        prompt, attempt, sample, *turn = map(int, id.rstrip("'").split("."))
+        if turn:  # the first turn has started the response
+            return True
         self.ledger.started.setdefault(GroupKey(prompt, attempt), {})[sample] = version
         number = self.scheduler.due.first
         return number >= self.case.batches or version >= number - self.case.async_ratio

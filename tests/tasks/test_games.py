@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rollflow.flows.config import parse_config
@@ -22,9 +22,11 @@ from rollflow.tasks.games import BOARDS, describe_board, read_board
 from rollflow.tasks.games.frozen_lake import FrozenLake
 from rollflow.tasks.games.grid import CELLS, MOVES, Board, GameEnd, find_solution
 from rollflow.tasks.games.sokoban import Sokoban
+from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.games.source import GameSource, build_question
 from rollflow.tasks.prompts.held_out import HeldOut
+from rollflow.tasks.prompts.section import PromptBase
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.scorers.base import Score
 from rollflow.testing.environments import ScriptedEpisode, build_ports
@@ -217,13 +219,47 @@ def test_episode_without_room_for_a_move_ends(longest: int) -> None:
     assert len(said) == longest - (longest % 2 == 0)
 
 
-@given(boards(), st.text("UDLR", min_size=12, max_size=12))
+@given(boards(), st.text("UDLR", min_size=12, max_size=12), st.integers(1, 12))
 @settings(deadline=None)
-def test_episode_has_the_outcome_of_the_rules(board: Board, moves: str) -> None:
-    end = play_by_oracle(board, moves[:10])[2]
-    score, _ = play(board, moves, turns=10, longest=200)
+def test_episode_has_the_outcome_of_the_rules(board: Board, moves: str, turns: int) -> None:
+    end = play_by_oracle(board, moves[:turns])[2]
+    score, _ = play(board, moves, turns=turns, longest=200)
     assert score is not None
     assert score.reason == (end or "the episode reached environment.max_turns = 10")
+
+
+LAKES = {"size": st.integers(2, 6), "holes": st.floats(0, 0.99), "moves": st.integers(1, 20)}
+ROOMS = {"size": st.integers(5, 6), "walls": st.floats(0, 0.5), "boxes": st.integers(1, 2), "moves": st.integers(1, 12)}
+
+
+def test_every_key_of_a_game_is_drawn() -> None:
+    for drawn, section in ((LAKES, FrozenLakePrompts), (ROOMS, SokobanPrompts)):
+        assert drawn.keys() == section.model_fields.keys() - PromptBase.model_fields.keys() - {"kind"}
+    assert FrozenLakeEnvironment.model_fields.keys() == SokobanEnvironment.model_fields.keys() == {"kind", "turns"}
+
+
+@given(
+    st.builds(FrozenLakePrompts, **LAKES) | st.builds(SokobanPrompts, **ROOMS),  # type: ignore[arg-type]
+    st.integers(0, 3),
+    st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+def test_drawn_settings_give_solvable_boards_or_one_sentence(
+    config: FrozenLakePrompts | SokobanPrompts, count: int, seed: int
+) -> None:
+    questions, refused = list[Question](), ""
+    try:
+        source = GameSource(config, seed, count, HeldOut())
+        questions = [*source.held_out(count), source.training(0), source.demonstration(0)]
+    except ConfigError as error:
+        refused = str(error)
+    assert questions or refused.startswith((f"prompts.size = {config.size}: ", "evaluation.prompts: "))
+    for question in questions:
+        assert 1 <= len(question.answer) <= config.moves
+        assert play_by_oracle(read_board(question.reference), question.answer)[2] is GameEnd.GOAL
+    held_out = {question.key for question in questions[:-2]}
+    assert len(held_out) == len(questions[:-2])
+    assert not held_out & {question.key for question in questions[-2:]}
 
 
 def test_source_without_solvable_boards_is_refused() -> None:

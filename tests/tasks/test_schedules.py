@@ -67,6 +67,8 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "train_seconds": st.sampled_from([(0.3,), (0.0,), (1.0, 0.0), (0.1, 4.0)]),
     "reward_seconds": st.sampled_from([(0.0,), (0.1,), (0.0, 0.5)]),
     "update_seconds": TENTHS,
+    "turns": st.sampled_from([1, 1, 1, 2, 3]),
+    "kv_tokens": st.sampled_from([None, None, 1, 10, 30, 200]),
     "seed": st.integers(0, 1000),
 }
 CHOICES: dict[str, st.SearchStrategy[Any]] = {
@@ -124,7 +126,7 @@ WAITING = {
     "batches": st.sampled_from([4, 8, 12]),
 }
 OUTER = ("slots", "speeds", "max_inflight_groups", "max_unscored", "limited", "routing", "in_flight", "train_seconds")
-OUTER += ("reward_seconds",)
+OUTER += ("reward_seconds", "kv_tokens")
 OUTER += ("update_seconds", "fetch_seconds", "commit_seconds", "latency", "slowing", "trouble")
 STOPS = {"stops": st.lists(st.builds(Stop, at(6), st.integers(0, 2)), max_size=3).map(tuple)}
 
@@ -189,12 +191,8 @@ def said(ledger: Ledger) -> list[list[tuple[int, list[tuple[int, ...]]]]]:
 def test_random_schedules_cover_every_rollout_option() -> None:
     """A config key that no schedule draws could hide a deadlock: one did."""
     drawn = set(COMMON) | set(CHOICES) | set(TROUBLE) | set(TIMES)
-    drawn |= {
-        "admit_by",
-        "durable_turns",
-        "max_snapshot_bytes",
-    }  # test_cache_queue.py and test_turn_journal.py draw them
-    named = {"patience_seconds": "patience", "attempts": "attempts"}
+    drawn |= {"durable_turns", "max_snapshot_bytes"}  # test_turn_journal.py and test_snapshots.py draw them
+    named = {"patience_seconds": "patience", "attempts": "attempts", "admit_by": "kv_tokens"}
     assert {named.get(key, key) for key in RolloutConfig.model_fields} <= drawn
 
 
