@@ -29,7 +29,6 @@ from rollflow.storage.records import (
     Discard,
     DiscardReason,
     GroupKey,
-    Outcome,
     Prompt,
     StopReason,
     Trajectory,

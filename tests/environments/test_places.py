@@ -87,7 +87,7 @@ def test_guest_starts_in_a_process_with_many_open_files() -> None:
 def test_guest_that_ends_no_process_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped template starts no process, and so the keeper never reports the end of the episode."""
     monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
-    config = trl("Quiet", processes=1, reset_seconds=3.0)
+    config = trl("Quiet", processes=1, setup_seconds=3.0)
     environment = build(config)
 
     async def run() -> tuple[Score | None, Score | None]:

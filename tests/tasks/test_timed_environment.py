@@ -147,6 +147,9 @@ def test_spread_beyond_any_number_is_refused(keys: dict[str, object]) -> None:
 
 
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    **{name: st.none() | st.floats(1, 1e9) for name in ("setup_seconds", "turn_seconds", "episode_seconds")},
+    **{name: st.none() | st.integers(1, 1000) for name in ("max_turn_tokens", "max_episode_tokens")},
+    "unparsable_penalty": st.floats(0, 1e9),
     "median_turns": st.floats(1, 1e6),
     "turns_sigma": st.floats(0, 10),
     "max_turns": st.integers(1, 50),

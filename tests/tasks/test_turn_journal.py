@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.storage.errors import Corrupt, StoreFailed
+from rollflow.storage.errors import Corrupt, StoreFailed, Unreachable
 from rollflow.storage.log.state import RunState
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.objects.memory import MemoryStore
@@ -33,7 +33,7 @@ from rollflow.tasks.engines.base import Generation, GenerationRequest, TokenSpan
 from rollflow.tasks.rollout.config import RolloutConfig
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.files import TurnFiles
-from rollflow.tasks.rollout.resuming.journal import OTHER_REQUEST, TurnFolder, TurnJournal
+from rollflow.tasks.rollout.resuming.journal import OTHER_REQUEST, TurnFolder, TurnJournal, hash_request
 
 KEY = TurnKey(GroupKey(3, 1), 2, 0)
 INT32 = st.integers(0, (1 << 31) - 1)
@@ -227,6 +227,27 @@ async def test_waiting_turn_ends_with_the_journal() -> None:
     writer.cancel()
     await asyncio.wait_for(asyncio.gather(first, second), 30)
     await asyncio.wait_for(journal.record(replace(KEY, turn=2), request(), made()), 30)
+
+
+@given(st.sets(st.integers(0, 6)), st.integers(0, 7))
+def test_recalled_turns_of_an_episode_have_no_gap(stored: set[int], changed: int) -> None:
+    """Turn `changed` has another request than before the crash."""
+    keys = {number: replace(KEY, turn=number) for number in range(7)}
+    turns = [replace(turn(KEY.group), key=keys[number], request=hash_request(request())) for number in sorted(stored)]
+    journal = TurnJournal(Folder(), {"a": turns})
+    asked = {number: request(seed=99) if number == changed else request() for number in keys}
+    recalled = [number for number, key in keys.items() if journal.recall(key, asked[number])]
+    first = next((number for number in keys if number not in stored or number == changed), 7)
+    assert recalled == list(range(first))
+
+
+async def test_failed_delete_of_a_file_fails_nothing() -> None:
+    class Away(Folder):
+        async def delete(self, path: str) -> None:
+            raise Unreachable("the store is away")
+
+    journal = TurnJournal(Away(), {"turns/0": [turn(KEY.group)]})
+    await journal.close_groups([KEY.group])
 
 
 async def test_file_is_deleted_when_its_last_group_ends() -> None:

@@ -13,6 +13,7 @@
 - With `durable_turns = "before-action"`, the environment gets a turn only after the turn is stored. So no action is
   repeated with another turn, and a crash loses only running generations.
 - With `durable_turns = "background"`, nothing waits for storage. A crash also loses the turns of the last moment.
+- No turn is recalled after a turn of its episode that was generated again, because its tokens may be older.
 - A snapshot is stored with or before the turn that follows it.
 - A file is deleted as soon as each of its groups is in a batch or discarded.
 """
@@ -129,6 +130,7 @@ class TurnJournal:
         episode = (key.group, key.sample)
         turn = self._known.get(episode, {}).pop(key.turn, None)
         if turn is None:
+            self._known.pop(episode, None)  # the tokens of later turns may be older than those of this turn
             return None
         if turn.request != hash_request(request):
             self.diverged += 1
@@ -251,7 +253,8 @@ class TurnJournal:
             running -= ended
             if not running and self._folder is not None:
                 del self._files[path]
-                await self._folder.delete(path)
+                with contextlib.suppress(StoreFailed, Unreachable):  # the next scheduler of the run deletes the file
+                    await self._folder.delete(path)
 
 
 def hash_request(request: GenerationRequest) -> str:

@@ -102,7 +102,7 @@ class RecordedEpisode(PlayedEpisode):
         """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
         super().save_snapshot(data)
         # no event stands for a score that could not be computed, so such an episode is replayed from its turns
-        if self.wanted is not None or self._unjudged is not None or not self.place.journal.accepts_size(len(data)):
+        if self.wanted is not None or self.unjudged is not None or not self.place.journal.accepts_size(len(data)):
             return
         place = self.place
         key = TurnKey(place.group, place.sample, self.turns)
