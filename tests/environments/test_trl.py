@@ -131,7 +131,9 @@ def test_policy_reads_an_error_for_deeply_nested_arguments() -> None:
     """At some depth the arguments can just be read, but not be written into the request to the process."""
     nested = ["[" * depth + "]" * depth for depth in range(800, 1000)]
     said = [f'<tool_call>{{"name": "add", "arguments": {{"number": {one}}}}}</tool_call>' for one in nested]
-    score, episode, environment = play(trl("Counter", max_turns=len(said) + 1), *said, "Done.", longest=10**6, turns=1000)
+    score, episode, environment = play(
+        trl("Counter", max_turns=len(said) + 1), *said, "Done.", longest=10**6, turns=1000
+    )
     assert score is not None
     assert score.value == 0.0
     assert len(episode.heard) == len(said)

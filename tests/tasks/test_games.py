@@ -18,6 +18,7 @@ from rollflow.storage.records import Outcome, Prompt
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.config import FrozenLakeEnvironment, SokobanEnvironment
+from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.games import BOARDS, describe_board, read_board
 from rollflow.tasks.games.frozen_lake import FrozenLake
 from rollflow.tasks.games.grid import CELLS, MOVES, Board, GameEnd, find_solution
@@ -233,9 +234,10 @@ ROOMS = {"size": st.integers(5, 6), "walls": st.floats(0, 0.5), "boxes": st.inte
 
 
 def test_every_key_of_a_game_is_drawn() -> None:
-    for drawn, section in ((LAKES, FrozenLakePrompts), (ROOMS, SokobanPrompts)):
-        assert drawn.keys() == section.model_fields.keys() - PromptBase.model_fields.keys() - {"kind"}
-    assert FrozenLakeEnvironment.model_fields.keys() == SokobanEnvironment.model_fields.keys() == {"kind", "turns"}
+    for keys, section in ((LAKES, FrozenLakePrompts), (ROOMS, SokobanPrompts)):
+        assert keys.keys() == section.model_fields.keys() - PromptBase.model_fields.keys() - {"kind"}
+    drawn = {"kind", *LimitedEnvironment.model_fields}  # test_episode_limits.py draws the limits
+    assert FrozenLakeEnvironment.model_fields.keys() == SokobanEnvironment.model_fields.keys() == drawn
 
 
 @given(
