@@ -226,7 +226,7 @@ def test_episode_has_the_outcome_of_the_rules(board: Board, moves: str, turns: i
     end = play_by_oracle(board, moves[:turns])[2]
     score, _ = play(board, moves, turns=turns, longest=200)
     assert score is not None
-    assert score.reason == (end or "the episode reached environment.max_turns = 10")
+    assert score.reason == (end or f"the episode reached environment.max_turns = {turns}")
 
 
 LAKES = {"size": st.integers(2, 6), "holes": st.floats(0, 0.99), "moves": st.integers(1, 20)}
