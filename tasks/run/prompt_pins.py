@@ -38,7 +38,7 @@ from rollflow.tasks.prompts.config import (
     ReasoningGymPrompts,
     SortingPrompts,
 )
-from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
+from rollflow.tasks.prompts.games.config import FrozenLakePrompts, KuhnPokerPrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import Split
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.tables import read_file
@@ -104,9 +104,9 @@ class SortingPin(PinBase):
 
 
 class GamePin(PinBase):
-    """The record of a prompt source of a game's boards: a hash of its held-out and first training questions."""
+    """The record of a prompt source of a game: a hash of its held-out and first training questions."""
 
-    kind: Literal["frozen-lake", "sokoban"]
+    kind: Literal["frozen-lake", "sokoban", "kuhn-poker"]
     sha256: str
 
 
@@ -149,7 +149,7 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
                 pins.append(ColumnSumsPin(split=split, sha256=prompts.sha256(which)))
             case SortingPrompts():
                 pins.append(SortingPin(split=split, sha256=prompts.sha256(which)))
-            case FrozenLakePrompts() | SokobanPrompts():
+            case FrozenLakePrompts() | SokobanPrompts() | KuhnPokerPrompts():
                 pins.append(GamePin(kind=source.kind, split=split, sha256=prompts.sha256(which)))
             case ImportPrompts():
                 pins.append(ImportPin(split=split, sha256=prompts.sha256(which)))

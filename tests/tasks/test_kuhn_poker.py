@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.flows.config import parse_config
+from rollflow.flows.prepare import prepare
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Outcome, Prompt, StopReason, Trajectory
@@ -32,6 +34,8 @@ from rollflow.tasks.prompts.games.deals import DealSource, build_demonstration
 from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.run import held_out_episodes
+from rollflow.tasks.run.held_out_accuracy import HeldOutJudge
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.testing.environments import build_ports
 
@@ -254,3 +258,24 @@ def test_kuhn_poker_with_keys_that_do_not_fit_is_refused(tree: dict[str, Any], w
     game = {} if "kind" in words else {"environment": {"kind": "kuhn-poker"}}
     with pytest.raises(ConfigError, match=words):
         parse_config({**game, **tree})
+
+
+def test_run_of_kuhn_poker_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks before a run, the pins of the prompts, and the accuracy of a new policy in its environment."""
+    monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
+    tree = {
+        "prompts": [{"kind": "kuhn-poker"}],
+        "environment": {"kind": "kuhn-poker"},
+        "engine": {"kind": "timed", "max_new_tokens": 3},
+        "evaluation": {"prompts": 12},
+        "policy": {"cold_start": {"vocabulary": 258, "hidden_size": 32, "heads": 2, "layers": 1}},
+    }
+    context = prepare(parse_config(tree), "hands")
+    assert [pin["kind"] for pin in context.created.prompts] == ["kuhn-poker"]
+
+    def generate(_: Any, prompts: Sequence[Sequence[int]], *__: Any) -> list[list[int]]:
+        return [list(context.tokenizer.encode_response("p")) for _ in prompts]
+
+    monkeypatch.setattr(held_out_episodes, "generate_answers", generate)
+    with HeldOutJudge(context) as measure:
+        assert measure(None).mean == 1.0

@@ -45,7 +45,7 @@ class DealSource:
     def _ask_hand(self, stream: str, position: int) -> Question:
         draw, place = random.Random(f"{self._seed}:{stream}:{position // len(DEALS)}"), position % len(DEALS)
         deal = draw.sample(DEALS, len(DEALS))[place]
-        return Question(f"{stream} {position}", deal, {"deal": deal})
+        return Question(f"{stream} {position}", deal, {"answer": deal, "deal": deal})
 
 
 def build_demonstration(deal: str, history: str, seat: int) -> Question:
@@ -54,4 +54,4 @@ def build_demonstration(deal: str, history: str, seat: int) -> Question:
     for at in range(seat, len(history), 2):
         told = history[at + 1 : at + 2] if at + 2 < len(history) else ""
         turns.append(DemonstratedTurn(history[at], ({"role": "user", "content": told},) if told else ()))
-    return Question(opening, history[seat], {"deal": deal}, turns=tuple(turns))
+    return Question(opening, history[seat], {"answer": history[seat], "deal": deal}, turns=tuple(turns))
