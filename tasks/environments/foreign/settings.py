@@ -29,7 +29,7 @@ class WorldSettings(Protocol):
 
     @property
     def close_seconds(self) -> float:
-        """Deadline of the end."""
+        """Deadline of the end of an environment."""
 
     @property
     def limits(self) -> EpisodeLimits:

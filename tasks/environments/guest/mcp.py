@@ -28,13 +28,13 @@ CHUNK = 1 << 16
 MOST_PAGES = 100  # largest number of answers to `tools/list`
 END_SECONDS = 2.0  # seconds that a server may take to end after it has closed its output
 METHOD_NOT_FOUND = -32601
-SHOWN = 120  # bytes of a line that is no message, and of the server's standard error, in the reason
+SHOWN = 120  # bytes of an invalid line, and of the server's standard error, in the reason
 # environment variables that a server inherits; others may hold secrets of the run
 INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER", MARK)
 
 
 class ServerEnded(Exception):
-    """Raised if a server has ended or has written what is no message.
+    """Raised if a server has ended or has written an invalid message.
 
     `status` is the wait status of a server that has ended, and `said` is the end of its standard error.
     """
@@ -87,7 +87,7 @@ class McpConnection:
 
         Raises:
             RequestRefused: the server has answered with an error.
-            ServerEnded: the server has ended, or has written what is no message.
+            ServerEnded: the server has ended, or has written an invalid message.
         """
         self._number += 1
         self._send({"id": self._number, "method": method, "params": params})
@@ -103,7 +103,7 @@ class McpConnection:
         self._send({"method": method})
 
     def close(self) -> None:
-        """Close the input of the server, after which a server ends by itself, and wait for its end."""
+        """Close the input of the server, so that the server ends by itself, and wait for its end."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -280,7 +280,7 @@ def convert_tool(tool: Any, prefix: str) -> Fields:
 
 
 def read_result(result: Mapping[str, Any]) -> str:
-    """Return the text of a tool's result. Content that is no text is named by its type."""
+    """Return the text of a tool's result. Content that is not text is named by its type."""
     content = result.get("content")
     texts = [read_part(part) for part in content] if isinstance(content, list) else []
     if not texts and "structuredContent" in result:

@@ -1,6 +1,6 @@
 """The tools of MCP servers. Each episode has servers of its own, each in a worker process (see `guest.mcp`).
 
-A server that hangs, crashes or writes what is no message costs only its episode, as `foreign.faults` says. After an
+A server that hangs, crashes or writes an invalid message costs only its episode, as `foreign.faults` says. After an
 episode, all processes that its servers have started are killed.
 """
 

@@ -14,7 +14,7 @@ class OfferedTool:
     """A tool of one episode: its schema in the form of chat templates, and a function that calls the tool.
 
     The function takes the arguments of a call, and returns the text that the policy reads. The function raises
-    `CallFailed` if the policy may read why the call failed, and `WorldEnded` if the episode cannot go on.
+    `CallFailed` if the policy may read why the call failed, and `WorldEnded` if the episode cannot continue.
     """
 
     schema: Mapping[str, Any]

@@ -1,8 +1,8 @@
 """The tool `python`: a Python session in a sandbox of its own for each episode.
 
-The sandbox is created at the first call, so that an episode without a call needs none. Whatever code of the policy does
-to the session or to the sandbox is read by the policy as the result of the call, and the next call has a working
-session. A sandbox that fails for another reason ends the episode, which is then unjudged.
+The sandbox is created at the first call, so that an episode without a call needs none. If code of the policy ends the
+session or the sandbox, the result of the call tells the policy, and the next call has a working session. A sandbox that
+fails for another reason ends the episode, which is then unjudged.
 """
 
 from __future__ import annotations
