@@ -185,7 +185,18 @@ def test_prefect_form_shows_raw_json_only_for_tables() -> None:
                 raw.add(key)
             assert one.get("description") or one.keys() & {"$ref", "anyOf"} or one.get("type") == "array", (name, key)
     # the keys of these sections are the user's own
-    own = {"actions", "columns", "options", "env", "evaluation_sets", "extra_body", "labels", "runtime_env", "tools"}
+    own = {
+        "actions",
+        "columns",
+        "options",
+        "env",
+        "evaluation_sets",
+        "extra_body",
+        "labels",
+        "mcp",
+        "runtime_env",
+        "tools",
+    }
     assert raw == own | {"parts", "rewards", "rubric"}
 
 

@@ -326,13 +326,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "gymnasium": {"id": "a"},
     "frozen-lake": {},
     "sokoban": {},
+    "tools": {"python": {}},
     "timed": {},
 }
 
 
 def test_every_kind_with_turns_is_listed() -> None:
     found = {one.model_fields["kind"].default for one in EnvironmentConfig.__origin__.__args__}  # type: ignore[attr-defined]
-    assert found - {"single-turn"} == set(KINDS)
+    assert found - {"single-turn", "kuhn-poker"} == set(KINDS)  # a game of Kuhn poker has at most three turns
 
 
 @given(st.sampled_from(sorted(KINDS)), KEYS)
