@@ -119,7 +119,7 @@ PROMPTS = (
     ),
     ("the pin of generated prompts: the hash of what they ask", SAYS, lambda f: f.pin(1, sha256="0" * 64)),
     ("the pin of generated prompts: the package's version", SAYS, lambda f: f.pin(1, version="0.0.1")),
-    ("the pin of a file: another hash than that of the file", AUDIT, lambda f: f.pin(0, sha256="0" * 64)),
+    ("the pin of a file: a hash that is not that of the file", AUDIT, lambda f: f.pin(0, sha256="0" * 64)),
 )
 
 # --- responses -----------------------------------------------------------------------------------------------------

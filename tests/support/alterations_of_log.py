@@ -247,7 +247,7 @@ LOG = (
     ("two entries swapped", AUDIT, lambda f: f.log(_swapped)),
     ("the end of the log cut off, from before a pruning", AUDIT, _cut),
     ("the newest entry cut off", ANCHOR, _cut_by_one),
-    ("a stray entry behind a long gap", ("audit",), _stray),
+    ("a stray entry after a long gap", ("audit",), _stray),
     (
         "a void of a batch that was trained on",
         APPENDED,
