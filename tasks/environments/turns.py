@@ -63,7 +63,7 @@ class LivedBranch:
 
     @property
     def mask(self) -> bytes:
-        """One byte per token: 1 for a token that the policy generated, 0 for a token that the environment added."""
+        """The origin of each token, as a byte: 1 if the policy generated the token, 0 if the environment added it."""
         mask = bytearray(self.length)
         for turn in self.turns:
             mask[turn.start : turn.end] = CHOSEN * (turn.end - turn.start)
