@@ -24,6 +24,8 @@ settings.register_profile(
 )
 settings.load_profile("calm")
 
+FSYNC = os.fsync
+
 # A forked child has none of its parent's threads: if it collected what belongs to them (gloo's groups, say), it would
 # wait for them for ever.
 os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
@@ -85,6 +87,23 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory, prefect_database: P
     give(prefect_database, home)
     with PrefectServer(home) as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def skip_syncs() -> Iterator[None]:
+    """Turn off syncs in this process and in its forked children: they take up to half of a test's time.
+
+    No test cuts the power, and the kernel keeps the writes of a killed process. `real_syncs` turns them on again.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture
+def real_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test sync files to the disk."""
+    monkeypatch.setattr(os, "fsync", FSYNC)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from tests.support.waiting import HANG_SECONDS
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 CONFIGS: dict[str, EngineConfig] = {
-    "timed": TimedEngineConfig(median_tokens=400, sigma=0, seconds_per_token=0.01, update_seconds=0.0),
+    "timed": TimedEngineConfig(median_tokens=400, sigma=0, seconds_per_token=0.005, update_seconds=0.0),
     "transformers": TransformersEngineConfig(),
     "vllm": VllmEngineConfig(),
 }

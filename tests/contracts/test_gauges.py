@@ -71,6 +71,7 @@ def scraped(home: Path, switch: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_ray_node_exports_the_gauges_of_an_actor(tmp_path: Path) -> None:
     """A gauge that the actor no longer reports becomes zero."""

@@ -193,6 +193,7 @@ def test_file_being_written_is_never_deleted(local: LocalStore) -> None:
     assert list(local.list_unfinished()) == []
 
 
+@pytest.mark.usefixtures("real_syncs")
 @pytest.mark.parametrize("size", [5, 3_000_000])
 def test_file_is_synced_before_the_record_that_names_it(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int
@@ -290,9 +291,24 @@ def test_s3_without_response_is_unreachable_not_empty(s3: S3Store, proxy: Faulty
         s3.get("a")
 
 
+IN_PARTS = {Fault.LOST, Fault.TRUNCATED, Fault.FLIPPED}  # of an object in parts, in `make test`
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fault", [f for f in Fault if f is not Fault.STALLED])
-@pytest.mark.parametrize("size", [5, 11_000_000], ids=["small", "parts"])
+@pytest.mark.parametrize(
+    ("size", "fault"),
+    [
+        pytest.param(
+            size,
+            fault,
+            marks=[pytest.mark.soak] if name == "parts" and fault not in IN_PARTS else [],
+            id=f"{name}-{fault}",
+        )
+        for name, size in (("small", 5), ("parts", 11_000_000))
+        for fault in Fault
+        if fault is not Fault.STALLED
+    ],
+)
 def test_network_fault_leaves_the_store_unchanged(
     s3: S3Store, proxy: FaultyProxy, fault: Fault, size: int, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def make_calling_policy(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+@pytest.mark.soak
 async def test_policy_of_a_whole_run_uses_its_tools(tmp_path: Path) -> None:
     async with start_and_close(build_sandboxes(SANDBOX)):
         pass  # a machine without sandboxes cannot run the recipe

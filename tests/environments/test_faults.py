@@ -18,18 +18,18 @@ from rollflow.tasks.scorers.base import Score
 from tests.environments.worlds import build, call, close, find_mark, gym, play, speak, trl
 from tests.support.waiting import soon, until
 
-STEP: dict[str, Any] = {"turn_seconds": 1.0}
+STEP: dict[str, Any] = {"turn_seconds": 0.5}
 OPENING = {"init", "reset"}
 
 
 @pytest.mark.parametrize(
     ("wrong", "where", "outcome", "reason"),
     [
-        ("hang", "init", Outcome.UNJUDGED, "took more than environment.setup_seconds = 3 s"),
-        ("hang", "reset", Outcome.UNJUDGED, "took more than environment.setup_seconds = 3 s"),
-        ("hang", "act", Outcome.TIMEOUT, "took more than environment.turn_seconds = 1 s"),
-        ("hang", "reward", Outcome.TIMEOUT, "took more than environment.turn_seconds = 1 s"),
-        ("stubborn", "act", Outcome.TIMEOUT, "took more than environment.turn_seconds = 1 s"),
+        ("hang", "init", Outcome.UNJUDGED, "took more than environment.setup_seconds = 0.5 s"),
+        ("hang", "reset", Outcome.UNJUDGED, "took more than environment.setup_seconds = 0.5 s"),
+        ("hang", "act", Outcome.TIMEOUT, "took more than environment.turn_seconds = 0.5 s"),
+        ("hang", "reward", Outcome.TIMEOUT, "took more than environment.turn_seconds = 0.5 s"),
+        ("stubborn", "act", Outcome.TIMEOUT, "took more than environment.turn_seconds = 0.5 s"),
         ("error", "init", Outcome.UNJUDGED, "open failed with RuntimeError: broken world"),
         ("error", "reset", Outcome.UNJUDGED, "reset failed with RuntimeError: broken world"),
         ("error", "reward", Outcome.UNPARSABLE, "RuntimeError: broken world"),
@@ -52,7 +52,7 @@ def test_broken_environment_ends_its_episode_with_a_reason(
     wrong: str, where: str, outcome: Outcome, reason: str
 ) -> None:
     keys = (
-        ({"setup_seconds": 3.0} if where in OPENING else STEP) if outcome is Outcome.TIMEOUT or wrong == "hang" else {}
+        ({"setup_seconds": 0.5} if where in OPENING else STEP) if outcome is Outcome.TIMEOUT or wrong == "hang" else {}
     )
     config = trl("Bad", options={"wrong": wrong, "where": where}, **keys)
     score, _, environment = play(config, call("act"), "Done.")
@@ -91,13 +91,13 @@ def test_score_counts_the_rewards_before_a_fault() -> None:
     score, _, _ = play(gym(options={"wrong": "error"}), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.UNPARSABLE)
-    score, _, _ = play(gym(options={"wrong": "hang"}, turn_seconds=2.0), "1")
+    score, _, _ = play(gym(options={"wrong": "hang"}, turn_seconds=1.0), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.TIMEOUT)
 
 
 def test_environment_that_hangs_at_close_keeps_its_score() -> None:
-    score, _, environment = play(gym(options={"wrong": "hang at close"}, close_seconds=1.0), "1")
+    score, _, environment = play(gym(options={"wrong": "hang at close"}, close_seconds=0.5), "1")
     assert score is not None
     assert score.value == 6.0
     assert (environment.health.hangs, environment.health.failures) == (1, 0)
@@ -108,7 +108,7 @@ def test_environment_that_hangs_at_close_keeps_its_score() -> None:
     [
         ({"name": "Missing"}, "the import failed with AttributeError"),
         ({"name": "Counter", "module": "no_such_module"}, "the import failed with ModuleNotFoundError"),
-        ({"name": "X", "module": "slow_worlds", "start_seconds": 2.0}, "the import took more than start_seconds = 2"),
+        ({"name": "X", "module": "slow_worlds", "start_seconds": 1.0}, "the import took more than start_seconds = 1"),
         ({"name": "Counter", "options": {"no": 1}}, "open failed with TypeError"),
         ({"name": "Untyped"}, "the argument where of the tool look has no type; annotate the argument"),
         ({"name": "Undescribed"}, "the tool look has no docstring"),

@@ -201,10 +201,10 @@ START, CALL = "initialize", "tools/call"
 @pytest.mark.parametrize(
     ("wrong", "where", "outcome", "reason"),
     [
-        ("hang", START, Outcome.UNJUDGED, "open took more than 3 s"),
-        ("hang", "tools/list", Outcome.UNJUDGED, "open took more than 3 s"),
-        ("stubborn", CALL, Outcome.TIMEOUT, "call took more than 3 s"),
-        ("hang", CALL, Outcome.TIMEOUT, "call took more than 3 s"),
+        ("hang", START, Outcome.UNJUDGED, "open took more than 0.5 s"),
+        ("hang", "tools/list", Outcome.UNJUDGED, "open took more than 0.5 s"),
+        ("stubborn", CALL, Outcome.TIMEOUT, "call took more than 0.5 s"),
+        ("hang", CALL, Outcome.TIMEOUT, "call took more than 0.5 s"),
         ("exit", START, Outcome.UNJUDGED, "the server has ended, and said:"),
         ("exit", CALL, Outcome.KILLED, "the server has ended (its process exited with code 3 during call), and said: "),
         ("abort", CALL, Outcome.KILLED, "(its process was killed by SIGABRT during call)"),
@@ -223,7 +223,7 @@ START, CALL = "initialize", "tools/call"
     ],
 )
 def test_broken_server_ends_its_episode_with_a_reason(wrong: str, where: str, outcome: Outcome, reason: str) -> None:
-    slow = {"seconds": 3.0} if where == CALL else {"start_seconds": 3.0}
+    slow = {"seconds": 0.5} if where == CALL else {"start_seconds": 0.5}
     keys = slow if wrong in ("hang", "stubborn") else {}
     score, episode, tools = play_once(serve(wrong, where, **keys), call("echo", text="x"), "Done.")
     assert score is not None
@@ -299,7 +299,7 @@ def test_check_accepts_a_server_that_works() -> None:
     ("config", "sentence"),
     [
         (serve("exit", START), r"mcp: MCP server shop: the server has ended, and said: .*the disk is full"),
-        (serve("hang", START, start_seconds=1.0), r"open took more than 1 s; correct the server's section, or allow"),
+        (serve("hang", START, start_seconds=0.5), r"open took more than 0.5 s; correct the server's section, or allow"),
         (serve(command=["/no/server"]), r"environment\.mcp\.shop\.command = '/no/server': there is no such program"),
         (serve(command=["no-such-server"]), r"command = 'no-such-server': there is no such program; install it"),
         (serve(folder="/no/folder"), r"environment\.mcp\.shop\.folder = '/no/folder': there is no such folder"),

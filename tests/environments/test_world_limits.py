@@ -33,25 +33,25 @@ def test_limits_of_turns_and_tokens_hold(keys: dict[str, Any], turns: int, token
 @pytest.mark.parametrize(
     ("keys", "said", "late"),
     [
-        ({"turn_seconds": 3.5}, call("rest") + call("rest"), "turn_seconds = 3.5"),
-        ({"turn_seconds": 3.5}, call("rest"), ""),
-        ({"episode_seconds": 3.0}, call("rest"), "episode_seconds = 3"),
+        ({"turn_seconds": 2.0}, 4 * call("rest"), "turn_seconds = 2"),
+        ({"turn_seconds": 2.0}, call("rest"), ""),
+        ({"episode_seconds": 1.0}, call("rest"), "episode_seconds = 1"),
     ],
 )
 def test_time_of_a_turn_and_an_episode_is_limited(keys: dict[str, float], said: str, late: str) -> None:
-    """Two turns with a rest of two seconds each are within the limit of a turn, and two rests in one turn are not."""
-    score, _, _ = play(trl("Slow", options={"rest": 2.0}, **keys), said, said, "Done.")
+    """Two turns with a rest of 0.6 seconds each are within the limit of a turn, and four rests in one turn are not."""
+    score, _, _ = play(trl("Slow", options={"rest": 0.6}, **keys), said, said, "Done.")
     assert score is not None
     assert score.outcome is (Outcome.TIMEOUT if late else Outcome.CORRECT)
     assert not late or f"the environment took more than environment.{late} s" in score.reason
 
 
 def test_setup_counts_towards_the_time_of_an_episode() -> None:
-    config = trl("Slow", options={"setup": 2.0, "rest": 2.0}, episode_seconds=3.0)
+    config = trl("Slow", options={"setup": 0.5, "rest": 1.5}, episode_seconds=1.7)
     score, _, _ = play(config, call("rest"), "Done.")
     assert score is not None
     assert score.outcome is Outcome.TIMEOUT
-    assert "episode_seconds = 3" in score.reason
+    assert "episode_seconds = 1.7" in score.reason
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,6 @@ DAMAGES: Mapping[str, Mapping[tuple[int, int], Damage]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn off syncs, which take half of the test's time: the kernel keeps the writes of a killed process."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @dataclass(frozen=True)
 class KillingStore(LocalStore):
     """A local store whose process dies at the `at`-th write, before or after it; some writes are concurrent."""

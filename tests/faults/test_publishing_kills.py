@@ -6,7 +6,6 @@ anywhere between its start and its optimizer step.
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -54,7 +53,6 @@ def test_learner_continues_after_a_kill_at_any_publishing_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
     def prepared(name: str) -> RunContext:
         return prepare_small(tmp_path, name, versions=VERSIONS, keep_last=10)

@@ -51,6 +51,7 @@ def store() -> S3Store:
     return S3Store(f"{BUCKET}/{uuid.uuid4().hex}")
 
 
+@pytest.mark.soak
 def test_s3_operations_succeed_despite_faults(store: S3Store, proxy: FaultyProxy, tmp_path: Path) -> None:
     contents = {f"a/{n}": os.urandom(size) for n, size in enumerate([0, 1, 1000, PART_BYTES, 3 * PART_BYTES + 5])}
     for path, data in contents.items():

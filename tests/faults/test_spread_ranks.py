@@ -60,7 +60,7 @@ def weights(run: RunContext, version: int) -> list[str]:
     "train",
     [
         pytest.param({"ranks": 2}, id="whole", marks=SOAK),
-        pytest.param({"ranks": 3, "sharded": True}, id="sharded"),
+        pytest.param({"ranks": 3, "sharded": True}, id="sharded", marks=SOAK),
         pytest.param({"ranks": 2, "kind": "deepspeed"}, id="DeepSpeed", marks=SOAK),
     ],
 )
@@ -149,6 +149,7 @@ class Owner:
         return os.getpid()
 
 
+@pytest.mark.soak
 def test_multi_node_rank_ends_with_its_parent_process(place: Path) -> None:
     run = prepare_small(place, versions=2, train={"ranks": 2, "multi_node": True})
     owner = ray.remote(Owner).remote()

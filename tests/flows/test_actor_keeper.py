@@ -147,6 +147,7 @@ def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
     assert recovery.reason.startswith("the process of worker is idle")
 
 
+@pytest.mark.soak
 def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
     with pytest.raises(RestartsExhausted, match="no progress for 4 s"):
         keep(tmp_path, "busy", restarts=0, answer=2.0, patience=4.0)

@@ -132,6 +132,7 @@ def test_unreachable_cluster_is_refused(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_every_node_of_a_real_cluster_is_checked(tmp_path: Path) -> None:
     head = RayHead(tmp_path / "ray", cpus=1)

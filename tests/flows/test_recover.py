@@ -380,6 +380,7 @@ def test_run_command_survives_death_of_supervisor_and_servers(
     assert len(of(run)) == 3
 
 
+@pytest.mark.soak
 def test_run_ends_if_its_supervisor_keeps_failing(server: PrefectServer, runner: Runner, run: RunContext) -> None:
     session = Session("trivial", server.ui_url, {SERVER: server, RUNNER: runner})
     run.store.put("fail", b"")

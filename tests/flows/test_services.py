@@ -258,6 +258,7 @@ time.sleep(600)
     until(lambda: not marked(mark))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_ray_cluster_restarts_at_its_old_address(tmp_path: Path, mark: str) -> None:
     """The cluster's guards are killed, as by a kernel that is short of memory."""
@@ -390,7 +391,7 @@ def test_server_that_asks_for_credentials_is_accepted() -> None:
             """Log nothing."""
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Guarded)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         check_mlflow(f"http://127.0.0.1:{server.server_port}")
     finally:

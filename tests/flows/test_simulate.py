@@ -245,6 +245,7 @@ def test_simulation_predicts_a_recorded_run(capsys: pytest.CaptureFixture[str], 
     assert load_hardware(fit).update.seconds == PAUSE
 
 
+@pytest.mark.soak
 @pytest.mark.long
 def test_plan_does_not_compare_with_a_run_of_another_recipe(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert main(["plan", RECIPE, "--from-run", str(run), "--set", "groups=4", "--versions", "5"]) == 0

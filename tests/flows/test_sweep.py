@@ -116,7 +116,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "small.toml"
 
 
-@pytest.mark.parametrize("code", [FAILED, BAD_INPUT, -SIGKILL])
+@pytest.mark.parametrize("code", [FAILED, pytest.param(BAD_INPUT, marks=pytest.mark.soak), -SIGKILL])
 def test_repeated_sweep_skips_done_runs_and_reports_failures(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
 ) -> None:

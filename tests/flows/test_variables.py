@@ -133,7 +133,7 @@ def test_removed_working_directory_is_refused(
 def server() -> Iterator[str]:
     """Return the address of a loopback server that answers."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as serving:
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{serving.server_port}/"
         serving.shutdown()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
@@ -36,6 +37,8 @@ BOUNDS = ServerBounds(live=3, memory_bytes=128 * MIB)
 SMALL = BubblewrapSandbox(
     memory_bytes=128 * MIB, folder_bytes=8 * MIB, folder_files=200, output_bytes=100_000, processes=20, spares=0
 )
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Caller:
@@ -66,9 +69,9 @@ class Caller:
         return (await self.client.post(f"{PREFIX}/upload", data=form, files={"file": ("name", data)})).json()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandboxes() -> AsyncIterator[Sandboxes]:
-    """Start sandboxes for a server."""
+    """Start sandboxes for the servers of all tests; each test has its own server."""
     created = build_sandboxes(SMALL)
     try:
         await created.start()
@@ -88,7 +91,7 @@ async def serve(sandboxes: Sandboxes, **more: Any) -> AsyncIterator[Caller]:
         yield Caller(client)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def caller(sandboxes: Sandboxes) -> AsyncIterator[Caller]:
     """Serve sandboxes to a caller who has started one."""
     async with serve(sandboxes) as created:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from rollflow.flows.commands.cli import main
 from rollflow.storage.errors import ConfigError
@@ -29,9 +30,12 @@ LONG = 60.0
 DOUBLE = "#include <iostream>\nint main() { int a; std::cin >> a; std::cout << 2 * a; }"
 
 
-@pytest.fixture
+on_shared_loop = pytest.mark.asyncio(loop_scope="module")  # the event loop of `sandboxes`
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def sandboxes() -> AsyncIterator[Sandboxes]:
-    """Start sandboxes for a server."""
+    """Start sandboxes for the servers of all tests; each test has its own server."""
     created = build_sandboxes(BubblewrapSandbox(processes=16, spares=1))
     try:
         await created.start()
@@ -41,7 +45,7 @@ async def sandboxes() -> AsyncIterator[Sandboxes]:
     await created.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def post(sandboxes: Sandboxes) -> AsyncIterator[Callable[..., Any]]:
     """Return a function that posts a request to a server and returns the answer's body."""
     async with serve_in_background(sandboxes) as url, httpx.AsyncClient(base_url=url, timeout=LONG) as client:
@@ -54,6 +58,7 @@ async def post(sandboxes: Sandboxes) -> AsyncIterator[Callable[..., Any]]:
         yield send
 
 
+@on_shared_loop
 async def test_request_in_the_form_of_verl_is_answered(post: Callable[..., Any]) -> None:
     found = await post(**VERL, code="print(int(input()) * 2)", stdin="21")
     assert found.keys() == {
@@ -65,11 +70,13 @@ async def test_request_in_the_form_of_verl_is_answered(post: Callable[..., Any])
     assert run == {"status": "Finished", "return_code": 0, "stdout": "42\n", "stderr": ""}
 
 
+@on_shared_loop
 async def test_request_in_the_form_of_roll_is_answered(post: Callable[..., Any]) -> None:
     found = await post(code="print('a')", stdin="", expected_stdout="b", compile_timeout=5, run_timeout=5)
     assert (found["status"], found["run_result"]["stdout"]) == ("Success", "a\n")
 
 
+@on_shared_loop
 @pytest.mark.parametrize(
     ("body", "status", "run_status"),
     [
@@ -91,6 +98,7 @@ async def test_run_code_status_equals_that_of_sandbox_fusion(
     assert bool(found["message"]) == (status == "SandboxError")
 
 
+@on_shared_loop
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 async def test_cpp_program_is_compiled_and_run(post: Callable[..., Any]) -> None:
     found = await post(code=DOUBLE, language="cpp", stdin="21", compile_timeout=LONG)
@@ -101,11 +109,13 @@ async def test_cpp_program_is_compiled_and_run(post: Callable[..., Any]) -> None
     assert "error" in broken["compile_result"]["stderr"]
 
 
+@on_shared_loop
 async def test_fetched_files_are_returned_as_base64(post: Callable[..., Any]) -> None:
     found = await post(code="open('out', 'wb').write(bytes(range(256)))", fetch_files=["out", "none"])
     assert {path: base64.b64decode(data) for path, data in found["files"].items()} == {"out": bytes(range(256))}
 
 
+@on_shared_loop
 async def test_run_code_request_without_token_is_refused(sandboxes: Sandboxes) -> None:
     body = {"code": "print(1)", "language": "python"}
     async with serve_in_background(sandboxes, token="secret") as url, httpx.AsyncClient(base_url=url) as client:
@@ -117,6 +127,7 @@ async def test_run_code_request_without_token_is_refused(sandboxes: Sandboxes) -
         assert (await client.post("/run_code", json=body, auth=("any", "secret"))).status_code == 200
 
 
+@on_shared_loop
 async def test_request_from_a_web_page_runs_no_program(sandboxes: Sandboxes) -> None:
     async with serve_in_background(sandboxes) as url, httpx.AsyncClient() as client:
         body = json.dumps({"code": "print(1)", "language": "python"})
@@ -124,6 +135,7 @@ async def test_request_from_a_web_page_runs_no_program(sandboxes: Sandboxes) -> 
         assert answer.status_code == 403
 
 
+@on_shared_loop
 async def test_sandbox_server_with_a_full_queue_answers_503(sandboxes: Sandboxes) -> None:
     bounds = ServerBounds(at_once=1, queue=1)
     body = {"code": "import time; time.sleep(2)", "language": "python"}
@@ -133,6 +145,7 @@ async def test_sandbox_server_with_a_full_queue_answers_503(sandboxes: Sandboxes
     assert "1 requests run and 1 wait" in next(one for one in answers if one.status_code == 503).json()["detail"]
 
 
+@on_shared_loop
 async def test_program_is_killed_if_its_caller_disconnects(sandboxes: Sandboxes) -> None:
     body = {"code": "import time; time.sleep(600)", "language": "python", "run_timeout": 600}
     async with serve_in_background(sandboxes, bounds=ServerBounds(at_once=1)) as url, httpx.AsyncClient() as client:
@@ -142,6 +155,7 @@ async def test_program_is_killed_if_its_caller_disconnects(sandboxes: Sandboxes)
         assert (await client.post(f"{url}/run_code", json=body, timeout=LONG)).json()["status"] == "Success"
 
 
+@on_shared_loop
 async def test_malformed_run_code_requests_are_refused(sandboxes: Sandboxes) -> None:
     bounds = ServerBounds(body_bytes=1000)
     async with serve_in_background(sandboxes, bounds=bounds) as url, httpx.AsyncClient(timeout=LONG) as client:
@@ -151,6 +165,7 @@ async def test_malformed_run_code_requests_are_refused(sandboxes: Sandboxes) -> 
         assert (await client.post(f"{url}/run_code", content=endless)).status_code == 422
 
 
+@on_shared_loop
 async def test_slow_or_broken_request_does_not_occupy_the_server(
     sandboxes: Sandboxes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,6 +188,7 @@ async def test_slow_or_broken_request_does_not_occupy_the_server(
     assert "Exception in ASGI application" not in caplog.text
 
 
+@on_shared_loop
 async def test_request_with_endless_headers_is_refused(sandboxes: Sandboxes) -> None:
     async with serve_in_background(sandboxes, token="secret") as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
@@ -186,6 +202,7 @@ async def test_request_with_endless_headers_is_refused(sandboxes: Sandboxes) -> 
         writer.close()
 
 
+@on_shared_loop
 async def test_null_byte_in_a_path_is_refused(post: Callable[..., Any]) -> None:
     content = base64.b64encode(b"1").decode()
     found = await post(code="import os; print(os.listdir())", files={"a\0b": content})
@@ -312,6 +329,7 @@ async def test_run_code_client_refuses_a_missing_token_or_server(monkeypatch: py
         await RunCodeSandboxes(RunCodeSandbox(url="http://127.0.0.1:9/run_code", tries=2)).start()
 
 
+@on_shared_loop
 async def test_run_code_client_sends_the_token(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_TOKEN", "secret")
     async with serve_in_background(sandboxes, token="secret") as url:

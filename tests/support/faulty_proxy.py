@@ -87,7 +87,7 @@ class FaultyProxy:
         return self._seen[method]
 
     def __enter__(self) -> FaultyProxy:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(

@@ -106,7 +106,7 @@ def judge_server(behave: Behaviour) -> Iterator[JudgeServer]:
 
     server = Server(("127.0.0.1", 0), Handler)
     judge.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield judge

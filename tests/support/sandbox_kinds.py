@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.sandboxes import build_sandboxes
-from rollflow.tasks.sandboxes.base import Capability, Sandboxes
+from rollflow.tasks.sandboxes.base import Capability, Program, Sandboxes
 from rollflow.tasks.sandboxes.config import (
     MIB,
     BubblewrapSandbox,
@@ -29,6 +30,7 @@ LOCAL: dict[str, SandboxBase] = {
     "unsafe-process": UnsafeProcessSandbox(**SMALL, processes=16, spares=0),
 }
 KINDS = (*LOCAL, "run-code", "rock")  # the last two are on a server of bubblewrap sandboxes, on a free port
+LONG = 60.0  # seconds; longer only for a hang
 SERVED = ServerBounds(memory_bytes=SMALL["memory_bytes"])
 
 
@@ -44,12 +46,17 @@ async def start_kind(kind: str, needed: Collection[Capability] = ()) -> AsyncIte
                 run_code = RunCodeSandbox(url=f"{url}/run_code", memory_bytes=memory)
                 config = run_code if kind == "run-code" else RockSandbox(url=url, memory_bytes=memory)
             created = build_sandboxes(config)
-            if missing := set(needed) - created.capabilities:
-                pytest.skip(f"{kind} has not the capability {', '.join(sorted(missing))}")
+            skip_without(needed, created)
             await stack.enter_async_context(start_and_close(created))
         except ConfigError as error:
             pytest.skip(str(error))
         yield created
+
+
+def skip_without(needed: Collection[Capability], sandboxes: Sandboxes) -> None:
+    """Skip a test that needs capabilities that the sandboxes lack."""
+    if missing := set(needed) - sandboxes.capabilities:
+        pytest.skip(f"{type(sandboxes).__name__} have not the capability {', '.join(sorted(missing))}")
 
 
 @asynccontextmanager
@@ -60,3 +67,17 @@ async def start_and_close(sandboxes: Sandboxes) -> AsyncIterator[Sandboxes]:
         yield sandboxes
     finally:
         await sandboxes.close()
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; fail after 30 seconds."""
+    for _ in range(1500):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    assert condition()
+
+
+def warm(code: str, **more: object) -> Program:
+    """Return a warm Python program with a long deadline."""
+    return Program(code=code, **{"timeout": LONG, **more})  # type: ignore[arg-type]

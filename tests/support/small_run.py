@@ -8,8 +8,11 @@ Until that version is committed, the feed has no batch.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import torch
@@ -138,11 +141,27 @@ def prepare_small(
 def make_policy(folder: Path) -> None:
     """Make a policy folder with random weights."""
     folder.mkdir(parents=True)
-    small = ColdStart(hidden_size=32, layers=2, heads=2, context=128)
-    for name, data in build_cold_folder(small, ["Calculate 1 + 1 + 1.", "3"] * 10).items():
+    for name, data in _policy_files().items():
         (folder / name).write_bytes(data)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+@cache
+def _policy_files() -> Mapping[str, bytes]:
+    """Build the policy once in each process."""
+    small = ColdStart(hidden_size=32, layers=2, heads=2, context=128)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, data in build_cold_folder(small, ["Calculate 1 + 1 + 1.", "3"] * 10).items():
+            (folder / file).write_bytes(data)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def copy_run(context: RunContext, folder: Path) -> RunContext:
+    """Copy a run whose store is a folder; the copy has a cache of its own."""
+    shutil.copytree(context.uri, folder)
+    return RunContext(str(folder), folder.with_name(f"{folder.name}-cache"))
 
 
 def batch(context: RunContext, number: int, *, ahead: bool = False) -> StagedBatch:

@@ -25,13 +25,43 @@ from rollflow.tasks.run.restore import new_learner, restore
 from tests.support.described import describe
 from tests.support.log_runs import of_kind
 from tests.support.policy_folders import change_json
-from tests.support.small_run import ALL_ROLES, SUMS, Halt, StoreFeed, make_policy, prepare_small, train_small
+from tests.support.small_run import (
+    ALL_ROLES,
+    SUMS,
+    Halt,
+    StoreFeed,
+    copy_run,
+    make_policy,
+    prepare_small,
+    train_small,
+)
 
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
+    """Make a finished run of two versions; a test works on a copy."""
+    return train_in(tmp_path_factory.mktemp("home"), versions=2, until=None)
+
+
+@pytest.fixture(scope="module")
+def halted(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
+    """Make a run of two of four versions, with a batch that waits; a test works on a copy."""
+    return train_in(tmp_path_factory.mktemp("home"), versions=4, until=2)
+
+
+def train_in(home: Path, versions: int, until: int | None) -> RunContext:
+    """Train a run of `versions` versions, and stop before batch `until`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        context = prepare_small(home, versions=versions)
+        train_small(context, until=until)
+    return context
 
 
 def again(context: RunContext) -> RunContext:
@@ -105,9 +135,8 @@ def test_restore_replays_versions_of_an_older_config(tmp_path: Path) -> None:
     assert rates(context) == pytest.approx([1e-3, 1e-3, 1e-3, 1e-2, 1e-2])
 
 
-def test_repeated_config_change_adds_no_entry(tmp_path: Path) -> None:
-    context = prepare_small(tmp_path, versions=2)
-    train_small(context)
+def test_repeated_config_change_adds_no_entry(short: RunContext, tmp_path: Path) -> None:
+    context = copy_run(short, tmp_path / "small")
     for _ in range(3):
         record_change(again(context), ["versions=4"])
         assert not change_config(again(context), again(context).config)
@@ -154,9 +183,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_invalid_config_change_gets_a_one_sentence_error(tmp_path: Path, override: str) -> None:
-    context = prepare_small(tmp_path, versions=4)
-    train_small(context, until=2)
+def test_invalid_config_change_gets_a_one_sentence_error(halted: RunContext, tmp_path: Path, override: str) -> None:
+    context = copy_run(halted, tmp_path / "small")
     with pytest.raises(ConfigError) as refused:
         record_change(again(context), [override])
     assert REFUSED[override] in str(refused.value)
@@ -164,10 +192,9 @@ def test_invalid_config_change_gets_a_one_sentence_error(tmp_path: Path, overrid
     assert context.log.state == Log(context.store).state
 
 
-def test_config_change_to_longer_responses_is_refused(tmp_path: Path) -> None:
+def test_config_change_to_longer_responses_is_refused(short: RunContext, tmp_path: Path) -> None:
     """`max_new_tokens` decides which prompts fit, so another limit could give an index another prompt."""
-    context = prepare_small(tmp_path, versions=2)
-    train_small(context)
+    context = copy_run(short, tmp_path / "small")
     with pytest.raises(ConfigError, match=r"max_new_tokens = 16: .* leave room for 8 tokens .*; choose 8 or less"):
         record_change(again(context), ["versions=3", "engine.max_new_tokens=16"])
     before = [context.prompts().prompt(index) for index in range(8)]
@@ -220,9 +247,8 @@ def test_config_change_does_not_alter_a_recorded_policy(tmp_path: Path, monkeypa
         record_change(again(context), ["engine.kind=vllm", "engine.temperature=0.001"])
 
 
-def test_batch_keys_change_only_when_no_batch_waits(tmp_path: Path) -> None:
-    context = prepare_small(tmp_path, versions=2)
-    train_small(context)
+def test_batch_keys_change_only_when_no_batch_waits(short: RunContext, tmp_path: Path) -> None:
+    context = copy_run(short, tmp_path / "small")
     record_change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])
     found: RunConfig = again(context).config
     assert (found.group_size, found.groups, found.engine.temperature, found.async_ratio) == (6, 3, 0.5, 0)
@@ -235,11 +261,10 @@ class Killed(BaseException):
 @pytest.mark.parametrize("after", [False, True], ids=["before the write", "after it"])
 @pytest.mark.parametrize("entry", [0, 1], ids=["claim", "change"])
 def test_config_change_interrupted_by_a_kill_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool
+    short: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: int, after: bool
 ) -> None:
     """The command is killed before or after each of its entries; repeated, it makes one change."""
-    context = prepare_small(tmp_path, versions=2)
-    train_small(context)
+    context = copy_run(short, tmp_path / "small")
     place = entry_path(again(context).log.state.n + 1 + entry)
     create = LocalStore.create
 
@@ -263,9 +288,10 @@ def test_config_change_interrupted_by_a_kill_is_made_once(
     assert rates(context) == pytest.approx([1e-3, 1e-3, 2e-3, 2e-3])
 
 
-def test_config_change_with_a_lost_response_adds_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = prepare_small(tmp_path, versions=2)
-    train_small(context)
+def test_config_change_with_a_lost_response_adds_one_entry(
+    short: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = copy_run(short, tmp_path / "small")
     place = again(context).log.state.n + 2
     create, lost = LocalStore.create, [entry_path(place)]
 
@@ -282,10 +308,9 @@ def test_config_change_with_a_lost_response_adds_one_entry(tmp_path: Path, monke
     assert [entry.n for entry in of_kind(context.store, ConfigChanged)] == [place]
 
 
-def test_two_equal_config_changes_add_one_log_entry(tmp_path: Path) -> None:
+def test_two_equal_config_changes_add_one_log_entry(short: RunContext, tmp_path: Path) -> None:
     """Another command records the same change after this command's read and before its append."""
-    context = prepare_small(tmp_path, versions=2)
-    train_small(context)
+    context = copy_run(short, tmp_path / "small")
     slow, after = again(context), context.config.model_copy(update={"versions": 5})
     assert slow.config.versions == 2  # the slow command has read the config
     real = slow.log.claim

@@ -138,7 +138,8 @@ def test_no_learner_process_has_all_weights_in_memory(folder: Path, tmp_path: Pa
     assert max(side("loads", folder, tmp_path)) < 0.75 * whole
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("tied", [True, False])
 def test_sharded_embeddings_are_kept_once_in_memory(tied: bool, tmp_path: Path) -> None:
     """FSDP's own way holds one embedding twice. Embeddings that are not tied are gathered beside the head."""
     policy = described(tmp_path, tied=tied, vocab_size=40_000, intermediate_size=256, num_hidden_layers=2)

@@ -597,8 +597,8 @@ def test_separate_evaluation_engine_costs_training_nothing(changes: dict[str, An
     assert figures == simulate(recipe(), hardware()).figures
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("slowing", [0.05, pytest.param(0.5, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("slowing", [0.05, 0.5])
 def test_simulation_fitted_at_alpha_0_predicts_other_alphas(slowing: float) -> None:
     """The fit must distinguish an engine that hardly slows under load from one that slows almost in proportion."""
     machine = hardware(

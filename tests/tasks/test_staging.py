@@ -33,7 +33,7 @@ from tests.support.tiny_policy import make_policy, make_weights
 from tests.tasks.test_sharded import KINDS, SOAK
 
 SHARD_BYTES = 2**14  # gives many files, and some tensors are larger
-SECONDS, SLOW_SECONDS, KILL_SECONDS = 6.0, 9.0, 2.0
+SECONDS, SLOW_SECONDS, KILL_SECONDS = 4.0, 6.0, 1.5
 KIND = {**KINDS["PPO with a critic"], "learning_rate": 1e-4}
 ROLES = {**KINDS["a penalty to a reference"], "learning_rate": 1e-4}
 

@@ -40,7 +40,7 @@ def planned(case: str) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.soak) if "batch" in name else name for name in CASES]
+    "case", [pytest.param(name, marks=pytest.mark.soak) if "batch" in name or "= 0" in name else name for name in CASES]
 )
 def test_run_trains_the_same_on_real_and_virtual_clock(actors: list[Any], case: str) -> None:
     config = planned(case)
