@@ -91,11 +91,13 @@ class LockstepEnvironment(TimedEnvironment):
 class LockstepRun(BatchRun):
     """A simulated run in which all episodes of a batch step together."""
 
+    lockstep_type: type[LockstepEnvironment] = LockstepEnvironment
+
     def _build_environment(self) -> Environment:
         section = self.config.environment
         assert isinstance(section, TimedEnvironmentConfig)
         size = self.config.groups * self.config.group_size
-        return LockstepEnvironment(section, self.engine.tokens_per_tick, size)
+        return self.lockstep_type(section, self.engine.tokens_per_tick, size)
 
 
 class AgelessFormation(Formation):

@@ -20,6 +20,7 @@ import ray
 from benchmarks.baselines import BatchRun
 from benchmarks.report import Row, arguments, publish
 from rollflow.tasks.actors.engine_client import RayEngine
+from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.policies.config import PolicyConfig
 from rollflow.tasks.rollout.proxy import WeightsProbe
 from rollflow.tasks.run.config import RunConfig
@@ -45,11 +46,6 @@ HARDWARE = Hardware.model_validate(
         "update": {"seconds": 0.02},
     }
 )
-CASES: dict[str, tuple[float, type[SimulatedRun]]] = {  # alpha, and the run with the case's scheduler
-    "batch, alpha = 0": (0.0, BatchRun),
-    "queue, alpha = 0": (0.0, SimulatedRun),
-    "queue, alpha = 2": (2.0, SimulatedRun),
-}
 RATIOS = {  # name -> (first case, second case); the ratio is the first case's step time divided by the second's
     "asynchronous / synchronous": ("queue, alpha = 2", "queue, alpha = 0"),
     "queue / batch": ("queue, alpha = 0", "batch, alpha = 0"),
@@ -70,10 +66,11 @@ class NoWeights:
 class WallWorld(SimulatedRun):
     """The simulated world with its engines in actors, which outlive this world."""
 
-    def __init__(self, config: RunConfig, case: str, actors: Sequence[Any]) -> None:
+    def __init__(self, recipe: RunConfig, hardware: Hardware, versions: int, actors: Sequence[Any]) -> None:
+        """Create the world of a run of `versions` versions, and of a few batches more, as `simulate` plans them."""
         self._actors = actors
-        self.scheduler_type = CASES[case][1].scheduler_type
-        super().__init__(config, HARDWARE, config, timeline=False)
+        planned = {"engine": hardware.engine(recipe), "versions": versions + recipe.capacity + 1}
+        super().__init__(recipe.model_copy(update=planned), hardware, recipe, timeline=False)
 
     async def fetch(self, version: int) -> tuple[Any, WeightsProbe]:
         """Fetch a version without weights."""
@@ -92,9 +89,21 @@ class WallWorld(SimulatedRun):
             await engine.suspend("restart")
 
 
+class WallBatchRun(WallWorld, BatchRun):
+    """The same world, which generates one batch after the other."""
+
+
+# alpha, the simulated run with the case's scheduler, and the run in real time
+CASES: dict[str, tuple[float, type[SimulatedRun], type[WallWorld]]] = {
+    "batch, alpha = 0": (0.0, BatchRun, WallBatchRun),
+    "queue, alpha = 0": (0.0, SimulatedRun, WallWorld),
+    "queue, alpha = 2": (2.0, SimulatedRun, WallWorld),
+}
+
+
 def recipe(case: str, seed: int) -> RunConfig:
     """Return a recipe with 12 responses per step, on 8 slots."""
-    alpha, _ = CASES[case]
+    alpha, *_ = CASES[case]
     return RunConfig(groups=6, group_size=2, seed=seed, policy=PolicyConfig(path="none"), async_ratio=alpha)
 
 
@@ -103,10 +112,8 @@ def simulated(case: str, config: RunConfig, versions: int) -> list[float]:
     return list(simulate(config, HARDWARE, versions=versions, world_type=CASES[case][1]).figures.steps)
 
 
-async def measured(case: str, config: RunConfig, versions: int, actors: Sequence[Any]) -> list[float]:
+async def measured(world: WallWorld, versions: int) -> list[float]:
     """Return the seconds of each step in real time."""
-    planned = {"engine": HARDWARE.engine(config), "versions": versions + config.capacity + 1}
-    world = WallWorld(config.model_copy(update=planned), case, actors)
     began = asyncio.get_running_loop().time()
     await world.run(versions, lambda version: None)
     ends = [began, *(step.ended for step in world.records.steps)]
@@ -114,10 +121,20 @@ async def measured(case: str, config: RunConfig, versions: int, actors: Sequence
 
 
 @contextmanager
-def engine_actors() -> Iterator[list[Any]]:
+def start_ray() -> Iterator[None]:
+    """Start Ray on this machine, and end it after the block."""
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def engine_actors(config: EngineConfig | None = None, count: int = ENGINES) -> Iterator[list[Any]]:
     """Create timed engines, each in its own actor; Ray must be running."""
-    config = HARDWARE.engine(recipe("queue, alpha = 0", 0))
-    actors = [RayEngine.spawn(config, None).actor for _ in range(ENGINES)]
+    config = config or HARDWARE.engine(recipe("queue, alpha = 0", 0))
+    actors = [RayEngine.spawn(config, None).actor for _ in range(count)]
     try:
         ray.get([actor.health.remote() for actor in actors])
         yield actors
@@ -134,7 +151,7 @@ async def by_turns(versions: int, seeds: Sequence[int], actors: Sequence[Any]) -
         for case in CASES:
             config = recipe(case, seed)
             count, warm = (versions, WARM_UP) if config.async_ratio == 0 else (2 * versions, WARM_UP + config.capacity)
-            wall[case] += (await measured(case, config, count, actors))[warm:]
+            wall[case] += (await measured(CASES[case][2](config, HARDWARE, count, actors), count))[warm:]
             virtual[case] += (await asyncio.to_thread(simulated, case, config, count))[warm:]
     return wall, virtual
 
@@ -167,8 +184,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=2 * VERSIONS)
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    with engine_actors() as actors:
+    with start_ray(), engine_actors() as actors:
         found = rows(*asyncio.run(by_turns(options.versions, range(options.turns), actors)))
     publish(found, "The simulator against the wall clock, on timed engines in Ray actors", options.json)
 

@@ -1,0 +1,198 @@
+"""Compares the simulator's ratio of lock-step to asynchronous episodes with the ratio that Ray actors measure.
+
+A twin is a workload of `benchmarks.environments` with fewer environments, whose seconds are divided by a scale. The
+same twin runs on the virtual clock and in real time. In real time, the scheduler, the episodes, the proxy and the
+channel are the same objects, and the timed engines are Ray actors that are called remotely. The scale of a twin is the
+largest at which messages and busy cores add less than 2% to a turn: a turn that took milliseconds would measure Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.environment_workloads import ALFWORLD, SECONDS_PER_TOKEN, Episodes, gaussian
+from benchmarks.lockstep import LockstepEnvironment, LockstepRun
+from benchmarks.report import Row, at_most
+from benchmarks.wall_clock import TOLERANCE, WallWorld, engine_actors, measured, start_ray
+from rollflow.tasks.engines.base import Generation
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.timed import TimedEnvironment
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.simulation.hardware import Hardware
+from rollflow.tasks.simulation.world import SimulatedRun, simulate
+
+ENGINES = 2
+SEEDS = 2
+WARM_UP = 1  # steps that are not counted, besides those that alpha lets run ahead
+OVERHEAD = 0.02  # largest share by which messages and busy cores may lengthen a turn
+STRETCHED = ("step_seconds", "reset_seconds")  # keys in seconds, for each distribution
+SPREADS = ("step_sigma", "reset_sigma")  # keys in seconds, if the distribution is Gaussian
+
+
+@dataclass(slots=True)
+class TurnTimes:
+    """The seconds that generations and steps took, and those that were drawn for them."""
+
+    drawn: float = 0.0
+    took: float = 0.0
+
+    @property
+    def overhead(self) -> float:
+        """The share by which generations and steps took longer than drawn."""
+        return self.took / self.drawn - 1.0
+
+
+class ClockedEnvironment(TimedEnvironment):
+    """A timed environment that compares the times of its generations and steps with the drawn times."""
+
+    pace = 0.0  # seconds of a token
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.times = TurnTimes()
+
+    async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
+        began = asyncio.get_running_loop().time()
+        made = await super().ask(episode, limit)
+        if made is not None:
+            self._count(began, len(made.made) * self.pace)
+        return made
+
+    async def work(self, seconds: float) -> None:
+        began = asyncio.get_running_loop().time()
+        await super().work(seconds)
+        self._count(began, seconds)
+
+    def _count(self, began: float, drawn: float) -> None:
+        self.times.drawn += drawn
+        self.times.took += asyncio.get_running_loop().time() - began
+
+
+class ClockedLockstep(LockstepEnvironment, ClockedEnvironment):
+    """An environment in lock-step that measures its generations and steps, without the waits for other episodes."""
+
+
+class ClockedRun(WallWorld):
+    """Asynchronous episodes in real time."""
+
+    environment_type = ClockedEnvironment
+
+    def _build_environment(self) -> Environment:
+        built = super()._build_environment()
+        assert isinstance(built, ClockedEnvironment)
+        built.pace = self.engine.tokens_per_tick * self.engine.seconds_per_token
+        self.times = built.times
+        return built
+
+
+class ClockedLockstepRun(ClockedRun, LockstepRun):
+    """Episodes in lock-step in real time."""
+
+    lockstep_type = ClockedLockstep
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A workload whose seconds are those of `work`, divided by `scale`."""
+
+    work: Episodes
+    scale: float
+    groups: int
+    size: int
+
+    def shrink(self) -> Episodes:
+        """Return the workload with fewer environments, in less time."""
+        keys = dict(self.work.environment)
+        is_gaussian = keys.get("distribution", "gaussian") == "gaussian"
+        for key in (*STRETCHED, *(SPREADS if is_gaussian else ())):
+            if key in keys:
+                keys[key] /= self.scale
+        count = self.groups * self.size
+        engines = {"count": ENGINES, "max_concurrent_requests": -(-count // ENGINES)}
+        return replace(
+            self.work,
+            name=f"{self.work.name}, {count} environments, 1:{self.scale:g}",
+            groups=self.groups,
+            size=self.size,
+            environment=keys,
+            train_seconds=self.work.train_seconds / self.scale,
+            engines={**engines, "seconds_per_token": SECONDS_PER_TOKEN / self.scale},
+        )
+
+
+TWINS = (Twin(gaussian(10), 50, 8, 4), Twin(ALFWORLD, 20, 8, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two schedules that a ratio compares."""
+
+    alpha: float
+    simulated: type[SimulatedRun]
+    real: type[ClockedRun]
+    versions: int
+
+    def plan(self, work: Episodes, seed: int) -> RunConfig:
+        """Return the recipe of the schedule."""
+        return work.recipe(self.alpha).model_copy(update={"seed": seed})
+
+    @property
+    def warm(self) -> int:
+        """The number of first steps that are not counted."""
+        return WARM_UP + int(self.alpha)
+
+
+@dataclass(slots=True)
+class Steps:
+    """The seconds of the counted steps of one schedule, and the times of its turns."""
+
+    virtual: list[float]
+    real: list[float]
+    times: list[TurnTimes]
+
+
+async def measure_side(side: Side, work: Episodes, hardware: Hardware, seeds: int, actors: Sequence[Any]) -> Steps:
+    """Run a schedule on both clocks, once for each seed."""
+    found = Steps([], [], [])
+    for seed in range(seeds):
+        config = side.plan(work, seed)
+        world = side.real(config, hardware, side.versions, actors)
+        found.real += (await measured(world, side.versions))[side.warm :]
+        found.times.append(world.times)
+        planned = await asyncio.to_thread(simulate, config, hardware, versions=side.versions, world_type=side.simulated)
+        found.virtual += planned.figures.steps[side.warm :]
+    return found
+
+
+def compare_twin(twin: Twin, versions: int, seeds: int) -> Iterator[Row]:
+    """Yield the ratio of a twin in the simulation and in real time. Ray must be running."""
+    work = twin.shrink()
+    hardware, names = work.hardware(), ("lock-step", "asynchronous episodes, alpha 1")
+    sides = (
+        Side(0, LockstepRun, ClockedLockstepRun, max(WARM_UP + 1, versions // 3)),
+        Side(1, SimulatedRun, ClockedRun, versions),
+    )
+    with engine_actors(hardware.engine(sides[0].plan(work, 0)), ENGINES) as actors:
+        found = [asyncio.run(measure_side(side, work, hardware, seeds, actors)) for side in sides]
+    for name, steps in zip(names, found, strict=True):
+        yield Row(work.name, f"{name}: step seconds, simulated", statistics.fmean(steps.virtual))
+        yield Row(work.name, f"{name}: step seconds, real", statistics.fmean(steps.real))
+        overhead = sum(one.took for one in steps.times) / sum(one.drawn for one in steps.times) - 1.0
+        yield at_most(work.name, f"{name}: generations and steps longer than drawn, %", 100 * overhead, 100 * OVERHEAD)
+    together, alone = found
+    predicted = statistics.fmean(together.virtual) / statistics.fmean(alone.virtual)
+    real = statistics.fmean(together.real) / statistics.fmean(alone.real)
+    yield Row(work.name, "asynchronous over lock-step, simulated", predicted)
+    yield Row(work.name, "asynchronous over lock-step, real", real)
+    yield at_most(work.name, "the ratios differ by (%)", 100 * abs(real / predicted - 1.0), 100 * TOLERANCE)
+
+
+def compare_twins(versions: int) -> Iterator[Row]:
+    """Compare the simulated ratio of each twin with the ratio in real time."""
+    with start_ray():
+        for twin in TWINS:
+            yield from compare_twin(twin, versions, SEEDS if versions > 3 else 1)
