@@ -117,15 +117,18 @@ async def probe_new(box: Box) -> dict[str, Any]:
 
 
 async def find_chain() -> list[psutil.Process]:
-    """Return the holder, the keeper and the waiting program of the only sandbox, as soon as there is only one."""
+    """Return the keeper, the holder, process 1 of the programs' namespace and the waiting program of the only sandbox,
+    as soon as there is only one.
+    """
     async with asyncio.timeout(LONG):
         while True:
-            numbers = {one: list_ids(one) for one in list_boxes()[-1].children(recursive=True)}
-            depth = max(map(len, numbers.values()))
-            chain = [one for one, ids in numbers.items() if len(ids) == depth]
-            holders = [one for one, ids in numbers.items() if len(ids) == depth - 1 and ids[-1] == 1]
-            if len(chain) == 2 and len(holders) == 1:
-                return [*holders, *sorted(chain, key=lambda one: numbers[one][-1])]
+            box = list_boxes()[-1]
+            numbers = {one: list_ids(one) for one in box.children(recursive=True)}
+            depth = len(list_ids(box)) + 3  # namespaces of the box, of the sandbox and of its programs
+            chain = [one for one, ids in numbers.items() if len(ids) in (depth - 1, depth)]
+            chain.sort(key=lambda one: (len(numbers[one]), numbers[one][-1]))
+            if [(len(numbers[one]) - depth, numbers[one][-1]) for one in chain] == [(-1, 1), (-1, 2), (0, 1), (0, 2)]:
+                return chain
             await asyncio.sleep(0.02)
 
 
@@ -177,16 +180,16 @@ def test_program_leaves_nothing_in_a_renewed_sandbox(box: Box, hostile: Hostile,
         new = await probe_new(box)
         await probe(box)
         await settle(box)
-        (holder, *_), count = await find_chain(), count_created(box)
-        before = describe(holder)
+        (keeper, holder, *_), count = await find_chain(), count_created(box)
+        before = describe(keeper), describe(holder)
         found = await leave(box, hostile, command)
         assert (found.end, b"ESCAPED" in found.stdout + found.stderr) == (ProgramEnd.EXITED, False), found
         assert found.return_code in (0, 93), found
         await settle(box)
-        assert describe(holder) == before
+        assert (describe(keeper), describe(holder)) == before
         assert await probe(box) == new
         assert count_created(box) == count
-        assert (await find_chain())[0] == holder
+        assert (await find_chain())[:2] == [keeper, holder]
 
     box.do(work())
 
@@ -231,19 +234,19 @@ def test_keeper_itself_refuses_an_unclean_renewal(box: Box, end: str) -> None:
     box.do(work())
 
 
-@pytest.mark.parametrize("killed", ["holder", "keeper"])
-def test_killed_process_of_a_spare_sandbox_fails_no_run(box: Box, killed: str) -> None:
+@pytest.mark.parametrize("killed", [0, 1, 2], ids=["keeper", "holder", "process 1"])
+def test_killed_process_of_a_spare_sandbox_fails_no_run(box: Box, killed: int) -> None:
     async def work() -> None:
         new = await probe(box)
         await settle(box)
-        count, (holder, keeper, program) = count_created(box), await find_chain()
+        count, chain = count_created(box), await find_chain()
         running = asyncio.create_task(box.sandboxes.run(Program(code="import time; time.sleep(1)", timeout=LONG)))
         await asyncio.sleep(0.2)
-        (holder if killed == "holder" else keeper).kill()
+        chain[killed].kill()
         results = await asyncio.gather(running, return_exceptions=True)
         assert type(results[0]).__name__ == "SandboxLost"
-        psutil.wait_procs([holder, keeper, program], timeout=LONG)
-        assert not any(one.is_running() for one in (holder, keeper, program))
+        psutil.wait_procs(chain, timeout=LONG)
+        assert not any(one.is_running() for one in chain)
         assert await probe(box) == new
         assert count_created(box) == count + 1
 
@@ -254,7 +257,7 @@ def test_sandbox_whose_folder_is_in_use_is_not_renewed(box: Box) -> None:
     async def work() -> None:
         await probe(box)
         await settle(box)
-        count, (_, keeper, _) = count_created(box), await find_chain()
+        count, (keeper, *_) = count_created(box), await find_chain()
         try:
             fd = os.open(f"/proc/{keeper.pid}/root/work", os.O_RDONLY)
         except PermissionError:
@@ -274,8 +277,8 @@ def test_sandbox_is_not_renewed_if_an_ipc_object_exists(box: Box) -> None:
     async def work() -> None:
         await probe(box)
         await settle(box)
-        count, (holder, *_) = count_created(box), await find_chain()
-        space = ["nsenter", f"--ipc=/proc/{holder.ppid()}/ns/ipc"]
+        count, (keeper, *_) = count_created(box), await find_chain()
+        space = ["nsenter", f"--ipc=/proc/{keeper.ppid()}/ns/ipc"]
         if call([*space, "ipcmk", "-Q"]) != 0:
             pytest.skip("this user may not enter the namespaces of a sandbox")
         try:

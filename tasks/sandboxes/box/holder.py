@@ -1,64 +1,222 @@
-"""Runs the holder of one sandbox, which starts the sandbox's keeper and renews the sandbox.
+"""Runs the holder of one sandbox, which forks the sandbox's programs and renews the sandbox.
 
-    holder --clone into a new process namespace--> keeper --fork--> program
+    keeper --fork--> holder --clone into a new process namespace--> process 1 of the programs' namespace
+      |                |
+      |                 --clone into the same namespace--> program, a child of the keeper
 
-The holder is process 1 of the sandbox's outer process namespace. If the sandbox is to be renewed, its keeper ends, and
-the kernel ends all processes of the keeper's namespace with it. The holder then unmounts the sandbox's folder and
-`/proc`, and starts the next keeper in a new process namespace with a new folder and a new `/proc`.
+The keeper orders a program. If the sandbox is to be renewed, the keeper first kills process 1 of the programs'
+namespace, and the kernel kills all processes of that namespace. The holder then unmounts the sandbox's folder and
+`/proc`, and forks the next program in a new process namespace with a new folder and a new `/proc`. Process 1 shares the
+memory of the holder and only waits, so starting it copies nothing.
 
-* A program cannot name the holder, and so cannot send a signal to the holder, trace it, or open its files in `/proc`,
-  because the holder is not in the process namespace of the programs.
-* The next program inherits no data of an earlier one. The holder reads no request, output, exit code or process id of a
-  program. A keeper reads them, and each keeper is a new fork of the holder.
-* The holder and its sandbox end in three cases: the keeper ended in another way, a file system is still in use, or an
-  object of System V IPC exists.
+* A program cannot name the holder or the keeper, and so cannot send a signal to them, trace them, or open their files
+  in `/proc`, because they are not in the process namespace of the programs. No process in that namespace can send a
+  signal to process 1.
+* The next program inherits no data of an earlier one. The holder reads no request, output or exit code of a program.
+  The keeper reads them, and no program is forked from the keeper.
+* The sandbox ends in four cases: the program did not end by itself, one of the sandbox's processes was killed from
+  outside, a file system is still in use, or an object of System V IPC exists.
+
+The kernel copies each memory page that a forked process writes to, and Python writes to every object that it uses.
+These copies take most of the time of a short program, so the holder uses little of Python.
 """
 
 from __future__ import annotations
 
+import _signal  # its functions look up no members of enumerations, as those of `signal` do
+import _socket
+import ctypes
 import gc
 import os
 import signal
 import socket
 from typing import Any
 
-from rollflow.tasks.sandboxes.box.keeper import FOLDER, RENEW, Keeper, Request, unmount
-from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, check, forbid_privileges, libc
-from rollflow.tasks.sandboxes.box.watch import set_limits
+from rollflow.tasks.sandboxes.box.files import FOLDER
+from rollflow.tasks.sandboxes.box.interpreter import touch_memory
+from rollflow.tasks.sandboxes.box.keeper import Control, Keeper, Request
+from rollflow.tasks.sandboxes.box.mounts import detach, mount_folder, mount_proc, unmount
+from rollflow.tasks.sandboxes.box.rights import (
+    CLONE,
+    PR_SET_DUMPABLE,
+    SAME_CORES,
+    LoadedFilter,
+    build_filter,
+    check,
+    drop_capabilities,
+    forbid_privileges,
+    libc,
+)
+from rollflow.tasks.sandboxes.box.watch import limit_program, set_limits
+from rollflow.tasks.sandboxes.box.wire import LONGEST_TEXT, STARTED, WARM, Order, receive
 
-NEW_PROCESSES = 0x20000000  # clone flag of a new process namespace
+PROCESSES = 0x20000000  # clone flag of a new process namespace
+# clone flags: share memory, share file descriptors, have the same parent, and store the thread id at an address while
+# the thread lives
+SAME_MEMORY, SAME_FILES, SAME_PARENT, STORED_ID = 0x100, 0x400, 0x8000, 0x01000000 | 0x00200000
+PR_GET_TID_ADDRESS = 40
+STACK = 16384  # bytes
+# descriptor of a program's channel, largest descriptor, and number of the system call close_range
+CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436
+NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
 OBJECTS = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")  # lists of System V IPC
-# the file with the newest process id of a namespace; a known value keeps the number of earlier processes secret
-NEWEST, OWN = "/proc/sys/kernel/ns_last_pid", b"1"
 LONGEST = 4096
 
 
-def hold_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
-    """Start the sandbox's keepers, one after another; only in a process forked to run Python source, return the
-    program's request.
+def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
+    """Fork the holder of a sandbox and answer requests as the sandbox's keeper; only in a process forked to run Python
+    source, return the program's request.
 
     Raises:
         OSError: the sandbox cannot be created or renewed.
     """
     if "cores" in limits:
         os.sched_setaffinity(0, limits["cores"])
-    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # keep programs from reading a keeper's memory
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # keep programs from reading the memory of process 1
     set_limits(limits)
     forbid_privileges()
     gc.disable()  # a collection would write to memory that forked processes share; programs enable it again
-    machine, objects, keeper = os.uname().machine, read_objects(), Keeper(owner, limits)
-    while True:
-        pid = libc.syscall(CLONE[machine], NEW_PROCESSES | signal.SIGCHLD, 0, 0, 0, 0)
-        check(pid, "clone")
+    (orders, order), (answers, answer) = os.pipe(), os.pipe()
+    mount_proc()
+    proc = os.open("/proc", os.O_PATH)
+    detach("/proc")  # the /proc of the keeper's process namespace, which no program may see
+    # the holder opens the pipes of a program for the keeper, so they share a table of file descriptors
+    pid = libc.syscall(CLONE[os.uname().machine], SAME_FILES | signal.SIGCHLD, 0, 0, 0, 0)
+    check(pid, "clone")
+    if pid == 0:
+        owner.detach()
+        return Holder(orders, answer, limits).serve()
+    os.fchdir(proc)
+    os.close(proc)
+    drop_capabilities()
+    return Keeper(owner, Control(order, answers, pid), limits).serve()
+
+
+class Holder:
+    """Forks programs by order of the keeper; `orders` and `answer` are the ends of pipes. See the module's
+    docstring.
+    """
+
+    def __init__(self, orders: int, answer: int, limits: dict[str, Any]) -> None:
+        machine = os.uname().machine
+        self._orders, self._keeper, self._limits = orders, answer, limits
+        self._filter = LoadedFilter(build_filter(machine, SAME_CORES if "cores" in limits else ()))
+        self._clone, self._first = CLONE[machine], 0
+        self._own = os.pidfd_open(os.getpid())
+        self._id = ctypes.c_void_p()  # where the C library stores the id of the main thread; None if it is not known
+        libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(self._id), 0, 0, 0)
+        self._stack = ctypes.create_string_buffer(STACK)
+        self._top = ctypes.c_void_p((ctypes.addressof(self._stack) + STACK) // 64 * 64)
+        self._pause = ctypes.cast(libc.pause, ctypes.c_void_p)
+        self._objects, self._has_folder = read_objects(), False
+        # the kernel itself reaps the children of process 1, which inherits this setting
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def serve(self) -> Request:
+        """Fork programs until the keeper is gone; only in a forked process that is to run Python source, return the
+        request of that program.
+        """
+        while order := os.read(self._orders, 1):
+            try:
+                if request := self._answer(order):
+                    return request
+            except OSError as error:
+                text = str(error).encode()[:LONGEST_TEXT]
+                os.write(self._keeper, STARTED.pack(error.errno or -1, self._first, 0, 0, 0, 0, 0) + text)
+        os._exit(0)
+
+    def _answer(self, order: bytes) -> Request | None:
+        """Fork a program and tell the keeper the program's file descriptors; only in a forked process that is to run
+        Python source, return the program's request.
+        """
+        if is_new := order != Order.FORK.value:
+            self._first = 0
+            self._prepare_mounts(has_folder=order == Order.EMPTY.value)
+            self._start_namespace()
+        gates = _socket.socketpair()
+        gate, other = gates[0].detach(), gates[1].detach()  # numbers, because the keeper closes the descriptors
+        stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
+        pid = libc.syscall(self._clone, SAME_PARENT | STORED_ID | signal.SIGCHLD, 0, 0, self._id, self._id)
         if pid == 0:
-            return keeper.serve()
-        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != RENEW:
+            return self._become_program((stdin, out[1], err[1], other), is_new)
+        number = ctypes.get_errno()
+        for fd in (other, out[1], err[1]):
+            os.close(fd)
+        if pid < 0:
+            for fd in (gate, stdin, out[0], err[0]):
+                os.close(fd)
+            raise OSError(number, f"fork: {os.strerror(number)}")
+        os.write(self._keeper, STARTED.pack(0, self._first, pid, gate, stdin, out[0], err[0]))
+        return None
+
+    def _prepare_mounts(self, *, has_folder: bool) -> None:
+        """Unmount `/proc` and mount a new folder, unless the folder is to stay; exit if an object of System V IPC was
+        created.
+        """
+        if self._has_folder:
+            unmount("/proc")
+        if has_folder:
+            return
+        if self._has_folder:
+            self._has_folder = False
+            unmount(FOLDER)
+            if read_objects() != self._objects:
+                os._exit(1)
+        mount_folder(self._limits)
+        self._has_folder = True
+
+    def _start_namespace(self) -> None:
+        """Start process 1 of a new process namespace, in which this process's next children will be."""
+        check(libc.setns(self._own, PROCESSES), "setns")  # a process can leave its namespace only for an inner one
+        check(libc.unshare(PROCESSES), "unshare")
+        first = libc.clone(self._pause, self._top, SAME_MEMORY | SAME_PARENT | signal.SIGCHLD, None)
+        check(first, "clone")
+        self._first = first
+
+    def _become_program(self, fds: tuple[int, int, int, int], is_new: bool) -> Request:
+        """Wait for a request and execute its command; if the request has Python source, return the request.
+
+        Before it reads the request, the forked process mounts the `/proc` of a new process namespace, drops all
+        capabilities, closes all file descriptors but stdin, stdout, stderr and the channel, and installs the filter of
+        system calls. `fds` become stdin, stdout, stderr and the channel, which is first the socket to the keeper.
+        """
+        for place, fd in enumerate(fds):
+            os.dup2(fd, place)
+        waiting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL)
+        try:
+            self._drop_rights(is_new)
+        except OSError as error:
+            waiting.send(str(error).encode()[:LONGEST_TEXT])
             os._exit(1)
-        unmount("/proc")
-        unmount(FOLDER)
-        if read_objects() != objects:
-            os._exit(1)
-        write_newest(OWN)
+        touch_memory()
+        if is_new:
+            waiting.send(WARM)
+        request, _, channels = receive(waiting)
+        waiting.close()
+        for fd in channels:
+            os.dup2(fd, CHANNEL)
+            os.close(fd)
+        try:
+            limit_program(self._limits, request["timeout"])
+            os.chdir(os.path.join(FOLDER, request["cwd"]))
+            if request["command"]:
+                os.execvpe(request["command"][0], request["command"], {**os.environ, **request["env"]})
+        except (OSError, ValueError) as error:
+            named = " ".join(request["command"][:1]) or request["name"]
+            os.write(2, f"{named}: {error}\n".encode())
+            os._exit(NOT_STARTED)
+        return request
+
+    def _drop_rights(self, is_new: bool) -> None:
+        check(libc.syscall(CLOSE_RANGE, CHANNEL + 1, LAST_DESCRIPTOR, 0), "close_range")
+        if is_new:
+            mount_proc()
+        drop_capabilities()
+        os.setsid()
+        _signal.signal(signal.SIGCHLD, _signal.SIG_DFL)
+        os.set_inheritable(CHANNEL, True)
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # let the keeper measure this process's memory
+        self._filter.install()
 
 
 def read_objects() -> list[bytes]:
@@ -74,14 +232,5 @@ def read_start(path: str) -> bytes:
         return b""
     try:
         return os.read(fd, LONGEST)
-    finally:
-        os.close(fd)
-
-
-def write_newest(number: bytes) -> None:
-    """Set the process id after which the next process of this namespace is numbered."""
-    fd = os.open(NEWEST, os.O_WRONLY)
-    try:
-        os.write(fd, number)
     finally:
         os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # its functions look up no members of enumerations, as those of `signal` do
 import atexit
 import builtins
 import gc
@@ -28,13 +29,14 @@ def touch_memory() -> None:
 
 def run_source(request: dict[str, Any]) -> NoReturn:
     """Execute the request's Python source as the module `__main__`, then exit this process."""
-    os.environ.update(request["env"])
+    if request["env"]:
+        os.environ.update(request["env"])
     sys.argv = [request["name"], *request["arguments"]]
     sys.path[sys.path.index(ROOT)] = os.getcwd()
     main = type(sys)("__main__")
     main.__dict__.update(__file__=request["name"], __builtins__=builtins)
     sys.modules["__main__"] = main
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # otherwise the next new object would start a collection, which writes to all objects
     gc.enable()
     code = 1

@@ -1,9 +1,8 @@
-"""Runs the keeper of one sandbox: process 1 of the programs' process namespace, which starts programs and enforces
-limits. The keeper runs one program at a time, as requested by the process that created the sandbox. The keeper's parent
-process is the sandbox's holder (see `holder`).
+"""Runs the keeper of one sandbox, which lets the holder start programs, and enforces limits. The keeper runs one
+program at a time, as requested by the process that created the sandbox.
 
-The kernel copies each memory page that a forked process writes to, and Python writes to every object that it uses.
-These copies take most of the time of a short program, so a keeper uses little of Python, and forks first.
+The keeper is process 1 of the sandbox's outer process namespace, in which programs are not (see `holder`). No program
+inherits memory of the keeper, so one keeper serves all programs of its sandbox.
 """
 
 from __future__ import annotations
@@ -15,46 +14,19 @@ import json
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from rollflow.tasks.sandboxes.box.interpreter import touch_memory
-from rollflow.tasks.sandboxes.box.rights import (
-    PR_SET_DUMPABLE,
-    SAME_CORES,
-    build_filter,
-    check,
-    install_filter,
-    libc,
-    set_capabilities,
-)
-from rollflow.tasks.sandboxes.box.watch import (
-    Watch,
-    find_excess,
-    kill_all,
-    limit_program,
-    list_processes,
-    reap_ended,
-)
-from rollflow.tasks.sandboxes.box.wire import pack, pack_text, read_regular_file, receive, receive_text
+from rollflow.tasks.sandboxes.box.files import read_file, write_all, write_file
+from rollflow.tasks.sandboxes.box.programs import Programs
+from rollflow.tasks.sandboxes.box.watch import Watch, find_excess
+from rollflow.tasks.sandboxes.box.wire import LONGEST_TEXT, STARTED, WARM, Order, pack, pack_text, receive_text
 
-NOSUID, NODEV, NOEXEC = 2, 4, 8  # flags of mount
-FOLDER = "/work"
-# environment variables of a program, in addition to PATH
-VARIABLES = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-OPENAT2 = 437
-# flags of openat2: stay in this file system, follow no links of /proc, never leave the folder
-BENEATH = 0x01 | 0x02 | 0x08
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-# descriptor of a program's channel, largest descriptor, and number of the system call close_range
-CHANNEL, LAST_DESCRIPTOR, CLOSE_RANGE = 3, 0xFFFFFFFF, 436
 IDLE_SECONDS = 0.1  # seconds between two measurements of processes that outlived their program
-NOT_STARTED = 127  # return code of a command that does not exist, as in a shell
 READY = pack({"ready": True})
-RENEW = 75  # exit code of a keeper whose sandbox may be renewed
 Request = dict[str, Any]
 
 
@@ -89,35 +61,38 @@ class ForkedProgram:
         os.close(self.stdin)
 
 
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The holder, and the ends of the pipes to it; keeper and holder share a table of file descriptors."""
+
+    order: int
+    answers: int
+    holder: int  # process id
+
+
 class Keeper:
     """Answers the requests of the process that created the sandbox. See the module's docstring.
 
-    The keeper forks the first program's process before the first request arrives, because the fork takes most of the
-    time of a short program.
+    A renewed sandbox has a forked process for its program before the request arrives, because the fork takes most of
+    the time of a short program.
     """
 
-    def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
-        """Prepare the keeper in the holder's process, so that no keeper has to."""
-        self._owner, self._limits = owner, limits
-        self._filter = build_filter(os.uname().machine, SAME_CORES if "cores" in limits else ())
+    def __init__(self, owner: socket.socket, control: Control, limits: dict[str, Any]) -> None:
+        self._owner, self._control, self._limits = owner, control, limits
+        self._holder = os.pidfd_open(control.holder)
+        self._programs = Programs(control.holder)
         self._program: ForkedProgram | None = None
         self._is_clean = True  # False as soon as a program did not end by itself, or may have left processes
 
-    def serve(self) -> Request:
-        """Answer requests in an endless loop; only in a process forked to run Python source, return the request of that
-        program.
-        """
-        if own := self._fork_program():
-            return own
-        self._mount()
+    def serve(self) -> NoReturn:
+        """Answer requests until the process that created the sandbox is gone."""
+        self._start_program(Order.RENEW)
         self._owner.sendall(READY)
         while True:
             self._watch_children()
             text, body, fds = receive_text(self._owner)
             request = json.loads(text)
             if request["do"] == "exec":
-                if self._program is None and (own := self._fork_program()):
-                    return own
                 self._run(request, text, body, fds)
                 continue
             try:
@@ -131,154 +106,69 @@ class Keeper:
                 number = getattr(error, "errno", None) or errno.EINVAL
                 self._answer({"errno": number, "error": os.strerror(number)})
 
-    def _mount(self) -> None:
-        """Mount the sandbox's folder and /proc, and drop all capabilities."""
-        size = f"size={self._limits['folder_bytes']},nr_inodes={self._limits['folder_files']},mode=0755"
-        mount("tmpfs", FOLDER, "tmpfs", NOSUID | NODEV, size)
-        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
-        set_capabilities(0)
-
     def _answer(self, header: Mapping[str, Any], body: bytes = b"") -> None:
         self._owner.sendall(pack(dict(header), body))
 
     def _watch_children(self) -> None:
         """Enforce the limits on processes that outlived their program, until the next request arrives."""
         while self._has_children() and not select.select([self._owner], [], [], IDLE_SECONDS)[0]:
-            reap_ended()
-            if find_excess(self._limits):
-                kill_all()
+            self._programs.reap()
+            if find_excess(self._limits, self._programs.list_processes, "."):
+                self._programs.kill()
 
     def _has_children(self) -> bool:
         """Return whether processes of an earlier program are still running."""
-        return self._program is None and bool(list_processes())
+        return self._program is None and bool(self._programs.first and self._programs.list_processes())
 
-    def _fork_program(self) -> Request | None:
-        """Fork a process for the next program; only in a child process that is to run Python source, return the
-        program's request.
+    def _start_program(self, order: Order) -> None:
+        """Let the holder fork a process for the next program.
+
+        Raises:
+            OSError: the holder cannot fork the process, or cannot prepare its namespace.
         """
-        gate, other = socket.socketpair()
-        stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
-        # `os.fork` would run functions that Python modules registered, which only reset locks that are free here
-        if (pid := libc.fork()) < 0:  # processes of earlier programs have exhausted the limit of processes
-            kill_all()
-            check(pid := libc.fork(), "fork")
-        if pid == 0:
-            for one in (gate, self._owner):
-                # otherwise garbage collection of the socket would close a descriptor that the program uses
-                one.detach()
-            return self._become_program(other, (stdin, out[1], err[1]))
-        other.close()
-        for fd in (out[1], err[1]):
-            os.close(fd)
-        self._program = ForkedProgram(pid, gate, stdin, (out[0], err[0]))
-        return None
+        os.write(self._control.order, order.value)
+        if self._control.answers not in select.select([self._control.answers, self._holder], [], [])[0]:
+            os._exit(1)  # the holder was killed
+        data = os.read(self._control.answers, LONGEST_TEXT + STARTED.size)
+        number, self._programs.first, pid, gate, stdin, out, err = STARTED.unpack_from(data)
+        if number:
+            raise OSError(number, data[STARTED.size :].decode())
+        self._program = ForkedProgram(pid, socket.socket(fileno=gate), stdin, (out, err))
+        # in a namespace with other processes, these could stop the forked process
+        if order is not Order.FORK and (found := self._program.gate.recv(LONGEST_TEXT)) != WARM:
+            raise OSError(errno.ECHILD, found.decode() or "the forked process has ended")
+
+    def _find_program(self) -> ForkedProgram:
+        """Return the process that was forked for the next program."""
+        if self._program is None and self._programs.first:
+            try:
+                self._start_program(Order.FORK)
+            except OSError:  # processes of earlier programs have exhausted the limit of processes
+                self._programs.kill()
+        if self._program is None:
+            self._start_program(Order.EMPTY)
+        program, self._program = self._program, None
+        assert program is not None
+        return program
 
     def _run(self, request: Request, text: bytes, body: bytes, fds: list[int]) -> None:
-        """Run the request in the forked process, and send its result; then end, if the sandbox is to be renewed."""
-        began, program = time.monotonic(), self._program
-        assert program is not None
-        self._program = None
+        """Run the request in the forked process, and send its result; then renew the sandbox if it is requested."""
+        program, began = self._find_program(), time.monotonic()
         program.begin(text, body, fds)
         for fd in fds:
             os.close(fd)
-        watch = Watch(self._owner, program.pid, list(program.pipes), self._limits)
+        watch = Watch(self._owner, self._programs, program.pid, program.pipes, self._limits)
         watch.wait(began + request["timeout"], keep_children=request["keep_children"])
         assert watch.code is not None
+        if watch.end == "exited" and watch.code < 0 and self._programs.first and self._programs.is_ending():
+            os._exit(1)  # the program was not killed by itself
         self._is_clean &= watch.end == "exited" and watch.code >= 0 and not request["keep_children"]
         result = {"end": watch.end, "code": watch.code, "seconds": time.monotonic() - began}
         self._answer(result | {"stdout": len(watch.output[0])}, bytes(watch.output[0] + watch.output[1]))
-        if request["renew"]:
-            os._exit(RENEW if self._is_clean else 1)
         watch.close()
-
-    def _become_program(self, gate: socket.socket, standard: tuple[int, int, int]) -> Request:
-        """Wait for a request and execute its command; if the request has Python source, return the request.
-
-        Before it reads the request, the forked process drops all capabilities, closes all file descriptors but stdin,
-        stdout, stderr and the channel, and installs the filter of system calls.
-        """
-        set_capabilities(0)
-        os.setsid()
-        for place, fd in enumerate((*standard, gate.detach())):
-            os.dup2(fd, place)
-            os.set_inheritable(place, True)
-        check(libc.syscall(CLOSE_RANGE, CHANNEL + 1, LAST_DESCRIPTOR, 0), "close_range")
-        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # let the keeper measure this process's memory
-        install_filter(self._filter)
-        waiting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, CHANNEL)
-        touch_memory()
-        request, _, fds = receive(waiting)
-        waiting.close()
-        for fd in fds:
-            os.dup2(fd, CHANNEL)
-            os.close(fd)
-        try:
-            limit_program(self._limits, request["timeout"])
-            os.chdir(os.path.join(FOLDER, request["cwd"]))
-            if request["command"]:
-                os.execvpe(request["command"][0], request["command"], {**os.environ, **request["env"]})
-        except (OSError, ValueError) as error:
-            named = " ".join(request["command"][:1]) or request["name"]
-            os.write(2, f"{named}: {error}\n".encode())
-            os._exit(NOT_STARTED)
-        return request
-
-
-def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
-    """Mount a file system; raise `OSError` if the kernel refuses the mount."""
-    check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()), f"mount {target}")
-
-
-def unmount(target: str) -> None:
-    """Unmount a file system; raise `OSError` if the file system is still in use."""
-    check(libc.umount2(target.encode(), 0), f"unmount {target}")
-
-
-def open_beneath(path: str, flags: int, mode: int = 0) -> int:
-    """Open a path below the sandbox's folder; reject links that lead out of the folder."""
-    if "\0" in path:
-        raise ValueError("the path contains a null byte")
-    folder = os.open(FOLDER, os.O_PATH)
-    try:
-        how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, BENEATH)
-        fd = libc.syscall(OPENAT2, folder, os.fsencode(path or "."), how, len(how))
-        check(fd, "open")
-        return int(fd)
-    finally:
-        os.close(folder)
-
-
-def make_folders(path: str) -> None:
-    """Create the missing parent folders of a path below the sandbox's folder."""
-    parts = path.split("/")[:-1]
-    for count, name in enumerate(parts):
-        above = open_beneath("/".join(parts[:count]), os.O_PATH | os.O_DIRECTORY)
-        try:
-            os.mkdir(name or ".", dir_fd=above)
-        except FileExistsError:
-            pass  # if the path is a file and not a folder, the next `open_beneath` fails
-        finally:
-            os.close(above)
-
-
-def write_file(path: str, data: bytes) -> None:
-    """Write a file below the sandbox's folder, and create its missing parent folders."""
-    make_folders(path)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    fd = open_beneath(path, flags, 0o755)
-    try:
-        write_all(fd, data)
-    finally:
-        os.close(fd)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write all data to an open file."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
-
-
-def read_file(path: str, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes, without blocking on a pipe or a device."""
-    return read_regular_file(open_beneath(path, os.O_RDONLY | os.O_NONBLOCK), most)
+        if request["renew"]:
+            if not self._is_clean:
+                os._exit(1)
+            self._programs.kill()
+            self._start_program(Order.RENEW)
+            self._owner.sendall(READY)

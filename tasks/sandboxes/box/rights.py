@@ -222,13 +222,31 @@ def forbid_privileges() -> None:
 
 def set_capabilities(capabilities: int) -> None:
     """Drop all capabilities of this process but these, given as a bit set of the first 32 capabilities."""
-    header = struct.pack("=Ii", CAPABILITY_VERSION, 0)
+    check(libc.capset(*pack_capabilities(capabilities)), "capset")
+
+
+def drop_capabilities() -> None:
+    """Drop all capabilities of this process."""
+    check(libc.capset(*NO_CAPABILITIES), "capset")
+
+
+def pack_capabilities(capabilities: int) -> tuple[bytes, bytes]:
+    """Return the arguments of capset for a bit set of the first 32 capabilities."""
     sets = struct.pack("=6I", capabilities, capabilities, 0, 0, 0, 0)  # effective, permitted, inheritable; upper halves
-    check(libc.capset(header, sets), "capset")
+    return struct.pack("=Ii", CAPABILITY_VERSION, 0), sets
 
 
-def install_filter(program: bytes) -> None:
-    """Install a seccomp filter for this process and its children permanently."""
-    kept = ctypes.create_string_buffer(program, len(program))
-    filtered = _Program(len(program) // 8, ctypes.cast(kept, ctypes.c_void_p).value)
-    check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(filtered), 0, 0), "seccomp")
+NO_CAPABILITIES = pack_capabilities(0)
+
+
+class LoadedFilter:
+    """A seccomp filter in the form that the kernel reads; a forked process inherits the filter, and builds nothing."""
+
+    def __init__(self, program: bytes) -> None:
+        self._kept = ctypes.create_string_buffer(program, len(program))
+        self._filter = _Program(len(program) // 8, ctypes.cast(self._kept, ctypes.c_void_p).value)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._filter))
+
+    def install(self) -> None:
+        """Install the filter for this process and its future children permanently."""
+        check(libc.prctl(PR_SET_SECCOMP, FILTER, self._address, 0, 0), "seccomp")

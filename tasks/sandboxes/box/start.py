@@ -1,19 +1,18 @@
 """Creates the sandboxes of a box, in a process that never runs code of the model.
 
-    owner --"new", a socket--> this process --clone into new namespaces--> holder
-                                                                             | clone into a new process namespace
-                                                                             v
-                                      owner --requests by the socket-----> keeper
-                                                                             | fork, limits, filter of system calls
-                                                                             v
-                                                                           program
+    owner --"new", a socket--> this process --clone into new namespaces--> keeper --fork--> holder
+                                                                             ^                | clone into a new
+                                                                             |                | process namespace
+                                      owner --requests by the socket---------                 v
+                                                                                            program
 
 The box has no network and shows no file of the host but the system's libraries, read-only. Each sandbox has a user,
-process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper is process 1
-of the process namespace that programs see: no process in the sandbox can send the keeper a signal, and the kernel kills
-all processes of the sandbox when the keeper ends. The holder turns a used sandbox into an unused one (see `holder`).
+process and mount namespace of its own in the box, and an empty folder `/work` in memory. The keeper enforces the limits
+of a program, and ends with the process that created the sandbox; the kernel kills all processes of the sandbox when the
+keeper ends. The holder forks the programs in a process namespace of their own, and turns a used sandbox into an unused
+one (see `holder`).
 
-A program given as Python source runs in a fork of its keeper, which descends from this process by forks, so common
+A program given as Python source runs in a fork of the holder, which descends from this process by forks, so common
 modules are already imported. No program sees data of another program, because neither the holder nor this process runs
 code of the model or reads its data. Each program starts with the same random seed, so that repeated runs give equal
 results.
@@ -39,24 +38,28 @@ ROOT = __file__.rpartition("/rollflow/")[0]
 sys.path.insert(0, ROOT)
 
 from rollflow.tasks.sandboxes.box.code_pages import share_code  # noqa: E402
-from rollflow.tasks.sandboxes.box.holder import hold_sandbox  # noqa: E402
+from rollflow.tasks.sandboxes.box.files import FOLDER  # noqa: E402
+from rollflow.tasks.sandboxes.box.holder import keep_sandbox  # noqa: E402
 from rollflow.tasks.sandboxes.box.interpreter import run_source, touch_memory  # noqa: E402
-from rollflow.tasks.sandboxes.box.keeper import NODEV, NOEXEC, NOSUID, VARIABLES, Request, mount  # noqa: E402
+from rollflow.tasks.sandboxes.box.keeper import Request  # noqa: E402
+from rollflow.tasks.sandboxes.box.mounts import mount_proc  # noqa: E402
 from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, build_filter, check, libc  # noqa: E402
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
 # clone flags of new user, mount and process namespaces; IPC calls are rejected by the seccomp filter instead
 NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000
+# environment variables of a program, in addition to PATH
+VARIABLES = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 USER = 1000  # user and group id of a program in the sandbox's user namespace
 
 
 class Parent:
-    """Creates the holder process of each sandbox, and kills a holder on request."""
+    """Creates the keeper process of each sandbox, and kills a keeper on request."""
 
     def __init__(self, owner: socket.socket, limits: dict[str, Any]) -> None:
         self._owner, self._limits = owner, limits
-        self._holders: dict[int, int] = {}  # process id of a holder -> number of its sandbox
+        self._keepers: dict[int, int] = {}  # process id of a keeper -> number of its sandbox
         self._ended, ended = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(ended)
@@ -84,19 +87,19 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Start a sandbox's holder in new namespaces; only in a process forked to run Python source, return the
+        """Start a sandbox's keeper in new namespaces; only in a process forked to run Python source, return the
         program's request.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
         if pid == 0:
             os.close(go)
-            return self._become_holder(wait, fd, self._limits | request["limits"])
+            return self._become_keeper(wait, fd, self._limits | request["limits"])
         os.close(wait)
-        # if the user id maps are not written, the sandbox's folder cannot be mounted, which the keeper reports
+        # if the user id maps are not written, no file system can be mounted, which the keeper reports
         with contextlib.suppress(OSError):
             check(pid, "clone")
-            self._holders[pid] = request["number"]
+            self._keepers[pid] = request["number"]
             for name, text in (("setgroups", "deny"), ("uid_map", os.geteuid()), ("gid_map", os.getegid())):
                 with open(f"/proc/{pid}/{name}", "w") as file:
                     file.write(text if isinstance(text, str) else f"{USER} {text} 1")
@@ -104,7 +107,7 @@ class Parent:
         os.close(fd)
         return None
 
-    def _become_holder(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
+    def _become_keeper(self, wait: int, fd: int, limits: dict[str, Any]) -> Request:
         owner = socket.socket(fileno=fd)
         try:
             os.read(wait, 1)  # wait until the parent process has written the user id maps of this process
@@ -113,22 +116,22 @@ class Parent:
             os.close(wait)
             os.close(self._ended)
             self._owner.close()
-            return hold_sandbox(owner, limits)
+            return keep_sandbox(owner, limits)
         except OSError as error:
             with contextlib.suppress(OSError):
                 owner.sendall(pack({"broken": str(error)}))
             os._exit(1)
 
     def _kill(self, number: int) -> None:
-        for pid, one in self._holders.items():
+        for pid, one in self._keepers.items():
             if one == number:
                 os.kill(pid, signal.SIGKILL)
 
     def _collect(self) -> None:
-        """Collect ended holders."""
+        """Collect ended keepers."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                self._holders.pop(pid, None)
+                self._keepers.pop(pid, None)
 
 
 def become_user(user: int) -> None:
@@ -145,11 +148,10 @@ def main() -> Request:
     limits = json.loads(sys.argv[1])
     owner = socket.socket(fileno=limits["descriptor"])
     if limits["user"] is not None:
-        # bwrap hides parts of its /proc, and then the kernel would not let keepers mount theirs
-        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC, "")
+        mount_proc()  # bwrap hides parts of its /proc, and then the kernel would not let keepers mount theirs
         become_user(limits["user"])
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    # setting the user id clears this flag, and without it no holder's user id map can be written
+    # setting the user id clears this flag, and without it no keeper's user id map can be written
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)

@@ -8,13 +8,13 @@ import contextlib
 import os
 import resource
 import select
-import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rollflow.tasks.sandboxes.box.programs import Programs
 from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
@@ -32,29 +32,29 @@ ANONYMOUS = (RESIDENT, b"RssShmem:", b"VmSwap:", b"HugetlbPages:", b"VmPTE:")
 # fields of smaps_rollup in which each page is divided among the processes that share it
 SHARED_OUT = (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")
 SOCKET_KIB = 416  # largest send buffer of a socket in KiB under the kernel's default settings
-WALL = 0x40000000  # makes waitpid also reap children whose exit signal is not SIGCHLD
 CORES = os.cpu_count() or 1
 COMPARED = 64  # largest number of processes with which a process is compared to find shared memory
 KCMP, SAME_MEMORY = {"x86_64": 312, "aarch64": 272}, 1
 
 
 class Watch:
-    """A running program whose output is read and whose limits are enforced by the keeper, process 1 of the sandbox.
+    """A running program whose output is read and whose limits are enforced by the sandbox's keeper process.
 
     `pipes` are the read ends of the program's stdout and stderr. After `wait`, `end` says why the program ended, `code`
     is its return code, and `output` is its stdout and stderr.
     """
 
-    def __init__(self, owner: socket.socket, pid: int, pipes: list[int], limits: dict[str, Any]) -> None:
-        self._owner, self._pid, self._limits = owner, pid, limits
+    def __init__(
+        self, owner: socket.socket, programs: Programs, pid: int, pipes: Iterable[int], limits: dict[str, Any]
+    ) -> None:
+        self._owner, self._programs, self._pid, self._limits = owner, programs, pid, limits
         self.output = (bytearray(), bytearray())
         self.end = "exited"
         self.code: int | None = None
-        self._has_children = True  # whether processes of the sandbox may be left
         self._outputs = {fd: self.output[place] for place, fd in enumerate(pipes)}
         self._process = os.pidfd_open(pid)
         self._poll = select.poll()
-        for fd in pipes:
+        for fd in self._outputs:
             os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and read the data itself
         self._poll.register(self._process, select.POLLIN)
         self._poll.register(owner, select.POLLRDHUP)
@@ -72,11 +72,11 @@ class Watch:
             now = time.monotonic()
             if self.code is None and now >= min(measure, deadline):
                 self._reap()
-                if self.code is None and (excess := "timeout" if now >= deadline else find_excess(self._limits)):
+                if self.code is None and (excess := "timeout" if now >= deadline else self._find_excess()):
                     self._stop(excess)
                 measure = time.monotonic() + POLL_SECONDS
-        if not keep_children and self._has_children:
-            kill_all()
+        if not keep_children and self._programs.first and self._programs.list_processes():
+            self._programs.kill()
         self._drain()
 
     def close(self) -> None:
@@ -94,10 +94,12 @@ class Watch:
             elif fd in self._outputs:
                 self._read(fd)
 
+    def _find_excess(self) -> str:
+        return find_excess(self._limits, self._programs.list_processes, ".")
+
     def _reap(self) -> None:
-        """Reap the ended processes of the sandbox."""
-        codes, self._has_children = reap_ended()
-        self.code = codes.get(self._pid, self.code)
+        """Reap the ended children of the keeper."""
+        self.code = self._programs.reap().get(self._pid, self.code)
 
     def _read(self, fd: int) -> bool:
         """Read output, and kill the program if its output exceeds the limit; return False if no more output is
@@ -119,43 +121,15 @@ class Watch:
         return True
 
     def _stop(self, end: str) -> None:
-        """Kill every process of the sandbox."""
+        """Kill every process of the sandbox's programs."""
         self.end = end
-        self.code = kill_all()[self._pid]
+        self.code = self._programs.kill()[self._pid]
 
     def _drain(self) -> None:
         """Read the remaining output, without waiting for child processes that are still running."""
         for fd in list(self._outputs):
             while len(self._outputs[fd]) < self._limits["output_bytes"] and self._read(fd):
                 pass
-
-
-def kill_all() -> dict[int, int]:
-    """Kill and reap every process of the sandbox except the caller, process 1; return their exit codes by process
-    id.
-    """
-    codes: dict[int, int] = {}
-    while True:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        try:
-            pid, status = os.waitpid(-1, WALL)  # orphaned processes become children of process 1
-        except ChildProcessError:
-            return codes
-        codes[pid] = os.waitstatus_to_exitcode(status)
-
-
-def reap_ended() -> tuple[dict[int, int], bool]:
-    """Reap all ended processes of the sandbox, including orphans; return their exit codes by process id, and whether a
-    process of the sandbox is left.
-    """
-    codes: dict[int, int] = {}
-    try:
-        while (found := os.waitpid(-1, os.WNOHANG | WALL))[0]:
-            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
-    except ChildProcessError:  # every process of the sandbox is a descendant of the caller, process 1
-        return codes, False
-    return codes, True
 
 
 @dataclass(frozen=True)
@@ -172,10 +146,10 @@ class Usage:
     hidden: int
 
 
-def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
+def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]], proc: str = "/proc") -> str:
     """Return "processes" or "memory" if the sandbox's processes exceed that limit, and "" if they exceed none.
 
-    `pids` are the ids of the sandbox's processes; None means all processes in this process namespace.
+    `list_processes` returns the ids of the sandbox's processes, as the mounted file system `proc` shows them.
 
     Memory pages that processes share are counted once, and of open files only sockets are counted. The exact count is
     slow, so it is only made if the sum over all processes exceeds the memory limit. If a process hides its open files
@@ -186,13 +160,13 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
     most, certain = limits["memory_bytes"] // 1024, 0
     for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):
         time.sleep(pause)
-        found = {pid: _measure(pid) for pid in (list_processes() if pids is None else pids)}
+        found = {pid: _measure(f"{proc}/{pid}") for pid in list_processes()}
         if sum(len(usage.threads) for usage in found.values()) > limits["processes"]:
             return "processes"
         hidden = SOCKET_KIB * sum(usage.hidden for usage in found.values())
         if hidden + sum(usage.memory + SOCKET_KIB * usage.files for usage in found.values()) <= most:
             return ""
-        exact = _measure_exactly(found)
+        exact = _measure_exactly(found, proc)
         if hidden + exact <= most:
             return ""
         certain += exact > most or hidden + exact > 2 * most + MOST_HIDDEN
@@ -201,18 +175,13 @@ def find_excess(limits: dict[str, Any], pids: list[int] | None = None) -> str:
     return "memory"
 
 
-def list_processes() -> list[int]:
-    """Return the ids of all processes of this process namespace except process 1."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-
-
-def _measure(pid: int) -> Usage:
-    """Return the resource usage of a process; the usage of an ended process is zero.
+def _measure(process: str) -> Usage:
+    """Return the resource usage of the process with this folder in /proc; the usage of an ended process is zero.
 
     All threads are read, because the first thread of a process may have ended, and then reports no memory and no open
     files.
     """
-    threads = [f"/proc/{pid}/task/{name}" for name in _list(f"/proc/{pid}/task") or ()]
+    threads = [f"{process}/task/{name}" for name in _list(f"{process}/task") or ()]
     lists = [_list(f"{thread}/fd") for thread in threads]
     status = [_read_fields(f"{thread}/status", (*ANONYMOUS, FILES)) for thread in threads]
     files = [fields.pop(FILES, 0) for fields in status]
@@ -221,7 +190,7 @@ def _measure(pid: int) -> Usage:
     return Usage(sum(alive.values()), threads, sum(len(names or ()) for names in lists), hidden)
 
 
-def _measure_exactly(found: dict[int, Usage]) -> int:
+def _measure_exactly(found: dict[int, Usage], proc: str) -> int:
     """Return the memory and the sockets of the given processes in KiB, without hidden files; count shared memory
     once.
     """
@@ -234,7 +203,7 @@ def _measure_exactly(found: dict[int, Usage]) -> int:
             exact = (_read_fields(f"{thread}/smaps_rollup", SHARED_OUT) for thread in usage.threads)
             shared_out = next((sum(fields.values()) for fields in exact if fields), None)
             # the process hides its shared pages or has ended meanwhile
-            memory += _measure(pid).memory if shared_out is None else shared_out
+            memory += _measure(f"{proc}/{pid}").memory if shared_out is None else shared_out
     sockets = {link for usage in found.values() for link in _read_links(usage.threads) if link.startswith("socket:")}
     return memory + SOCKET_KIB * len(sockets)
 
@@ -281,8 +250,8 @@ def set_limits(limits: dict[str, Any]) -> None:
     for which, most in (
         # a coarse bound; `find_excess` enforces the exact memory limit
         (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),
-        # the holder and the keeper count, too; the kernel enforces this limit for every user except root
-        (resource.RLIMIT_NPROC, limits["processes"] + 2),
+        # the keeper, the holder and process 1 count, too; the kernel enforces this limit for every user except root
+        (resource.RLIMIT_NPROC, limits["processes"] + 3),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_MEMLOCK, 2**20),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -70,7 +70,7 @@ class HostKeeper:
     def _watch_children(self) -> None:
         """Enforce the limits on processes that outlived their program, until the next request arrives."""
         while not select.select([self._owner], [], [], POLL_SECONDS if self._list() else None)[0]:
-            if find_excess(self.settings, self._list()) or self._find_folder_excess():
+            if find_excess(self.settings, self._list) or self._find_folder_excess():
                 self._kill_all()
 
     def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
@@ -122,7 +122,7 @@ class HostKeeper:
 
     def find_excess(self, *, with_folder: bool) -> str:
         """Return the name of the limit that the sandbox exceeds, or "" if it exceeds none."""
-        return find_excess(self.settings, self._list()) or (self._find_folder_excess() if with_folder else "")
+        return find_excess(self.settings, self._list) or (self._find_folder_excess() if with_folder else "")
 
 
 class HostWatch:

@@ -33,6 +33,7 @@ for name, path in (("rollflow", ""), ("rollflow.tasks", ""), ("rollflow.tasks.sa
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 
+from rollflow.tasks.sandboxes.box.programs import WALL  # noqa: E402
 from rollflow.tasks.sandboxes.box.rights import (  # noqa: E402
     CAPABILITIES,
     CAPABILITY_VERSION,
@@ -42,7 +43,6 @@ from rollflow.tasks.sandboxes.box.rights import (  # noqa: E402
     libc,
 )
 from rollflow.tasks.sandboxes.box.tree import list_children  # noqa: E402
-from rollflow.tasks.sandboxes.box.watch import WALL  # noqa: E402
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 from rollflow.tasks.sandboxes.host.keeper import HostKeeper  # noqa: E402
 from rollflow.tasks.sandboxes.host.launch import METADATA, Launch, find_sandlock, launch_plain  # noqa: E402

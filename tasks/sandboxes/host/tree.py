@@ -7,8 +7,8 @@ import os
 import signal
 from collections.abc import Callable
 
+from rollflow.tasks.sandboxes.box.programs import WALL
 from rollflow.tasks.sandboxes.box.tree import list_children, list_descendants
-from rollflow.tasks.sandboxes.box.watch import WALL
 
 
 def kill_children(list_roots: Callable[[], list[int]]) -> None:

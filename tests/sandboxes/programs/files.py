@@ -39,7 +39,7 @@ FILES = (
     Hostile(
         "other processes",
         "seen = [n for n in os.listdir('/proc') if n.isdigit()]\n"
-        "if len(seen) > 2: escaped(seen)\nif os.getppid() != 1: escaped(os.getppid())",
+        "if len(seen) > 2: escaped(seen)\nif os.getppid(): escaped(os.getppid())",
     ),
     Hostile("link to the keeper", "os.symlink('/proc/1/environ', 'a'); os.symlink('/proc/self/mem', 'b')\nopens('a')"),
     Hostile("hard link", "fails(os.link, '/usr/bin/env', 'env')\nfails(os.link, '/proc/1/environ', 'environ')"),
