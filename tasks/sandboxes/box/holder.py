@@ -23,7 +23,7 @@ These copies take most of the time of a short program, so the holder uses little
 
 from __future__ import annotations
 
-import _signal  # its functions look up no members of enumerations, as those of `signal` do
+import _signal  # type: ignore[import-not-found]  # its functions look up no enumerations
 import _socket
 import ctypes
 import gc

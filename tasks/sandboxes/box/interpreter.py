@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _signal  # its functions look up no members of enumerations, as those of `signal` do
+import _signal  # type: ignore[import-not-found]  # its functions look up no enumerations
 import atexit
 import builtins
 import gc
