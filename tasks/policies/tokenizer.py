@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
+from rollflow.tasks.policies.token_ends import find_ends
 from rollflow.tasks.prompts.base import Asked
 
 # pieces of text that two tokenizers may encode differently, alone or in combination
@@ -103,24 +103,12 @@ class PolicyTokenizer:
                 return len(prefix)
             return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prefix, whole, strict=False)))
 
-        ends = self._decode_stepwise(tokens, whole, special)
+        ends = find_ends(self._fast, tokens, whole, special)
         if ends is None:
             found = [bisect_left(range(len(tokens)), position, key=count_characters) for position in positions]
         else:
             found = [bisect_left(ends, position) for position in positions]
         return [min(place, len(tokens) - 1) for place in found]
-
-    def _decode_stepwise(self, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
-        """Return for each token the number of characters up to its end; None if bytes that are not valid UTF-8 make a
-        decoded prefix differ from the whole text."""
-        stream, text, ends = DecodeStream(skip_special_tokens=not special), "", list[int]()
-        try:
-            for token in tokens:
-                text += stream.step(self._fast, token) or ""
-                ends.append(len(text))
-        except Exception:  # noqa: BLE001 - tokenizers raises plain `Exception`s
-            return None
-        return ends if whole.startswith(text) else None
 
     def name(self, token: int) -> str:
         """Return a token's text and id, for an error message."""

@@ -8,15 +8,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
@@ -92,43 +88,6 @@ def test_split_steps_gives_ends_in_the_text() -> None:
 def test_answer_is_found_with_its_start(response: str, where: str, start: int, answer: str) -> None:
     assert find_answer(response, where) == (start, answer)
     assert response[start : start + len(answer)] == answer
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(st.sampled_from("ab \n\u65e5\u00e9\U0001f642.5"), max_size=12), st.booleans())
-def test_found_tokens_agree_with_decoded_prefixes(tokenizer: PolicyTokenizer, text: str, ends: bool) -> None:
-    """A token ends where the text of all tokens up to it agrees with the whole text."""
-    tokens = [*tokenizer.encode_response(text), *(tokenizer.stop_tokens[:1] if ends else ())]
-    whole, expected = tokenizer.decode(tokens), []
-    for count in range(1, len(tokens) + 1):
-        prefix = tokenizer.decode(tokens[:count])
-        pairs = zip(prefix, whole, strict=False)
-        expected.append(len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]))
-    positions = range(1, expected[-1] + 1) if expected else []
-    found = [next(at for at, end in enumerate(expected) if end >= position) for position in positions]
-    assert tokenizer.find_tokens(tokens, positions) == found
-
-
-@pytest.mark.parametrize(
-    ("tokens", "positions", "found"),
-    [
-        (["<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "a"], [1, 2], [3, 4]),  # one character of four bytes
-        (["<0x82>", "a", "<0xF0>", "<0x9F>", "a"], [1, 2, 3, 4, 5], [1, 1, 4, 4, 4]),  # bytes that are no UTF-8
-        (["<0xC3>", "<0xA9>", "<0xFF>", "a"], [3, 4], [2, 3]),  # the third byte makes the first two no character
-        (["a", "<0xF0>"], [1, 2], [0, 1]),
-    ],
-)
-def test_byte_tokens_are_found_by_position(
-    tmp_path: Path, tokens: list[str], positions: list[int], found: list[int]
-) -> None:
-    """The tokenizer has tokens for bytes, as Llama 2 has."""
-    vocabulary = {**{f"<0x{byte:02X}>": byte for byte in range(256)}, "a": 256}
-    fast = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    fast.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text("{}")
-    ids = [vocabulary[token] for token in tokens]
-    assert PolicyTokenizer(tmp_path).find_tokens(ids, positions) == found
 
 
 def test_step_value_goes_to_the_token_of_its_last_character(tokenizer: PolicyTokenizer) -> None:
