@@ -16,6 +16,7 @@ from rollflow.tasks.learners.torch_learner import load_model
 from rollflow.tasks.policies.cold_start import HeldOutAccuracy, cold_start, generate_answers
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.run.cold_start.demonstrated_episodes import open_pool
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 from rollflow.tasks.run.prompt_pins import read_once
@@ -64,7 +65,7 @@ def start_policy(config: RunConfig, folder: Path) -> None:
     def accuracy(model: Any) -> HeldOutAccuracy:
         return HeldOutAccuracy(task.accuracy(model), {})
 
-    cold_start(model, cold, task.prompts, task.tokenizer, accuracy, report, config.seed)
+    cold_start(model, cold, open_pool(config, task.prompts, task.tokenizer), accuracy, report)
     with tempfile.TemporaryDirectory() as place:  # `save_pretrained` would also overwrite the config
         model.save_pretrained(place)
         (folder / "model.safetensors").write_bytes((Path(place) / "model.safetensors").read_bytes())

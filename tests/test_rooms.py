@@ -95,6 +95,10 @@ MAY: dict[str, set[str]] = {
         *("tasks/environments/foreign", "tasks/environments/tool_use", "tasks/prompts", "tasks/rollout"),
         *("tasks/runtime", "tasks/scorers"),
     },
+    "tasks/run/cold_start": {
+        *("tasks/engines", "tasks/environments", "tasks/environments/foreign", "tasks/environments/tool_use"),
+        *("tasks/policies", "tasks/prompts", "tasks/rollout", "tasks/run", "tasks/scorers"),
+    },
     "tasks/simulation": {
         *("tasks/engines", "tasks/environments", "tasks/rollout", "tasks/rollout/resuming", "tasks/run"),
         *("tasks/runtime", "tasks/scorers"),

@@ -219,6 +219,7 @@ class LearnerActor:
 
     def _run_cold_start(self) -> None:
         from rollflow.tasks.policies.cold_start import cold_start
+        from rollflow.tasks.run.cold_start.demonstrated_episodes import open_pool
         from rollflow.tasks.run.held_out_accuracy import HeldOutJudge
 
         cold = self.config.policy.cold_start
@@ -229,8 +230,8 @@ class LearnerActor:
 
         self.phase, self.note = LearnerPhase.COLD_START, "cold start"
         with HeldOutJudge(self.context) as accuracy:
-            prompts, tokenizer = self.context.prompts(), self.context.tokenizer
-            cold_start(self.learner.model, cold, prompts, tokenizer, accuracy, report, self.config.seed)
+            pool = open_pool(self.config, self.context.prompts(), self.context.tokenizer)
+            cold_start(self.learner.model, cold, pool, accuracy, report)
 
     def _keep_weights(self) -> None:
         """Store the weights after supervised training (cold start) in the run's policy folder.

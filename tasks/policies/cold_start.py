@@ -16,7 +16,6 @@ that hard domains are trained more than easy ones.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +28,6 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.demonstrations import Demonstration, DemonstrationPool
 from rollflow.tasks.policies.head import LMHead
-from rollflow.tasks.policies.tokenizer import PolicyTokenizer
-from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 WARMUP = 50  # number of steps over which the learning rate rises
 CLOSE = 0.005  # largest accepted difference between the accuracy and the target accuracy
@@ -62,23 +59,15 @@ Measure = Callable[[Any], HeldOutAccuracy]
 
 
 def cold_start(
-    model: Any,
-    config: ColdStart,
-    prompts: RunPrompts,
-    tokenizer: PolicyTokenizer,
-    accuracy: Measure,
-    report: Callable[[int, float], None],
-    seed: int,
+    model: Any, config: ColdStart, pool: DemonstrationPool, accuracy: Measure, report: Callable[[int, float], None]
 ) -> float:
-    """Train `model` in place on demonstrations; return the mean accuracy that the model reached.
+    """Train `model` in place on the demonstrations of a pool; return the mean accuracy that the model reached.
 
     The function calls `report(step, accuracy)` at each measurement of the model's accuracy.
 
     Raises:
         ConfigError: the model did not reach the target accuracy within `max_steps` steps.
     """
-    draw = random.Random(f"{seed}:cold start")
-    pool = DemonstrationPool(prompts, tokenizer, draw)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     decoder, head, found, before = model.get_decoder(), LMHead(model), 0.0, _copy_weights(model)
     for step in range(1, config.max_steps + 1):

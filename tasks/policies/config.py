@@ -25,6 +25,12 @@ class ColdStart(Section):
         ge=258,
         description="number of tokens in the vocabulary of the byte-level BPE tokenizer; 258: each byte is a token",
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="chat template (Jinja) of the new model, for prompts with chat = true; it writes the end token "
+        "<|end|> after each answer; default: no chat template",
+    )
     learning_rate: float = Field(2e-3, gt=0, description="learning rate of the supervised training after its warm-up")
     batch: int = Field(48, gt=0, description="number of demonstrations in each step of the supervised training")
     target_accuracy: float = Field(

@@ -7,11 +7,11 @@ tokens that the environment adds, on which the policy is not trained.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rollflow.tasks.policies.renderer import PolicyRenderer
-from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.storage.records import Prompt
+from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 POOL = 20_000  # number of demonstrations from which batches are drawn
@@ -28,14 +28,17 @@ class Demonstration(NamedTuple):
     sampled: Sequence[bool] = ()
 
 
+# Returns the demonstrations of a question: one, or one for each context if the chat template changes earlier answers.
+Encode = Callable[[Prompt, Question], Sequence[Demonstration]]
+
+
 class DemonstrationPool:
     """The demonstrations of a run, which are tokenized when they are first drawn."""
 
-    def __init__(self, prompts: RunPrompts, tokenizer: PolicyTokenizer, draw: random.Random) -> None:
-        self._prompts, self._tokenizer, self._draw = prompts, tokenizer, draw
-        self._renderer = PolicyRenderer(tokenizer, {config.domain for config in prompts.configs if config.chat})
+    def __init__(self, prompts: RunPrompts, encode: Encode, draw: random.Random) -> None:
+        self._prompts, self._encode, self._draw = prompts, encode, draw
         self._weights = [config.share for config in prompts.configs]
-        self._made: dict[tuple[int, int], Demonstration] = {}
+        self._made: dict[tuple[int, int], Sequence[Demonstration]] = {}
 
     def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
         """Draw demonstrations of each prompt source in proportion to the source's share and the distance of its domain
@@ -47,27 +50,12 @@ class DemonstrationPool:
         ]
 
     def draw(self, count: int) -> list[Demonstration]:
-        """Draw `count` demonstrations at random."""
+        """Draw the demonstrations of `count` questions at random."""
         sources, single = range(len(self._weights)), len(self._weights) == 1
         which = [0] * count if single else self._draw.choices(sources, self._weights, k=count)
-        return [self._at(source, self._draw.randrange(POOL)) for source in which]
+        return [one for source in which for one in self._at(source, self._draw.randrange(POOL))]
 
-    def _at(self, source: int, position: int) -> Demonstration:
+    def _at(self, source: int, position: int) -> Sequence[Demonstration]:
         if (source, position) not in self._made:
-            self._made[source, position] = self._encode(source, position)
+            self._made[source, position] = self._encode(*self._prompts.find_demonstration(source, position))
         return self._made[source, position]
-
-    def _encode(self, source: int, position: int) -> Demonstration:
-        prompt, question = self._prompts.find_demonstration(source, position)
-        if not question.turns:
-            response = [*self._tokenizer.encode_response(question.answer), self._tokenizer.stop_tokens[0]]
-            return Demonstration(prompt.tokens, response)
-        response, sampled = list[int](), list[bool]()
-        for turn in question.turns:
-            said = [*self._tokenizer.encode_response(turn.said), *self._tokenizer.stop_tokens[: int(turn.ends)]]
-            response += said
-            sampled += [True] * len(said)
-            if turn.replies:
-                response += self._renderer.render(prompt, response, turn.replies)
-                sampled += [False] * (len(response) - len(sampled))
-        return Demonstration(prompt.tokens, response, sampled)

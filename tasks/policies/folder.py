@@ -60,6 +60,7 @@ def build_cold_folder(cold: ColdStart, texts: Iterable[str]) -> dict[str, bytes]
         "pad_token": PAD,
         "model_max_length": cold.context,
         "clean_up_tokenization_spaces": False,
+        **({} if cold.chat_template is None else {"chat_template": cold.chat_template}),
     }
     ends = {"eos_token_id": tokenizer.token_to_id(END), "pad_token_id": tokenizer.token_to_id(PAD)}
     return {

@@ -157,7 +157,8 @@ class PolicyTokenizer:
         """
         if not self.has_template:
             raise ConfigError(
-                "prompts.chat = True: the policy's tokenizer has no chat template; set prompts.chat = false"
+                "prompts.chat = True: the policy's tokenizer has no chat template; set prompts.chat = false, or give a "
+                "new model its policy.cold_start.chat_template"
             )
         return ChatTemplate(self._loaded, self._now)
 

@@ -1,21 +1,25 @@
-"""Two example question sources, which a run's TOML file names by import path: short programs, and lists of words.
+"""Three example question sources, which a run's TOML file names by import path: short programs, lists of words, and
+products that need a tool.
 
     source        a question                                         a right response
     LinePrograms  plus 12, times 3.                                  x=int(input());x+=12;x*=3;print(x)
     WordLists     Write 3 words, with owl, in capitals, last fox.    HEN, OWL, FOX
+    LongProducts  4821*7093                                          34195353
 
 The scorer of `LinePrograms` is `code`, with `fenced = false`: every program that prints the right numbers for the
 inputs of the test cases is right. The scorer of `WordLists` is
-`instructions`: every list that follows all constraints is right.
+`instructions`: every list that follows all constraints is right. The scorer of `LongProducts` is `exact`. Its
+demonstrations call the tool `python` of the environment `tools`, because a small policy cannot compute the products.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollflow.tasks.prompts.base import Question, QuestionSource
+from rollflow.tasks.prompts.base import DemonstratedTurn, Question, QuestionSource
 
 TRIES = 1000  # largest number of questions to draw for a position until one is not held out
 STEPS = {"plus": "+", "minus": "-", "times": "*"}  # word for a program's step -> operator
@@ -125,3 +129,21 @@ class WordLists(_DrawnSource):
         }
         text = f"{', '.join(asked)}."
         return Question(text, answer.upper() if upper else answer, {"answer": answer, **columns}, text)
+
+
+class LongProducts(_DrawnSource):
+    """Questions that ask for the product of two numbers. The key of a question consists of both numbers in order."""
+
+    def __init__(self, *, seed: int, held_out: int, digits: int = 4) -> None:
+        """Ask for products of two numbers of `digits` digits."""
+        self._range = 10 ** (digits - 1), 10**digits - 1
+        super().__init__(seed=seed, held_out=held_out)
+
+    def _draw(self, draw: random.Random) -> Question:
+        one, other = draw.randint(*self._range), draw.randint(*self._range)
+        text, answer = f"{one}*{other}", str(one * other)
+        call = json.dumps({"name": "python", "arguments": {"code": text}})
+        result = {"role": "tool", "content": f"{answer}\n"}
+        first = DemonstratedTurn(f"<tool_call>{call}</tool_call>", (result,), ends=True)
+        key = "*".join(map(str, sorted((one, other))))
+        return Question(text, answer, {"answer": answer}, key, turns=(first, DemonstratedTurn(answer, ends=True)))

@@ -183,13 +183,15 @@ class RunPrompts:
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
-        """Return the texts and answers of `count` demonstrations, from which a tokenizer's vocabulary is built."""
+        """Return the texts of `count` demonstrations, from which a tokenizer's vocabulary is built: what is asked, what
+        the policy says, and what the environment adds.
+        """
         places = [self._assign_place(index) for index in range(count)]
         found = list[str]()
         for which, position in places:
             question, config = self.sources[which].demonstration(position), self.configs[which]
             text = question.text if config.template is None else config.template.replace(PLACE, question.text)
-            found += [text, question.answer, *_list_replies(question)]
+            found += [text, question.answer, *_list_turns(question)]
         return found
 
     def _assign_place(self, index: int) -> tuple[int, int]:
@@ -246,9 +248,9 @@ class RunPrompts:
         )
 
 
-def _list_replies(question: Question) -> list[str]:
-    """List the texts that the environment adds in a demonstrated episode."""
-    return [message["content"] for turn in question.turns for message in turn.replies]
+def _list_turns(question: Question) -> list[str]:
+    """List the texts of a demonstrated episode: what the policy says, and what the environment adds."""
+    return [text for turn in question.turns for text in (turn.said, *(reply["content"] for reply in turn.replies))]
 
 
 def _held_out_sets(configs: Sequence[PromptConfig], split: Split) -> list[HeldOut]:

@@ -58,6 +58,7 @@ CASES: dict[str, Callable[[Path], PromptConfig]] = {
     "kuhn-poker": lambda _: KuhnPokerPrompts(),
     "import": lambda _: ImportPrompts(path="letters.prompts:LetterCounts", options={"alphabet": "abc", "length": 4}),
     "programs": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:LinePrograms", options={"most": 2}),
+    "products": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:LongProducts", options={"digits": 2}),
     "words": lambda _: ImportPrompts(path="rollflow.tasks.prompts.domains:WordLists", options={"most": 2}),
 }
 

@@ -16,7 +16,7 @@ from rollflow.tasks.environments.ports import EnvironmentPorts
 from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.testing.environments import build_ports
-from tests.environments.tool_episodes import Tools, play_real, python_tool, run_code
+from tests.environments.tool_episodes import Tools, open_tools, play_real, run_code
 from tests.environments.worlds import PROMPT
 from tests.support.policy_folders import CHAT, END, make_tokenizer
 from tests.support.sandbox_processes import list_sandbox_processes
@@ -24,16 +24,6 @@ from tests.support.waiting import until
 
 WRITES_TOOLS = "{% if tools %}<|turn|>system\n{{ tools | tojson }}<|over|>\n{% endif %}"
 ANSWER = "It is 42."
-
-
-def open_tools(**keys: Any) -> Tools:
-    """Start an environment with the Python tool; skip the test if this machine has no sandboxes."""
-    created = Tools(python_tool(**keys))
-    score, _ = created.play(run_code("1"), "Done.")
-    if score is not None and score.outcome is Outcome.UNJUDGED:
-        created.close()
-        pytest.skip(score.reason)
-    return created
 
 
 @pytest.fixture(scope="module")

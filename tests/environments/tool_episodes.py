@@ -7,7 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.storage.records import StopReason, Trajectory
+import pytest
+
+from rollflow.storage.records import Outcome, StopReason, Trajectory
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment
 from rollflow.tasks.environments.config import ToolsEnvironment
@@ -85,6 +87,16 @@ class Tools:
         """End the tools and the loop."""
         self.do(self.environment.close())
         self._runner.close()
+
+
+def open_tools(**keys: Any) -> Tools:
+    """Start an environment with the Python tool; skip the test if this machine has no sandboxes."""
+    created = Tools(python_tool(**keys))
+    score, _ = created.play(run_code("1"), "Done.")
+    if score is not None and score.outcome is Outcome.UNJUDGED:
+        created.close()
+        pytest.skip(score.reason)
+    return created
 
 
 def play_real(

@@ -53,6 +53,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("group_size=1", ["group_size = 1", 'baseline and scale of train.objective.advantage to "none"']),
         ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),
+        ("prompts.0.chat=true", ["prompts.chat = True", "no chat template", "policy.cold_start.chat_template"]),
         ("environment.kind=tools", ["environment.kind = 'tools'", "the policy has no tool", "[environment.python]"]),
         (
             "environment={kind='tools', mcp={shop={command=['a'], env={SHOP_TOKEN='x'}}}}",

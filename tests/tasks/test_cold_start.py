@@ -17,6 +17,7 @@ from rollflow.tasks.policies.demonstrations import DemonstrationPool
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.tables import read_file
+from rollflow.tasks.run.cold_start.demonstrated_episodes import DemonstratedEpisodes, open_pool
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import open_prompts
 
@@ -55,7 +56,7 @@ class Started:
         def measure(model: Any) -> HeldOutAccuracy:
             return HeldOutAccuracy(accuracy(model), {})
 
-        self.said = cold_start(model, cold, prompts, tokenizer, measure, self._see, config.seed)
+        self.said = cold_start(model, cold, open_pool(config, prompts, tokenizer), measure, self._see)
         self.accuracy = accuracy(model)
 
     def _see(self, step: int, accuracy: float) -> None:
@@ -115,7 +116,8 @@ def test_sources_further_from_the_target_get_more_demonstrations(tmp_path: Path)
     for name, data in build_cold_folder(cold, open_prompts(config, None, read_file).texts(100)).items():
         (tmp_path / name).write_bytes(data)
     tokenizer = PolicyTokenizer(tmp_path)
-    pool = DemonstrationPool(open_prompts(config, tokenizer, read_file), tokenizer, random.Random(0))
+    encode = DemonstratedEpisodes(config, tokenizer)
+    pool = DemonstrationPool(open_prompts(config, tokenizer, read_file), encode, random.Random(0))
 
     def count_sums() -> int:
         return sum(tokenizer.decode(prompt).startswith("Add") for prompt, *_ in pool.draw(1100))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rollflow.storage.records import Outcome
+from rollflow.tasks.environments.tool_calls import parse_action
 from rollflow.tasks.prompts.base import Question, QuestionSource
-from rollflow.tasks.prompts.domains import LinePrograms, WordLists
+from rollflow.tasks.prompts.domains import LinePrograms, LongProducts, WordLists
 from rollflow.tasks.scorers.code.scorer import find_cases_fault
 from rollflow.tasks.scorers.text.instructions import follow_instructions
 
@@ -52,6 +53,25 @@ def test_demonstrated_word_lists_follow_their_constraints() -> None:
         assert follow_instructions(question.answer, question.reference).outcome is Outcome.CORRECT
         longer = f"{question.answer}, {question.answer}"
         assert follow_instructions(longer, question.reference).outcome is Outcome.PARTIAL
+
+
+def test_demonstrated_product_is_computed_by_a_tool_call() -> None:
+    for question in list_questions(LongProducts(seed=1, held_out=40)):
+        first, last = question.turns
+        [call] = parse_action(first.said).calls
+        assert (call.name, [*call.arguments]) == ("python", ["code"])
+        one, other = map(int, question.text.split("*"))
+        assert (call.arguments["code"], int(question.answer)) == (question.text, one * other)
+        assert (first.replies[0]["content"], last.said) == (f"{question.answer}\n", question.answer)
+
+
+def test_product_of_held_out_numbers_is_not_trained_on() -> None:
+    """There are 4,005 products of two numbers of two digits, in either order."""
+    source = LongProducts(seed=1, held_out=300, digits=2)
+    held = {question.key for question in source.held_out(300)}
+    assert len(held) == 300
+    texts = [source.training(position).text for position in range(3000)]
+    assert not held & {"*".join(sorted(text.split("*"), key=int)) for text in texts}
 
 
 @pytest.mark.parametrize("kind", [LinePrograms, WordLists])

@@ -24,6 +24,7 @@ from rollflow.tasks.policies.head import LMHead
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import DemonstratedTurn, Question, QuestionSource
 from rollflow.tasks.run import held_out_episodes
+from rollflow.tasks.run.cold_start.demonstrated_episodes import DemonstratedEpisodes
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.held_out_accuracy import HeldOutJudge
 from rollflow.tasks.run.held_out_episodes import BatchedModel, play_episodes
@@ -69,7 +70,8 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) ->
 def draw_texts(context: RunContext) -> tuple[list[str], list[str]]:
     """Draw demonstrations; return their responses, and of each the tokens that the policy is trained on."""
     tokenizer: PolicyTokenizer = context.tokenizer
-    shown = DemonstrationPool(context.prompts(), tokenizer, random.Random(0)).draw(20)
+    encode = DemonstratedEpisodes(context.config, tokenizer)
+    shown = DemonstrationPool(context.prompts(), encode, random.Random(0)).draw(20)
     trained = [
         tokenizer.decode([token for token, mine in zip(one.response, one.sampled, strict=True) if mine])
         for one in shown

@@ -7,12 +7,14 @@ import os
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 from rollflow.tasks.environments.foreign.faults import WorldEnded
 from rollflow.tasks.environments.foreign.play import ForeignEpisodes
+
+T = TypeVar("T")
 
 
 def check_environment(config: ForeignEnvironment) -> None:
@@ -33,10 +35,11 @@ def check_environment(config: ForeignEnvironment) -> None:
         raise ConfigError(f"environment.{config.part}: {ended}; {_find_cure(str(ended))}") from None
 
 
-def run_apart(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end in a thread of its own, because the caller's thread may have an event loop."""
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in a thread of its own, because the caller's thread may have an event loop; return its
+    result."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: asyncio.run(work)).result()
+        return pool.submit(lambda: asyncio.run(work)).result()
 
 
 async def _create(config: ForeignEnvironment) -> None:

@@ -1,10 +1,12 @@
-"""Checks, before a run begins, that the MCP servers of a config start and list their tools."""
+"""Lists the tools of a config, and checks, before a run begins, that the MCP servers start and list their tools."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.foreign.check import run_apart
@@ -29,17 +31,27 @@ def check_tools(config: ToolsEnvironment) -> None:
         if missing := [one for one in server.pass_env if one not in os.environ]:
             raise ConfigError(f"{key}.pass_env = {missing[0]!r}: there is no such environment variable; set it")
     if config.mcp:
-        try:
-            run_apart(_open(config))
-        except WorldEnded as ended:
-            cure = "correct the server's section, or allow more seconds"
-            raise ConfigError(f"environment.mcp: {ended}; {cure}") from None
+        list_schemas(config)
 
 
-async def _open(config: ToolsEnvironment) -> None:
+def list_schemas(config: ToolsEnvironment) -> list[Mapping[str, Any]]:
+    """Return the schemas of the tools in the order in which an episode offers them. The MCP servers are started for
+    this, and ended.
+
+    Raises:
+        ConfigError: a server does not start, or offers no usable tools; the message says what the user must change.
+    """
+    try:
+        return run_apart(_open(config))
+    except WorldEnded as ended:
+        cure = "correct the server's section, or allow more seconds"
+        raise ConfigError(f"environment.mcp: {ended}; {cure}") from None
+
+
+async def _open(config: ToolsEnvironment) -> list[Mapping[str, Any]]:
     places = ToolPlaces(config, EnvironmentHealth("mcp", config.max_failures))
     try:
-        async with places.open():
-            pass
+        async with places.open() as tools:
+            return [tool.schema for tool in tools.values()]
     finally:
         await places.close()

@@ -101,6 +101,11 @@ class ToolsEnvironment(LimitedEnvironment, EnvironmentBase):
         "which the run fails",
     )
 
+    @property
+    def most_episodes(self) -> int | None:
+        """The largest number of episodes that the environment plays at the same time."""
+        return self.at_once
+
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         if self.python is None and not self.mcp:

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollflow.tasks.scorers.base import make_storable
+
 LEFT_OUT = "\n... {} characters are left out ...\n"
 
 
@@ -24,6 +26,11 @@ class OfferedTool:
     def name(self) -> str:
         """The name by which the policy calls the tool."""
         return str(self.schema["function"]["name"])
+
+
+def make_readable(text: str, most: int) -> str:
+    """Return a result as the policy reads it: text that UTF-8 can encode, of at most `most` characters."""
+    return shorten_result(make_storable(text, len(text)), most)
 
 
 def shorten_result(text: str, most: int) -> str:

@@ -8,7 +8,9 @@ The first response without a call is the answer. An episode that reaches a limit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.base import Environment, Episode
@@ -18,7 +20,7 @@ from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.opening import open_prompt
 from rollflow.tasks.environments.tool_calls import Action, ActionCall
 from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
-from rollflow.tasks.environments.tool_use.offered import OfferedTool, shorten_result
+from rollflow.tasks.environments.tool_use.offered import OfferedTool, make_readable
 from rollflow.tasks.environments.tool_use.places import ToolPlaces
 from rollflow.tasks.scorers.base import Score, make_storable
 
@@ -42,7 +44,8 @@ class ToolEpisodes(Environment):
         """
         try:
             async with self._find_places().open() as tools:
-                answer = await self._converse(episode, tools)
+                schemas = [tool.schema for tool in tools.values()]
+                answer = await converse(episode, schemas, partial(self._act, tools))
         except WorldEnded as ended:
             return score_fault(self._name, 0.0, str(ended), ended.outcome)
         if answer is None or isinstance(answer, Score):
@@ -55,25 +58,7 @@ class ToolEpisodes(Environment):
         if self._places is not None:
             await self._places.close()
 
-    async def _converse(self, episode: Episode, tools: Mapping[str, OfferedTool]) -> Sequence[int] | Score | None:
-        """Let the policy call tools until it answers, and return the tokens of the answer; return None if the episode
-        is not wanted any more or has reached a limit.
-        """
-        open_prompt(episode, [tool.schema for tool in tools.values()], "")
-        is_chat = episode.ports.renderer.is_chat(episode.prompt)
-        # a policy without chat template has not learned to end its turn after a call
-        stop = () if is_chat else (END,)
-        while (made := await episode.generate(stop=stop)) is not None:
-            action = episode.read_action(made.tokens)
-            if not action.calls and not action.fault:
-                return made.tokens
-            results = await self._act(action, tools)
-            messages = [{"role": "tool", "content": one if is_chat else describe_result(one)} for one in results]
-            if not episode.extend(messages):
-                return NO_ROOM
-        return None
-
-    async def _act(self, action: Action, tools: Mapping[str, OfferedTool]) -> list[str]:
+    async def _act(self, tools: Mapping[str, OfferedTool], action: Action) -> list[str]:
         """Do the calls of a turn in order, and return what the policy reads."""
         if action.fault:
             return [f"error: {action.fault}"]
@@ -92,10 +77,33 @@ class ToolEpisodes(Environment):
             text = await tool.call(call.arguments)
         except CallFailed as failed:
             text = f"error: {failed}"
-        return shorten_result(make_storable(text, len(text)), self._config.result_characters)
+        return make_readable(text, self._config.result_characters)
 
     def _find_places(self) -> ToolPlaces:
         """Return the places of the running event loop."""
         if self._places is None or self._places.loop is not asyncio.get_running_loop():
             self._places = ToolPlaces(self._config, self.health)
         return self._places
+
+
+async def converse(
+    episode: Episode, schemas: Sequence[Mapping[str, Any]], act: Callable[[Action], Awaitable[Sequence[str]]]
+) -> Sequence[int] | Score | None:
+    """Let the policy call tools until it answers, and return the tokens of the answer; return None if the episode is
+    not wanted any more or has reached a limit.
+
+    `schemas` are those of the tools. `act` does the calls of a turn, and returns what the policy reads.
+    """
+    open_prompt(episode, schemas, "")
+    is_chat = episode.ports.renderer.is_chat(episode.prompt)
+    # a policy without chat template has not learned to end its turn after a call
+    stop = () if is_chat else (END,)
+    while (made := await episode.generate(stop=stop)) is not None:
+        action = episode.read_action(made.tokens)
+        if not action.calls and not action.fault:
+            return made.tokens
+        results = await act(action)
+        messages = [{"role": "tool", "content": one if is_chat else describe_result(one)} for one in results]
+        if not episode.extend(messages):
+            return NO_ROOM
+    return None

@@ -1,0 +1,1 @@
+"""What a cold start needs of the run: its demonstrations, as episodes of its environment."""

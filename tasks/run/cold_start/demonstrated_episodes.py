@@ -1,0 +1,146 @@
+"""Plays the demonstrations of a cold start as episodes, so that they have the tokens that an episode has.
+
+    turns of a demonstration --> PlayedEpisode --> trajectory --> the tokens that the policy is trained on
+
+What the policy says in each turn, and what the environment adds, is given by the source of the question. The same
+classes as in an episode turn both into tokens. With the environment `tools`, the same function as in an episode also
+writes the schemas of the tools into the prompt, and the results as the policy reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Prompt, StopReason
+from rollflow.tasks.engines.base import Generation, TokenSpan
+from rollflow.tasks.engines.stop_strings import StopWatch
+from rollflow.tasks.environments.base import Environment, Episode
+from rollflow.tasks.environments.config import ToolsEnvironment
+from rollflow.tasks.environments.foreign.faults import WorldEnded
+from rollflow.tasks.environments.limits import NO_LIMITS
+from rollflow.tasks.environments.tool_calls import Action
+from rollflow.tasks.environments.tool_use.check import list_schemas
+from rollflow.tasks.environments.tool_use.offered import make_readable
+from rollflow.tasks.environments.tool_use.play import converse
+from rollflow.tasks.policies.demonstrations import Demonstration, DemonstrationPool
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.prompts.base import DemonstratedTurn, Question
+from rollflow.tasks.prompts.run_prompts import RunPrompts
+from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
+from rollflow.tasks.rollout.proxy import VersionedGeneration
+from rollflow.tasks.run.config import RunConfig
+from rollflow.tasks.run.episode_ports import build_ports
+from rollflow.tasks.scorers.base import Score, ScoreRequest
+
+DONE = Score(1.0)
+
+
+def open_pool(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer) -> DemonstrationPool:
+    """Open the demonstrations of a run.
+
+    Raises:
+        ConfigError: a tool cannot be started or imported.
+    """
+    draw = random.Random(f"{config.seed}:cold start")
+    return DemonstrationPool(prompts, DemonstratedEpisodes(config, tokenizer), draw)
+
+
+class DemonstratedEpisodes:
+    """Turns questions into demonstrations. See the module's docstring."""
+
+    def __init__(self, config: RunConfig, tokenizer: PolicyTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ports = replace(build_ports(config, tokenizer), limits=NO_LIMITS)
+        self._tools = config.environment if isinstance(config.environment, ToolsEnvironment) else None
+        self._schemas = list_schemas(self._tools) if self._tools is not None else []
+
+    def __call__(self, prompt: Prompt, question: Question) -> list[Demonstration]:
+        """Return the demonstration of a question: one for each branch of its episode.
+
+        Raises:
+            ConfigError: the turns are no episode of the environment, or are too long for the policy's context.
+        """
+        if question.turns or self._tools is not None:
+            turns = question.turns or (DemonstratedTurn(question.answer, ends=True),)
+            return asyncio.run(self._play(prompt, question, turns))
+        response = [*self._tokenizer.encode_response(question.answer), self._tokenizer.stop_tokens[0]]
+        return [Demonstration(prompt.tokens, response)]
+
+    async def _play(self, prompt: Prompt, question: Question, turns: Sequence[DemonstratedTurn]) -> list[Demonstration]:
+        async def ask(turn: Turn) -> VersionedGeneration | None:
+            return self._say(turn, turns[turn.number]) if turn.number < len(turns) else None
+
+        environment = _GivenReplies(turns) if self._tools is None else self._give_results(turns)
+        room = self._tokenizer.context - prompt.input.length
+        episode, why = PlayedEpisode(prompt, room, ask, _want_every, _refuse_score, ports=self._ports), ""
+        try:
+            await episode.play(environment)
+        except (WorldEnded, ValueError) as error:
+            why = f" ({error})"
+        if episode.turns < len(turns) or why:
+            cure = "let only the last turn answer, or raise policy.cold_start.context"
+            ended = f"ends after {episode.turns} of {len(turns)} turns{why}"
+            raise ConfigError(f"prompts: the demonstration of the question {question.text!r} {ended}; {cure}")
+        given, played = episode.prompt.input.length, episode.trajectories(DONE)
+        return [Demonstration([*one.tokens[:given]], [*one.tokens[given:]], [*one.loss_mask[given:]]) for one in played]
+
+    def _say(self, asked: Turn, turn: DemonstratedTurn) -> VersionedGeneration | None:
+        """Return what the policy says in a turn, up to a stop string; None if there is no room for it."""
+        tokenizer = self._tokenizer
+        tokens = [*tokenizer.encode_response(turn.said), *tokenizer.stop_tokens[: int(turn.ends)]]
+        tokens = tokens[: StopWatch(asked.stop, tokenizer.decode).find_end(tokens)]
+        if len(tokens) > asked.max_new_tokens:
+            return None
+        span = TokenSpan.of(tokens, [0.0] * len(tokens), [0] * len(tokens))
+        return VersionedGeneration(Generation("", span, StopReason.STOP), 0)
+
+    def _give_results(self, turns: Sequence[DemonstratedTurn]) -> Environment:
+        """Return the environment `tools` with the replies of a demonstration as results."""
+        assert self._tools is not None
+        most = self._tools.result_characters
+        texts = [[reply["content"] for reply in turn.replies] for turn in turns]
+        return _GivenResults(self._schemas, [[make_readable(one, most) for one in some] for some in texts])
+
+
+@dataclass
+class _GivenReplies(Environment):
+    """An environment that adds the messages of a demonstration after each of its turns."""
+
+    turns: Sequence[DemonstratedTurn]
+
+    async def play(self, episode: Episode) -> Score | None:
+        for turn in self.turns:
+            if await episode.generate() is None or (turn.replies and not episode.extend(turn.replies)):
+                break
+        return DONE
+
+
+@dataclass
+class _GivenResults(Environment):
+    """The environment `tools`, with given results instead of tools."""
+
+    schemas: Sequence[Mapping[str, Any]]
+    results: Sequence[Sequence[str]]  # of each turn
+
+    async def play(self, episode: Episode) -> Score | None:
+        results = iter(self.results)
+
+        async def act(_: Action) -> Sequence[str]:
+            return next(results, ())
+
+        await converse(episode, self.schemas, act)
+        return DONE
+
+
+async def _want_every(_: PlayedEpisode) -> bool:
+    """Return True, because each demonstration is kept."""
+    return True
+
+
+async def _refuse_score(_: ScoreRequest) -> NoReturn:
+    raise AssertionError("a demonstration is not scored")
