@@ -141,7 +141,7 @@ async def test_session_goes_on_after_a_cancelled_run(workspace: Workspace, kind:
     is_shell = kind is SessionKind.SHELL
     session = await workspace.open_session(kind)
     await session.run("x=5" if is_shell else "x = 5", LONG)
-    seconds = 5 if isinstance(workspace, BoxWorkspace) else 1  # a server waits for the end of the code
+    seconds = 5 if isinstance(workspace, BoxWorkspace) else 2  # a server waits for the end of the code
     shell = f"touch begun; sleep {seconds}; touch ended"
     python = f"import os, time; open('begun', 'w').close(); time.sleep({seconds}); open('ended', 'w').close()"
     for _ in range(2):

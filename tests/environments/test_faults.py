@@ -91,7 +91,7 @@ def test_score_counts_the_rewards_before_a_fault() -> None:
     score, _, _ = play(gym(options={"wrong": "error"}), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.UNPARSABLE)
-    score, _, _ = play(gym(options={"wrong": "hang"}, turn_seconds=1.0), "1")
+    score, _, _ = play(gym(options={"wrong": "hang"}, turn_seconds=2.0), "1")
     assert score is not None
     assert (score.value, score.outcome) == (1.0, Outcome.TIMEOUT)
 

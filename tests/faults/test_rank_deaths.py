@@ -116,7 +116,9 @@ TROUBLE: dict[str, tuple[Callable[[MultiRankLearner], None], float, str]] = {
 }
 
 
-@pytest.mark.parametrize("trouble", TROUBLE)
+@pytest.mark.parametrize(
+    "trouble", [pytest.param(name, marks=pytest.mark.soak) if name == "stopped" else name for name in TROUBLE]
+)
 def test_failed_learner_rank_is_named_and_all_ranks_end(folder: Path, trouble: str) -> None:
     cause, seconds, why = TROUBLE[trouble]
     made = ranked(folder, 3, seconds)

@@ -4,7 +4,7 @@
 list is made from a run of all tests:
 
     make full ARGS="--junit-xml=full.xml"
-    python -m tests.support.full_tests full.xml 3
+    python -m tests.support.full_tests full.xml 0.8
 
 The last argument is the largest number of seconds of a test that stays in `make test`.
 """
@@ -68,7 +68,7 @@ def read_times(report: Path) -> dict[str, float]:
 def main() -> None:
     """Write the list from the report and the limit on the command line."""
     chosen = choose(read_times(Path(sys.argv[1])), float(sys.argv[2]))
-    LIST.write_text(HEADER + "".join(f"{took:.0f} {test}\n" for test, took in chosen))
+    LIST.write_text(HEADER + "".join(f"{max(took, 1):.0f} {test}\n" for test, took in chosen))
     print(f"{len(chosen)} tests, {sum(took for _, took in chosen):.0f} s")
 
 

@@ -89,9 +89,9 @@ async def test_slow_score_does_not_delay_other_scores_of_the_call(actor: Any, tm
 
 async def test_reward_call_does_not_fail_while_scores_arrive(actor: Any, tmp_path: Path) -> None:
     await reasons(asked(RewardClient(HANG_SECONDS), [0]))  # the actor and its worker have started
-    client, now = RewardClient(1.5), tmp_path / "now"
+    client, now = RewardClient(2.0), tmp_path / "now"
     slow, began = asked(client, [100], now), time.monotonic()
-    while time.monotonic() < began + 3.5:
+    while time.monotonic() < began + 4.5:
         await reasons(asked(client, [1]))
         await asyncio.sleep(0.2)
     assert not slow[0].done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 
 import pytest
 
@@ -24,12 +25,21 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "EVERY", 4)
 
 
+@pytest.fixture(scope="session")
+def objects() -> Mapping[str, bytes]:
+    """Make a run of `lagging`, and return its objects, without snapshots and stored audits."""
+    made = MemoryStore(uuid.uuid4().hex)
+    lagging(made)
+    assert audit(made).clean
+    forget(made)
+    return {path: made.get(path) for path in made.list()}
+
+
 @pytest.fixture
-def run(store: MemoryStore) -> MemoryStore:
-    """Return a run of `lagging`, without snapshots and stored audits."""
-    lagging(store)
-    assert audit(store).clean
-    forget(store)
+def run(store: MemoryStore, objects: Mapping[str, bytes]) -> MemoryStore:
+    """Return a copy of the run."""
+    for path, data in objects.items():
+        store.put(path, data)
     return store
 
 
