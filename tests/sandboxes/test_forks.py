@@ -1,0 +1,101 @@
+"""Each program is confined in the same way, however its process was forked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from rollflow.tasks.sandboxes.base import Program, Sandbox
+from tests.sandboxes.box import LONG, PYTHON, Box
+from tests.sandboxes.programs.base import PRELUDE
+
+# prints the rights of the program, and the answers to system calls of which one is refused only with these arguments
+RIGHTS = PRELUDE + (
+    "import json\nlines = dict(l.strip().split(':', 1) for l in open('/proc/self/status'))\n"
+    "kept = ('CapInh', 'CapPrm', 'CapEff', 'CapAmb', 'CapBnd', 'NoNewPrivs', 'Seccomp', 'Seccomp_filters')\n"
+    "calls = [libc.unshare(0x10000000), libc.setns(0, 0), libc.mount(b'a', b'/work', b'tmpfs', 0, b''), "
+    "libc.socket(2, 1, 0), libc.socketpair(1, 2, 0, bytes(8)), libc.memfd_create(b'a', 0)]\n"
+    "print(json.dumps([{k: lines[k] for k in kept if k in lines}, calls, os.getpid() > 1, os.getsid(0) == os.getpid(), "
+    "os.getppid(), sorted(os.listdir('/proc/self/fd')), signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL]))"
+)
+LEAVE = Program(code=PRELUDE + "forks(1, lambda: time.sleep(600))", timeout=LONG, keep_children=True)
+
+
+async def find_rights(sandbox: Sandbox, *, command: bool = False, keep_children: bool = False) -> Any:
+    """Return what a program prints about its rights."""
+    program = Program(code=RIGHTS, timeout=LONG, keep_children=keep_children)
+    if command:
+        program = Program(command=[PYTHON, "-c", RIGHTS], timeout=LONG, keep_children=keep_children)
+    found = await sandbox.exec(program)
+    assert found.succeeded, found
+    return json.loads(found.stdout)
+
+
+def test_each_fork_of_a_program_has_the_same_rights(box: Box) -> None:
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        rights, calls, *_ = first = await find_rights(sandbox)
+        assert calls == [-1] * 6
+        assert {rights[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"\t" + "0" * 16}
+        assert (rights["NoNewPrivs"], rights["Seccomp"]) == ("\t1", "\t2")
+        assert await find_rights(sandbox, keep_children=True) == first  # in the same process namespace
+        await sandbox.exec(LEAVE)
+        assert await find_rights(sandbox) == first  # beside a process of an earlier program, which is killed then
+        assert await find_rights(sandbox) == first  # in another process namespace with the same folder
+        as_command = await find_rights(sandbox, command=True)
+        assert (as_command[0], as_command[1]) == (rights, calls)
+        await sandbox.close()
+
+    box.do(work())
+
+
+def test_folder_stays_when_processes_are_killed(box: Box) -> None:
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        await sandbox.upload("kept", b"data")
+        await sandbox.exec(LEAVE)
+        for _ in range(2):
+            found = await sandbox.exec(Program(code="print(open('kept').read())", timeout=LONG))
+            assert found.stdout == b"data\n"
+        await sandbox.close()
+
+    box.do(work())
+
+
+THREADS = """
+import ctypes, os, threading
+libc = ctypes.CDLL(None)
+lock = ctypes.create_string_buffer(64)
+kind = ctypes.create_string_buffer(64)
+libc.pthread_mutexattr_init(kind); libc.pthread_mutexattr_settype(kind, 1)
+libc.pthread_mutex_init(lock, kind)
+libc.pthread_mutex_lock(lock)
+owner = ctypes.c_int.from_buffer(lock, 8).value
+found = []
+thread = threading.Thread(target=lambda: found.append(libc.pthread_mutex_trylock(lock)))
+thread.start(); thread.join()
+print(owner == os.getpid(), found, libc.pthread_mutex_unlock(lock))
+"""
+
+
+def test_forked_program_knows_its_thread_id(box: Box) -> None:
+    """Otherwise a lock of the C library could take two threads for one."""
+    found = box.do(box.sandboxes.run(Program(code=THREADS, timeout=LONG)))
+    assert found.stdout == b"True [16] 0\n", found
+
+
+def test_sandboxes_leave_no_sockets_to_see(box: Box) -> None:
+    """A program could otherwise count the sandboxes of the box."""
+
+    async def work() -> None:
+        others = [await box.sandboxes.create() for _ in range(3)]
+        for other in others:
+            await other.exec(Program(code="pass", timeout=LONG))
+        await asyncio.sleep(0)
+        found = await box.sandboxes.run(Program(code="print(open('/proc/net/unix').read())", timeout=LONG))
+        assert len(found.stdout.split(b"\n")) == 3, found
+        for other in others:
+            await other.close()
+
+    box.do(work())
