@@ -144,7 +144,7 @@ class RolloutActor:
         resume = ResumePoint.of_state(self.context.log.state)
         self._environment = build_environment(self.config.environment)
         ports = SchedulerPorts(
-            self.prompts.prompt,
+            self.prompts.request,
             self.reward.score,
             self._commit,
             environment=self._environment,

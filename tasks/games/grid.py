@@ -58,6 +58,10 @@ class Board(ABC):
     def find_end(self, state: State) -> GameEnd | None:
         """Return how the game has ended in this state, or None if the game continues."""
 
+    def bound_moves(self, state: State) -> int:
+        """Return a lower bound of the number of moves from a state to the goal, by which a search leaves out states."""
+        return 0
+
     def write(self) -> str:
         """Return the text of the board at the start of the game."""
         return f"{write_cells(self.goals)}/{write_cells(self.marked)}:{self.write_state(self.start)}"
@@ -81,6 +85,11 @@ class Board(ABC):
             raise ValueError(f"{text!r} is no board of size {size}")
         return cls(size, frozenset(goals), frozenset(marked), tuple(start))
 
+    def measure_distance(self, one: int, other: int) -> int:
+        """Return the number of steps between two cells on a grid without walls."""
+        (row, column), (to_row, to_column) = divmod(one, self.size), divmod(other, self.size)
+        return abs(row - to_row) + abs(column - to_column)
+
     def step(self, cell: int, move: str) -> int:
         """Return the cell next to `cell`, or `cell` itself at the edge of the grid."""
         row, column = divmod(cell, self.size)
@@ -97,8 +106,11 @@ def write_cells(cells: frozenset[int]) -> str:
 def find_solution(board: Board, longest: int, draw: random.Random | None = None) -> str | None:
     """Return a shortest sequence of moves to the goal, or None if each solution has more than `longest` moves.
 
-    Breadth-first search visits each state once. With `draw`, one of the shortest solutions is chosen at random.
+    Breadth-first search visits each state once, but no state from which the goal is too far away for `longest`. With
+    `draw`, one of the shortest solutions is chosen at random.
     """
+    if board.bound_moves(board.start) > longest:
+        return None
     came: dict[State, tuple[State, str] | None] = {board.start: None}
     waiting, moves = deque([(board.start, 0)]), list(MOVES)
     while waiting:
@@ -114,7 +126,7 @@ def find_solution(board: Board, longest: int, draw: random.Random | None = None)
             came[after], end = (state, move), board.find_end(after)
             if end is GameEnd.GOAL:
                 return _trace_moves(came, after)
-            if end is None:
+            if end is None and depth + 1 + board.bound_moves(after) <= longest:
                 waiting.append((after, depth + 1))
     return None
 

@@ -17,10 +17,12 @@ Demonstrations from several question sources alternate in proportion to the sour
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -80,10 +82,20 @@ class RunPrompts:
         self._replaced: set[int] = set()  # question sources for which a warning about a replaced prompt was logged
         self._credit = [0.0] * len(configs)
         self._shares = sum(c.share for c in configs)
+        # one thread, so that prompts are found in the order in which they were requested
+        self._thread = ThreadPoolExecutor(1) if any(config.is_slow for config in configs) else None
 
     def prompt(self, index: int) -> Prompt:
         """Return the training prompt at `index`."""
         return self.find(index)[0]
+
+    def request(self, index: int) -> Prompt | Awaitable[Prompt]:
+        """Return the training prompt at `index`. If a source takes long to find a prompt, return an awaitable of the
+        prompt, which a thread finds, so that the event loop runs on.
+        """
+        if self._thread is None:
+            return self.prompt(index)
+        return asyncio.get_running_loop().run_in_executor(self._thread, self.prompt, index)
 
     def find(self, index: int) -> tuple[Prompt, Question]:
         """Return the training prompt at `index` and the question from which the prompt was made."""

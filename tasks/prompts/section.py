@@ -41,6 +41,11 @@ class PromptBase(Section):
         description="name of the scorer of this prompt source, from [rewards.NAME]; default: the scorer of [reward]",
     )
 
+    @property
+    def is_slow(self) -> bool:
+        """True if finding a prompt may take long, so that the scheduler must not wait for it in its event loop."""
+        return False
+
     def scorer_of(self, reference: Mapping[str, Any]) -> str:
         """Return the name of the scorer of a question with this reference; the name "" means the scorer of
         `[reward]`.

@@ -70,13 +70,14 @@ from rollflow.tasks.scorers.config import name_section
 class SchedulerPorts:
     """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
 
-    `commit` stores a training batch durably and sends the batch to the learner. `pack` encodes a group of responses for
-    storage as soon as the group is complete. In a simulation, which stores nothing, `pack` returns its argument.
-    `start_epoch` starts an epoch of a prompt source and returns the position after the epoch's last prompt; only
-    sources that skip solved questions need epochs. `journal` stores finished turns.
+    `prompt` returns a prompt, or an awaitable if finding the prompt takes long. `commit` stores a training batch
+    durably and sends the batch to the learner. `pack` encodes a group of responses for storage as soon as the group is
+    complete. In a simulation, which stores nothing, `pack` returns its argument. `start_epoch` starts an epoch of a
+    prompt source and returns the position after the epoch's last prompt; only sources that skip solved questions need
+    epochs. `journal` stores finished turns.
     """
 
-    prompt: Callable[[int], Prompt]
+    prompt: Callable[[int], Prompt | Awaitable[Prompt]]
     score: Callable[[ScoreRequest], Awaitable[Score]]
     commit: Callable[[StagedBatch], Awaitable[None]]
     pack: Callable[[TrajectoryGroup], FinishedGroup] = pack_group
@@ -224,7 +225,8 @@ class RolloutScheduler:
 
     async def _dispatch(self, rollout: GroupRollout) -> None:
         """Run one group of responses, then put the group into the buffer or discard it."""
-        prompt = self._ports.prompt(rollout.key.prompt)
+        found = self._ports.prompt(rollout.key.prompt)
+        prompt = found if isinstance(found, Prompt) else await found
         ended = await rollout.run(prompt)
         del self._running[rollout.key]
         self._left_behind.discard(rollout)

@@ -9,7 +9,7 @@ Most times are multiples of a tenth of a second, so that many events happen at t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -95,6 +95,7 @@ class Case:
     slowing: float = 0.0
     train_seconds: tuple[float, ...] = (0.3,)
     reward_seconds: tuple[float, ...] = (0.0,)
+    prompt_seconds: tuple[float, ...] = (0.0,)
     update_seconds: float = 0.0
     fetch_seconds: float = 0.0
     commit_seconds: float = 0.0
@@ -225,7 +226,7 @@ class Life:
         self.proxy = InferenceProxy(list(self.engines.values()), case.slots, case.patience, case.routing, cache)
         talk = SINGLE_TURN if case.turns == 1 and cache is None else Talk(case.turns)
         start = self._start_epoch
-        ports = SchedulerPorts(self._prompt, self._score, self._commit, _as_it_is, talk, start_epoch=start)
+        ports = SchedulerPorts(self._request_prompt, self._score, self._commit, _as_it_is, talk, start_epoch=start)
         self.writer = self.ledger.scheduling()
         self.epochs = Epochs(self.writer.log, case.sources, [Questions(count, case.seed) for count in case.questions])
         self.scheduler = RolloutScheduler(case.limits, ports, self.proxy, ResumePoint.of_state(self.writer.log.state))
@@ -273,6 +274,14 @@ class Life:
         self.ledger.started.setdefault(GroupKey(prompt, attempt), {})[sample] = version
         number = self.scheduler.due.first
         return number >= self.case.batches or version >= number - self.case.async_ratio
+
+    def _request_prompt(self, index: int) -> Prompt | Awaitable[Prompt]:
+        seconds = self.case.prompt_seconds[index % len(self.case.prompt_seconds)]
+        return self._find_prompt(index, seconds) if seconds else self._prompt(index)
+
+    async def _find_prompt(self, index: int, seconds: float) -> Prompt:
+        await asyncio.sleep(seconds)
+        return self._prompt(index)
 
     def _prompt(self, index: int) -> Prompt:
         position, source = divmod(index, len(self.case.shares))

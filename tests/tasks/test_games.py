@@ -125,6 +125,40 @@ def test_solution_is_shortest_and_reaches_the_goal(board: Board) -> None:
     assert all(play_by_oracle(board, "".join(moves))[2] is not GameEnd.GOAL for moves in product(MOVES, repeat=tried))
 
 
+class UnboundedSokoban(Sokoban):
+    """Sokoban whose shortest solutions are searched in all states."""
+
+    def bound_moves(self, state: State) -> int:
+        return 0
+
+
+def rooms(boxes: int, walls: float, seed: int) -> Sokoban:
+    """Draw a room that is large enough for its boxes."""
+    board = Sokoban.draw(random.Random(seed), 6, walls, boxes)
+    assume(board is not None)
+    assert board is not None
+    return board
+
+
+@given(st.builds(rooms, st.integers(1, 3), st.sampled_from((0.0, 0.1)), st.integers(0, 2**32)), st.integers(1, 9))
+@settings(deadline=None, max_examples=60)
+def test_bounded_search_finds_the_same_length(board: Sokoban, longest: int) -> None:
+    plain = UnboundedSokoban(board.size, board.goals, board.marked, board.start)
+    expected, found = find_solution(plain, longest), find_solution(board, longest)
+    assert (found is None, len(found or "")) == (expected is None, len(expected or ""))
+    state = board.start
+    for played, move in enumerate(found or "", 1):
+        assert board.bound_moves(state) <= len(found or "") - played + 1
+        state = board.play(state, move)
+    assert found is None or board.bound_moves(state) == 0
+
+
+def test_bound_of_moves_by_hand() -> None:
+    """The player takes one step to a box on f or g, and pushes both boxes two cells to their goals."""
+    assert Sokoban.read(4, "no/:fga").bound_moves((5, 6, 0)) == 1 + 4
+    assert Sokoban.read(4, "no/:fga").bound_moves((13, 14, 0)) == 0
+
+
 def test_drawn_solutions_are_as_short_as_the_first() -> None:
     board = FrozenLake(4, frozenset((15,)), frozenset(), (0,))
     found = {find_solution(board, 6, random.Random(seed)) for seed in range(60)}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Prompt
+from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.config import JsonlPrompts, PromptConfig, ReasoningGymPrompts
+from rollflow.tasks.prompts.games.config import SokobanPrompts
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.tables import read_file
 
@@ -80,3 +85,35 @@ def test_error_names_a_bad_line_of_a_prompt_file(tmp_path: Path) -> None:
 def test_too_long_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"prompts\.0: a prompt has \d+ tokens, and the context leaves room"):
         order(sums(), longest=10).prompt(0)
+
+
+class WaitingSource:
+    """A question source that finds a question only after the event loop has run on."""
+
+    def __init__(self) -> None:
+        self.ran_on, self.asked = threading.Event(), list[int]()
+
+    def training(self, position: int) -> Question:
+        assert self.ran_on.wait(10), "the event loop waited for the question"
+        self.asked.append(position)
+        return Question(f"room {position}", "U", {})
+
+
+def test_slow_source_does_not_block_the_event_loop() -> None:
+    made, source = order(SokobanPrompts(boxes=2, size=7, moves=4), held_out=1), WaitingSource()
+    made.sources = [source]  # type: ignore[list-item]
+
+    async def request() -> list[Prompt]:
+        asked = [made.request(index) for index in range(3)]
+        assert not any(isinstance(one, Prompt) for one in asked)
+        source.ran_on.set()
+        return [await one for one in asked]  # type: ignore[misc]
+
+    assert [prompt.index for prompt in asyncio.run(request())] == [0, 1, 2]
+    assert source.asked == [0, 1, 2]
+
+
+def test_quick_source_gives_a_prompt_at_once() -> None:
+    for config in (SokobanPrompts(), sums()):
+        made = order(config, held_out=2)
+        assert made.request(3) == made.prompt(3)

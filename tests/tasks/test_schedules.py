@@ -88,6 +88,7 @@ CHOICES: dict[str, st.SearchStrategy[Any]] = {
 TIMES: dict[str, st.SearchStrategy[Any]] = {
     "fetch_seconds": TENTHS,
     "commit_seconds": st.sampled_from([0.0, 0.1, 2.0]),
+    "prompt_seconds": st.sampled_from([(0.0,), (0.0,), (0.1,), (0.0, 0.5)]),
     "latency": st.sampled_from([0.0, 0.1, 0.05]),
     "slowing": st.sampled_from([0.0, 0.5]),
 }

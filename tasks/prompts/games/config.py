@@ -54,6 +54,11 @@ class SokobanPrompts(GamePrompts):
     boxes: int = Field(1, ge=1, le=3, description="number of boxes in a room, and of goals for them")
 
     @property
+    def is_slow(self) -> bool:
+        """True if finding a prompt may take long: many rooms with several boxes are drawn until one has a solution."""
+        return self.boxes > 1
+
+    @property
     def domain(self) -> str:
         """Name of this question source in metrics, such as "sums"."""
         return self.kind
