@@ -15,6 +15,7 @@ demonstrations call the tool `python` of the environment `tools`, because a smal
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -132,11 +133,14 @@ class WordLists(_DrawnSource):
 
 
 class LongProducts(_DrawnSource):
-    """Questions that ask for the product of two numbers. The key of a question consists of both numbers in order."""
+    """Questions that ask for the product of two numbers. The key of a question consists of both numbers in order.
+
+    All products have the same number of digits: a policy of two layers copies a result by its position.
+    """
 
     def __init__(self, *, seed: int, held_out: int, digits: int = 4) -> None:
-        """Ask for products of two numbers of `digits` digits."""
-        self._range = 10 ** (digits - 1), 10**digits - 1
+        """Ask for products of two numbers of `digits` digits that have twice as many digits."""
+        self._range = math.isqrt(10 ** (2 * digits - 1)) + 1, 10**digits - 1
         super().__init__(seed=seed, held_out=held_out)
 
     def _draw(self, draw: random.Random) -> Question:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.flows.config import parse_config
+from rollflow.flows.config import load_recipe, parse_config
+from rollflow.flows.preflight import read_policy_files
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt
@@ -21,10 +22,14 @@ from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.prompts.base import DemonstratedTurn, Question
+from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.cold_start.demonstrated_episodes import DemonstratedEpisodes
+from rollflow.tasks.run.context import open_prompts
+from rollflow.tasks.run.episode_ports import build_ports
 from tests.environments.tool_episodes import Tools, open_tools, play_real, python_tool, run_code
 from tests.support import policy_folders
 
+RECIPE = Path(__file__).parents[2] / "flows" / "recipes" / "python_tool.toml"
 QUESTION, DOMAIN, END = "What is 6*7?", "sorting", "<|end|>"
 CHAT = policy_folders.CHAT.replace("<|over|>", END)
 WRITES_TOOLS = "{% if tools %}<|turn|>system\n{{ tools | tojson }}<|end|>\n{% endif %}" + CHAT
@@ -134,3 +139,20 @@ def test_demonstration_longer_than_the_context_is_refused(tmp_path: Path, contex
     tokenizer = open_policy(tmp_path / "policy", WRITES_TOOLS, context)
     with pytest.raises(ConfigError, match=r"ends after 0 of 1 turns.*raise policy\.cold_start\.context"):
         encoder_of(python_tool(), tokenizer)(build_prompt(tokenizer), Question(QUESTION, "4" * 400, {}))
+
+
+def test_recipe_demonstrates_the_episodes_of_its_policy(tools: Tools, tmp_path: Path) -> None:
+    """The call of the recipe is short, because its constant parts are tokens."""
+    config = load_recipe(RECIPE)
+    for name, data in read_policy_files(config, read_file).items():
+        (tmp_path / name).write_bytes(data)
+    tokenizer = PolicyTokenizer(tmp_path, 0.0)
+    prompts, encode = open_prompts(config, tokenizer, read_file), DemonstratedEpisodes(config, tokenizer)
+    ports = build_ports(config, tokenizer)
+    for position in range(3):
+        prompt, question = prompts.find_demonstration(0, position)
+        responses = [f"{turn.said}{END}" for turn in question.turns]
+        _, [one], _ = play_real(tools, ports, *responses, prompt=prompt, longest=config.engine.max_new_tokens)
+        assert list_tokens(encode(prompt, question)) == [([*one.tokens], [*one.loss_mask])]
+        assert tokenizer.decode(one.tokens).startswith(f"python(code):{question.text}=<tool_call>")
+        assert len(tokenizer.encode_response(question.turns[0].said)) == 2 + len(question.text)

@@ -61,12 +61,13 @@ def test_demonstrated_product_is_computed_by_a_tool_call() -> None:
         [call] = parse_action(first.said).calls
         assert (call.name, [*call.arguments]) == ("python", ["code"])
         one, other = map(int, question.text.split("*"))
+        assert len(question.answer) == 8
         assert (call.arguments["code"], int(question.answer)) == (question.text, one * other)
         assert (first.replies[0]["content"], last.said) == (f"{question.answer}\n", question.answer)
 
 
 def test_product_of_held_out_numbers_is_not_trained_on() -> None:
-    """There are 4,005 products of two numbers of two digits, in either order."""
+    """There are 2,346 products of two numbers from 32 to 99, in either order."""
     source = LongProducts(seed=1, held_out=300, digits=2)
     held = {question.key for question in source.held_out(300)}
     assert len(held) == 300
