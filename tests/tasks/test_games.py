@@ -21,7 +21,7 @@ from rollflow.tasks.environments.config import FrozenLakeEnvironment, SokobanEnv
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.games import BOARDS, describe_board, read_board
 from rollflow.tasks.games.frozen_lake import FrozenLake
-from rollflow.tasks.games.grid import CELLS, MOVES, Board, GameEnd, find_solution
+from rollflow.tasks.games.grid import CELLS, MOVES, Board, GameEnd, State, find_solution
 from rollflow.tasks.games.sokoban import Sokoban
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
