@@ -11,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import Discard, Prompt, TrajectoryGroup
 from rollflow.tasks.engines.base import Engine
-from rollflow.tasks.rollout.admission import AdmissionInputs
 from rollflow.tasks.rollout.cache_queue import CacheLimits
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.episode import PlayedEpisode
@@ -46,9 +45,10 @@ class BatchScheduler(RolloutScheduler):
         self._generated_all = asyncio.Event()
         await super()._start_groups(tasks)
 
-    def _read_supply(self) -> AdmissionInputs:
-        """Read the state for admission, without a limit on slots, because requests may queue at the engines."""
-        return replace(super()._read_supply(), slots=math.inf)
+    @property
+    def _slots(self) -> float:
+        """No limit on slots, because requests may queue at the engines."""
+        return math.inf
 
     async def _count_response(self, tokens: int) -> None:
         await super()._count_response(tokens)
@@ -103,7 +103,7 @@ class WholeGroupQueue(SlotQueue):
     def create_ticket(self, priority: float, group: Hashable = None, width: int = 1) -> GroupTicket:
         """Create a ticket behind all other tickets of this priority."""
         within, _ = self._held.get(group, (None, None))
-        return GroupTicket(super().create_ticket(priority).turn, width=width, within=within)
+        return GroupTicket(*super().create_ticket(priority).turn, width=width, within=within)
 
     async def take(self, ticket: Ticket) -> EngineSlots | None:
         """Wait for a slot as `SlotQueue` does; a ticket gets a slot immediately if its group holds slots."""

@@ -28,7 +28,7 @@ import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,9 +91,7 @@ class RayEngine:
         self._failure: EngineFailed | None = None
         self._numbers = itertools.count()
         self._outbox: dict[str, GenerationRequest] = {}  # requests not yet sent to the actor, keyed by their number
-        # Futures of requests, keyed by number. A future is deleted early, because its error keeps stack frames alive.
-        self._waiting: dict[str, asyncio.Future[Generation]] = {}
-        self._sent: dict[str, PendingCall] = {}
+        self._waiting: dict[str, PendingCall] = {}  # requests whose callers wait, keyed by number
         self._calls: dict[
             str, PendingCall
         ] = {}  # requests by the caller's id, including those that waited when the engine failed
@@ -137,16 +135,15 @@ class RayEngine:
             self._moved = loop.time()
         number = f"{request.id}#{next(self._numbers)}"
         self._outbox[number] = replace(request, id=number)
-        self._calls[request.id] = self._sent[number] = call = PendingCall(number)
-        self._waiting[number] = loop.create_future()
+        self._calls[request.id] = self._waiting[number] = call = PendingCall(number, loop.create_future())
         try:
-            made = await self._waiting[number]
+            made = await call.answer
             return Generation(request.id, made.made, made.ending, made.cached)
         except asyncio.CancelledError:
             self._drop_cancelled(call)
             raise
         finally:
-            del self._waiting[number], self._sent[number]
+            del self._waiting[number], call.answer  # the error of a future keeps stack frames alive
             if self._failure is None:
                 del self._calls[request.id]
 
@@ -188,7 +185,7 @@ class RayEngine:
             raise EngineFailed(str(self._failure))
 
     def progress(self, have: Mapping[str, int]) -> dict[str, TokenSpan]:
-        return {id: self._calls[id].arrived.partial().after(have[id]) for id in have if id in self._calls}
+        return {id: self._calls[id].partial().after(have[id]) for id in have if id in self._calls}
 
     async def close(self) -> None:
         if self._attached is not None and self._failure is None:
@@ -215,7 +212,7 @@ class RayEngine:
             self._submits.add(task)
             task.add_done_callback(self._submits.discard)
             for number in batch:
-                self._sent[number].submit = task
+                self._waiting[number].submit = task
 
     async def _wait_submitted(self) -> None:
         """Send all pending requests to the engine actor, and wait until the actor has received them."""
@@ -253,8 +250,8 @@ class RayEngine:
         packed, errors, report = collected
         progress = unpack_partials(report)
         for number, new in progress.items():
-            if number in self._sent:  # False if the caller of the request was cancelled
-                self._sent[number].arrived.add(new)
+            if new and number in self._waiting:  # the caller of the request may have been cancelled
+                self._waiting[number].add(new)
         finished = unpack_generations(packed)
         for generation in finished:
             self._settle(generation.id, generation)
@@ -272,13 +269,13 @@ class RayEngine:
     def _settle(self, number: str, outcome: Generation | Exception) -> None:
         if isinstance(outcome, EngineFailed):
             self._fail(outcome)
-        future = self._waiting.get(number)
-        if future is None or future.done():
+        call = self._waiting.get(number)
+        if call is None or call.answer.done():
             return  # the caller of the request was cancelled
         if isinstance(outcome, Exception):
-            future.set_exception(outcome)
+            call.answer.set_exception(outcome)
         else:
-            future.set_result(outcome)
+            call.answer.set_result(outcome)
 
     def _drop_cancelled(self, call: PendingCall) -> None:
         """Abort a request whose caller was cancelled, so that the engine can run another request."""
@@ -319,9 +316,9 @@ class RayEngine:
     def _fail(self, failure: EngineFailed) -> EngineFailed:
         """Fail all waiting calls with the engine's first failure, and return this failure as a new exception."""
         self._failure = self._failure or failure
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(EngineFailed(str(self._failure)))
+        for call in self._waiting.values():
+            if not call.answer.done():
+                call.answer.set_exception(EngineFailed(str(self._failure)))
         # return a copy, because an error that has been raised keeps stack frames alive
         return type(self._failure)(str(self._failure))
 
@@ -335,8 +332,19 @@ class PendingCall:
     """
 
     number: str
-    arrived: ReceivedTokens = field(default_factory=lambda: ReceivedTokens())
+    answer: asyncio.Future[Generation]  # deleted when the caller stops waiting
     submit: asyncio.Task[None] | None = None  # the task that sends the request to the actor
+    _arrived: ReceivedTokens | None = None  # None before the first token
+
+    def add(self, new: TokenSpan) -> None:
+        """Append tokens that the actor has reported."""
+        if self._arrived is None:
+            self._arrived = ReceivedTokens()
+        self._arrived.add(new)
+
+    def partial(self) -> TokenSpan:
+        """Return all tokens that the actor has reported."""
+        return TokenSpan() if self._arrived is None else self._arrived.partial()
 
 
 class ReceivedTokens:

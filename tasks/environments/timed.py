@@ -17,9 +17,11 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from array import array
+from collections.abc import Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from itertools import islice
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.engines.base import Generation
@@ -58,37 +60,33 @@ class TimedEnvironment(Environment):
     async def play(self, episode: Episode) -> Score | None:
         """Play one episode: as many turns as drawn, with a step of the environment between two turns."""
         async with self._places:
-            return await self._play_turns(episode)
-
-    async def _play_turns(self, episode: Episode) -> Score | None:
-        steps = self.draw_steps(episode.seed, episode.attempt)
-        await self.work(next(steps).seconds)
-        limits = self.draw_limits(episode.prompt.index, episode.seed)
-        for turn, limit in enumerate(limits, 1):
-            made = await self.ask(episode, limit)
-            if made is None:
-                return None
-            step = next(steps)
-            await self.work(step.seconds)
-            if step.failure is not None:
-                return step.failure
-            if turn == len(limits) or episode.room <= self.observation_tokens:
-                return await self.finish(episode, made)
-            if self.observation_tokens:
-                episode.add((int(made.tokens[-1]),) * self.observation_tokens)
+            limits = self.draw_limits(episode.prompt.index, episode.seed)
+            seconds, failure = self.draw_times(episode.seed, episode.attempt, len(limits))
+            await self.work(seconds[0])
+            for turn, limit in enumerate(limits, 1):
+                made = await self.ask(episode, limit)
+                if made is None:
+                    return None
+                await self.work(seconds[turn])
+                if failure is not None and turn + 1 == len(seconds):
+                    return failure
+                if turn == len(limits) or episode.room <= self.observation_tokens:
+                    return await self.finish(episode, made)
+                if self.observation_tokens:
+                    episode.add((int(made.tokens[-1]),) * self.observation_tokens)
         return None
 
-    async def ask(self, episode: Episode, limit: int | None) -> Generation | None:
+    def ask(self, episode: Episode, limit: int | None) -> Awaitable[Generation | None]:
         """Let the policy generate one turn."""
-        return await episode.generate(max_tokens=limit)
+        return episode.generate(max_tokens=limit)
 
-    async def finish(self, episode: Episode, made: Generation) -> Score | None:
+    def finish(self, episode: Episode, made: Generation) -> Awaitable[Score | None]:
         """Have the last turn of an episode scored."""
-        return await episode.judge(made.tokens)
+        return episode.judge(made.tokens)
 
-    async def work(self, seconds: float) -> None:
+    def work(self, seconds: float) -> Awaitable[None]:
         """Take the time of one step or reset."""
-        await asyncio.sleep(min(seconds, LONGEST_SECONDS))
+        return asyncio.sleep(min(seconds, LONGEST_SECONDS))
 
     def draw_limits(self, prompt: int, seed: int) -> list[int | None]:
         """Draw the turns of an episode: for each turn, the largest number of tokens that the policy may generate."""
@@ -111,6 +109,19 @@ class TimedEnvironment(Environment):
                 yield Step(config.hang_seconds, HUNG)
             else:
                 yield Step(seconds, FAILED if fate < config.hangs + config.failures else None)
+
+    def draw_times(self, seed: int, attempt: int, turns: int) -> tuple[array[float], Score | None]:
+        """Draw the seconds of the reset and of the steps of an episode, up to the first step that fails; and the score
+        with which this step ends the episode.
+
+        The steps are drawn at once, because a generator of random numbers takes 2.5 kB while the episode runs.
+        """
+        seconds = array("d")
+        for step in islice(self.draw_steps(seed, attempt), turns + 1):
+            seconds.append(step.seconds)
+            if step.failure is not None:
+                return seconds, step.failure
+        return seconds, None
 
     def _draw_limit(self, draw: random.Random) -> int | None:
         config = self._config

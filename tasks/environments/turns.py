@@ -46,18 +46,14 @@ class LivedBranch:
     turns: list[LivedTurn] = field(default_factory=list)
     ending: StopReason = StopReason.STOP
     length: int = 0  # number of tokens
-    _tokens: list[bytes] = field(default_factory=list)  # the bytes of each part
-    _logprobs: list[bytes] = field(default_factory=list)
-    _versions: list[bytes] = field(default_factory=list)
+    _parts: list[bytes] = field(default_factory=list)  # of each part: tokens, log-probs, versions
     _joined: TokenSpan | None = None  # all parts; None after a part was added
 
     @property
     def made(self) -> TokenSpan:
         """The tokens, with their log-probs and policy versions."""
         if self._joined is None:
-            for parts in (self._tokens, self._logprobs, self._versions):
-                parts[:] = [b"".join(parts)]
-            tokens, logprobs, versions = self._tokens[0], self._logprobs[0], self._versions[0]
+            tokens, logprobs, versions = self._parts = [b"".join(self._parts[kind::3]) for kind in range(3)]
             self._joined = TokenSpan(Int32s(tokens), Float32s(logprobs), Int32s(versions))
         return self._joined
 
@@ -73,11 +69,11 @@ class LivedBranch:
         """Return the prompt and the tokens of the branch, as the context of the next turn."""
         if not self.length:
             return prompt
-        return ModelInput(Int32s(b"".join([prompt.flat.data, *self._tokens])), prompt.placed)
+        return ModelInput(Int32s(b"".join([prompt.flat.data, *self._parts[::3]])), prompt.placed)
 
     def ends_with(self, tokens: Int32s) -> bool:
         """Return whether `tokens` share the memory of the newest part of the branch. Such tokens need no check."""
-        return bool(self._tokens) and tokens.data is self._tokens[-1]
+        return bool(self._parts) and tokens.data is self._parts[-3]
 
     def add_given(self, tokens: Int32s) -> None:
         """Append tokens that the policy did not generate."""
@@ -97,9 +93,7 @@ class LivedBranch:
         return turn
 
     def _add_part(self, tokens: bytes, logprobs: bytes, versions: bytes) -> None:
-        self._tokens.append(tokens)
-        self._logprobs.append(logprobs)
-        self._versions.append(versions)
+        self._parts += (tokens, logprobs, versions)
         self._joined = None
         self.length += len(tokens) // Int32s.size
 

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -100,7 +99,8 @@ class CacheQueue(SlotQueue):
         claim = self._claims.get(ticket.episode)
         if claim is None:
             return await super().take(ticket)
-        claim.stamp, ticket.granted = 0, asyncio.get_running_loop().create_future()
+        claim.stamp = 0
+        ticket.wait()
         heapq.heappush(self._uses[claim.lane].returning, (ticket.turn, ticket))
         self._return_turns(claim.lane)
         return await self._wait(ticket)

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.model_input import ModelInput
@@ -29,18 +29,21 @@ from rollflow.tasks.scorers.base import Score, ScoreRequest, check_number
 from rollflow.tasks.scorers.token_values import align_values
 
 NO_REWARD = Score(0.0, "the episode ended without a reward", Outcome.WRONG)
+NO_ROLES: Mapping[str, RoleContext] = {}
 # Waits for the group's other final responses, and returns them; None if the group of responses was given up.
 Meeting = Callable[[Sequence[int]], Awaitable[Sequence[Sequence[int]] | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A request of an environment for one generation by the policy, with its context, token limit and stop strings."""
 
     number: int
     prompt: ModelInput
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    episode: str = ""  # id of the episode
+    sample: int = 0  # number of the episode in its group
+    seed: int = 0  # seed of the episode
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +66,7 @@ class PlayedEpisode:
     ports: EnvironmentPorts = NO_PORTS
     meet: Meeting | None = None  # for a scorer that compares the responses to the same prompt
     id: str = ""
+    sample: int = 0  # number of the episode in its group
     is_recalled: bool = False  # as `Episode.is_recalled` specifies
     seed: int = 0  # number from which the environment draws its random numbers
     attempt: int = 0  # how often the prompt was started before
@@ -86,7 +90,7 @@ class PlayedEpisode:
     _late: Score | None = None  # the score of an episode whose environment computed for too long
     _limit: str = ""  # why the episode gets no further turn
     _talk: Conversation = BEGUN
-    _roles: dict[str, RoleContext] = field(default_factory=dict)  # by role, of the roles that do not act
+    _roles: Mapping[str, RoleContext] = field(default_factory=lambda: NO_ROLES)  # by role, of roles that do not act
 
     @property
     def made(self) -> TokenSpan:
@@ -166,7 +170,7 @@ class PlayedEpisode:
         """Let the policy act in a role, as `Episode.take_role` specifies."""
         before = self.lived.role
         self.lived.take_role(name)
-        self._roles[before] = RoleContext(self.prompt, self.longest, self._talk)
+        self._roles = {**self._roles, before: RoleContext(self.prompt, self.longest, self._talk)}
         self.prompt, self.longest, self._talk = self._roles.get(name) or self._roles[""]._replace(talk=BEGUN)
 
     def read_action(self, tokens: Sequence[int]) -> Action:
@@ -280,7 +284,24 @@ class PlayedEpisode:
     async def play(self, environment: Environment) -> Score | None:
         """Run the episode in `environment` and return its reward; return None if the episode is no longer wanted."""
         self.has_turns = environment.has_turns
-        score = await self._run_environment(environment)
+        leader = self._leader = asyncio.current_task()
+        assert leader is not None
+        if self.ports.limits.has_deadline and not environment.keeps_deadlines:
+            self._clock = TurnClock(self.ports.limits, self._expire)
+            self._clock.go_on()
+        score: Score | float | None = None
+        try:
+            score = await environment.play(self)
+        except asyncio.CancelledError:
+            if not self._interrupted or leader.cancelling() > 1:
+                raise  # only `let_go` and `_expire` cancel a single episode; other cancellations end the whole run
+            if self._gone:
+                self.ending = StopReason.ABORTED
+        finally:
+            self._leader = None
+            self._clock.pause()
+            if self._interrupted:
+                leader.uncancel()
         if not await self._close():
             return None
         if self._late is not None:
@@ -346,34 +367,14 @@ class PlayedEpisode:
         has_values = score.has_token_values and branch is self.lived.current
         return branch.place_rewards(Float32s.of(score.token_values) if has_values else None)  # type: ignore[arg-type]
 
-    async def _run_environment(self, environment: Environment) -> Score | float | None:
-        """Run the environment and return the episode's score; return None if the environment was interrupted."""
-        leader = self._leader = asyncio.current_task()
-        assert leader is not None
-        if self.ports.limits.has_deadline and not environment.keeps_deadlines:
-            self._clock = TurnClock(self.ports.limits, self._expire)
-            self._clock.go_on()
-        try:
-            return await environment.play(self)
-        except asyncio.CancelledError:
-            if not self._interrupted or leader.cancelling() > 1:
-                raise  # only `let_go` cancels a single episode; any other cancellation ends the whole run
-        finally:
-            self._leader = None
-            self._clock.pause()
-            if self._interrupted:
-                leader.uncancel()
-        if self._gone:
-            await self.abandon()
-        return None
-
     def _build_turn(self, stop: tuple[str, ...], max_tokens: int | None) -> Turn:
         max_tokens = None if max_tokens is None else operator.index(max_tokens)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}, but a generation has at least one token")
         room = self.room
         longest = min(self.ports.limits.bound_turn(room, self.generated), max_tokens or room)
-        return Turn(self.turns, self.lived.current.follow(self.prompt.input), longest, stop)
+        context = self.lived.current.follow(self.prompt.input)
+        return Turn(self.turns, context, longest, stop, self.id, self.sample, self.seed)
 
     def _append_generation(self, started: VersionedGeneration) -> None:
         generation = started.generation

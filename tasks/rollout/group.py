@@ -20,9 +20,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import (
@@ -72,7 +72,15 @@ class GroupPorts:
     journal: TurnJournal = field(default_factory=TurnJournal)  # stores finished turns
 
 
-@dataclass(eq=False)
+class EpisodeCalls(NamedTuple):
+    """The functions that all episodes of a group call. See the module `episode`."""
+
+    ask: Callable[[Turn], Awaitable[VersionedGeneration | None]]
+    closed: Callable[[PlayedEpisode], Awaitable[bool]]
+    scorer: Callable[[ScoreRequest], Awaitable[Score]]
+
+
+@dataclass(eq=False, slots=True)
 class GroupRollout:
     """One dispatch of a prompt. See the module's docstring."""
 
@@ -84,16 +92,17 @@ class GroupRollout:
     # number of batches with this prompt that led to NaN or infinite weights
     redraws: int = field(default=0, kw_only=True)
     unjudged: str = field(default="", kw_only=True)  # reason why a response could not be judged
-    _peers: GroupPeers = field(init=False)
-    _over: asyncio.Event = field(default_factory=asyncio.Event)  # set once the group of responses was given up
+    _peers: GroupPeers | None = None  # for a scorer that compares the responses of a group
+    _over: asyncio.Event | None = None  # set once the group of responses was given up, if a judge may wait
     unanswered: int = field(init=False)  # number of the group's episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
-    _playing: set[PlayedEpisode] = field(default_factory=set)
+    _given: int = 0  # number of tokens of the prompt
+    _playing: list[PlayedEpisode] = field(default_factory=list)
     # sample -> policy version under which the request for the sample started
     _starts: dict[int, int] = field(default_factory=dict)
-    _turns: Counter[int] = field(default_factory=Counter)  # sample -> number of the sample's current turn
+    _requests: dict[int, str] = field(default_factory=dict)  # sample -> id of its newest request
     # sample -> number of times that a request for the sample failed
-    _tries: Counter[int] = field(default_factory=Counter)
+    _tries: dict[int, int] = field(default_factory=dict)
     _oldest: int | None = None
     _ended: int = 0  # number of responses of the group that ended without an abort
     _tokens: int = 0  # tokens of all responses
@@ -102,7 +111,6 @@ class GroupRollout:
 
     def __post_init__(self) -> None:
         self.unanswered = self.responses
-        self._peers = GroupPeers(self.ports.limits.group_size)
         self._later = RequestOptions(self.key.prompt, self.key)
 
     @property
@@ -113,21 +121,22 @@ class GroupRollout:
     async def give_up(self, reason: DiscardReason) -> None:
         """Abort the running requests of the group of responses, so that `run` returns a `Discard` with `reason`."""
         self._reason = self._reason or reason
-        self._over.set()
-        self._peers.cancel()
+        if self._over is not None:
+            self._over.set()
+        if self._peers is not None:
+            self._peers.cancel()
         await self._abort()
 
     async def _abort(self) -> None:
         """End all episodes of the group of responses and abort their requests; requests that have ended are ignored."""
         for episode in self._playing:
             episode.let_go()
-        await self.ports.proxy.abort([self._build_id(sample) for sample in range(self.responses)])
+        await self.ports.proxy.abort([id for _, id in sorted(self._requests.items())])
 
-    def _build_id(self, sample: int) -> str:
+    def _build_id(self, turn: Turn) -> str:
         """Build a request id that is unique for each turn and try, because an engine may still know the previous id."""
-        turn, tries = self._turns.get(sample, 0), self._tries.get(sample, 0)
-        id = f"{self.key.prompt}.{self.key.attempt}.{sample}"
-        return (f"{id}.{turn}" if turn else id) + "'" * tries
+        id = f"{turn.episode}.{turn.number}" if turn.number else turn.episode
+        return id + "'" * self._tries.get(turn.sample, 0)
 
     async def run(self, prompt: Prompt) -> TrajectoryGroup | Discard:
         """Generate and score responses until `group_size` responses are kept or the group is given up.
@@ -135,24 +144,28 @@ class GroupRollout:
         Raises:
             EngineFailed: a generation request failed `RolloutLimits.attempts` times because no engine was left.
         """
+        if self.ports.limits.judging_of(prompt.scorer).compares_group:
+            self._peers = GroupPeers(self.ports.limits.group_size)
+        self._given = prompt.input.length
+        calls = EpisodeCalls(self._generate_turn, self._close_episode, self._judge)
         async with asyncio.TaskGroup() as samples:
-            tasks = [samples.create_task(self._sample(prompt, sample)) for sample in range(self.responses)]
+            tasks = [samples.create_task(self._sample(prompt, sample, calls)) for sample in range(self.responses)]
         trajectories = [one for task in tasks for one in task.result()]
         if self._reason is not None:
             started = self.ports.proxy.version if self._oldest is None else self._oldest
             return Discard(self.key, self._reason, started, self._tokens)
         return TrajectoryGroup(self.key, prompt.id, prompt.domain, tuple(trajectories), surplus_tokens=self._surplus)
 
-    async def _sample(self, prompt: Prompt, sample: int) -> Sequence[Trajectory]:
+    async def _sample(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> Sequence[Trajectory]:
         """Run one episode until its reward is known, and return the trajectory of each of its branches; return nothing
         if the episode is not kept."""
         ports = self.ports
         for restores in (True, False):
-            episode = self._build_episode(prompt, sample)
+            episode = self._build_episode(prompt, sample, calls)
             if self._reason is not None:
                 await episode.abandon()
                 return ()
-            self._playing.add(episode)
+            self._playing.append(episode)
             try:
                 if restores:
                     self._restore_episode(episode)
@@ -161,8 +174,8 @@ class GroupRollout:
             except SnapshotRejected as rejected:
                 ports.journal.note_restart(TurnKey(self.key, sample, 0), f"the snapshot was rejected: {rejected}")
             finally:
-                self._playing.discard(episode)
-                if episode.wanted:
+                self._playing.remove(episode)
+                if episode.wanted and self._peers is not None:
                     self._peers.leave(sample)
         if score is None:
             return ()
@@ -176,13 +189,10 @@ class GroupRollout:
         self.ports.spans.respond(self.key, trajectories[0])
         return trajectories
 
-    def _build_episode(self, prompt: Prompt, sample: int) -> PlayedEpisode:
+    def _build_episode(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> PlayedEpisode:
         """Create an episode of the prompt, whose history is recorded if the journal stores turns."""
         ports = self.ports
-        id = f"{self.key.prompt}.{self.key.attempt}.{sample}"
-        named = id if ports.environment.has_turns else ""
         seed = sample_seed(ports.limits.seed, self.key.prompt, sample, redraws=self.redraws)
-        compares = ports.limits.judging_of(prompt.scorer).compares_group
         build: Callable[..., PlayedEpisode] = PlayedEpisode
         if ports.journal.is_on:
             basis = _hash_basis(prompt, ports, seed)
@@ -190,13 +200,12 @@ class GroupRollout:
         return build(
             prompt,
             ports.limits.max_new_tokens,
-            functools.partial(self._generate_turn, sample, named, prompt.input.length),
-            self._close_episode,
-            ports.scoring.count(judge_repeatedly(ports.score, ports.limits.judge_tries(prompt.scorer), self._over)),
+            *calls,
             ports.vocabulary,
             ports.environment_ports,
-            functools.partial(self._peers.arrive, sample) if compares else None,
-            id=id,
+            functools.partial(self._peers.arrive, sample) if self._peers is not None else None,
+            id=f"{self.key.prompt}.{self.key.attempt}.{sample}",
+            sample=sample,
             seed=seed,
             attempt=self.key.attempt,
         )
@@ -216,16 +225,15 @@ class GroupRollout:
             if episode.first is not None:
                 self._note_start(place.sample, episode.first.version)
 
-    async def _generate_turn(self, sample: int, episode: str, given: int, turn: Turn) -> VersionedGeneration | None:
+    async def _generate_turn(self, turn: Turn) -> VersionedGeneration | None:
         """Generate one turn of an episode; the policy version of the first turn determines the episode's staleness."""
-        limits = self.ports.limits
-        asked = self._later
-        if not turn.number:
-            asked = RequestOptions(self.key.prompt, self.key, functools.partial(self._note_start, sample))
-        self._turns[sample] = turn.number
-        seed = sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws)
+        limits, sample, asked, seed = self.ports.limits, turn.sample, self._later, turn.seed
+        if turn.number:
+            seed = sample_seed(limits.seed, self.key.prompt, sample, turn.number, self.redraws)
+        else:
+            asked = RequestOptions(self.key.prompt, self.key, self._note_start, sample)
         while self._reason is None:
-            id = self._build_id(sample)
+            self._requests[sample] = id = self._build_id(turn)
             request = GenerationRequest(
                 id,
                 turn.prompt,
@@ -233,8 +241,8 @@ class GroupRollout:
                 limits.temperature,
                 seed,
                 stop=turn.stop,
-                episode=episode,
-                earlier=max(0, turn.prompt.length - given),  # the prompt of a role may be shorter
+                episode=turn.episode if self.ports.environment.has_turns else "",
+                earlier=max(0, turn.prompt.length - self._given),  # the prompt of a role may be shorter
             )
             try:
                 if self.ports.journal.is_empty:
@@ -244,6 +252,22 @@ class GroupRollout:
                 self._count_failure(sample)
         return None
 
+    def _judge(self, request: ScoreRequest) -> Awaitable[Score]:
+        """Have a response scored, with all tries, and count the response meanwhile."""
+        ports = self.ports
+        judge, tries = ports.score, ports.limits.judge_tries(request.scorer)
+        if tries > 1:
+            judge = judge_repeatedly(judge, tries, self._find_end())
+        return ports.scoring.count(judge)(request)
+
+    def _find_end(self) -> asyncio.Event:
+        """Return the event that is set once the group of responses was given up."""
+        if self._over is None:
+            self._over = asyncio.Event()
+            if self._reason is not None:
+                self._over.set()
+        return self._over
+
     async def _recall_or_generate(
         self, request: GenerationRequest, asked: RequestOptions, key: TurnKey
     ) -> VersionedGeneration:
@@ -251,7 +275,7 @@ class GroupRollout:
         journal = self.ports.journal
         if (stored := journal.recall(key, request)) is not None:
             if asked.on_start:
-                asked.on_start(stored.version)
+                asked.on_start(asked.sample, stored.version)
             return stored
         made = await self.ports.proxy.generate(request, asked)
         await journal.record(key, request, made)
@@ -259,7 +283,7 @@ class GroupRollout:
 
     def _count_failure(self, sample: int) -> None:
         """Count a failed try of a request; after the last allowed try, raise the error again."""
-        self._tries[sample] += 1
+        self._tries[sample] = self._tries.get(sample, 0) + 1
         if self.ports.proxy.version < 0 or self._tries[sample] == self.ports.limits.attempts:
             raise
 
@@ -275,16 +299,12 @@ class GroupRollout:
         self.unanswered -= 1
         self.ports.proxy.end_episode(episode.id)
         await self.ports.generated(episode.generated)
-        return await self._count_response(episode)
-
-    async def _count_response(self, episode: PlayedEpisode) -> bool:
-        """Count a finished response and return whether the response is kept; abort the rest of a complete group."""
         self._tokens += episode.generated
         if episode.ending is StopReason.ABORTED or self._ended == self.ports.limits.group_size:
             self._surplus += episode.generated
             return False
         self._ended += 1
-        if self._ended == self.ports.limits.group_size < self.responses:
+        if self._ended == self.ports.limits.group_size < self.responses:  # the group is complete
             await self._abort()
         return self._reason is None
 

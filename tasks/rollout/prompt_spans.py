@@ -27,9 +27,9 @@ class PromptSpans:
 
     def respond(self, key: GroupKey, trajectory: Trajectory) -> None:
         """Record the generation and the scoring of a response."""
-        generated, scored = trajectory.generation_seconds, trajectory.reward_seconds
-        more = {"rollflow.sample": trajectory.sample, "rollflow.started_version": trajectory.started_version}
         if self._spans.on:
+            generated, scored = trajectory.generation_seconds, trajectory.reward_seconds
+            more = {"rollflow.sample": trajectory.sample, "rollflow.started_version": trajectory.started_version}
             tokens = trajectory.response_tokens
             ending = str(trajectory.ending)
             self._spans.record_prompt(key, "generate", generated, scored, tokens=tokens, ending=ending, **more)

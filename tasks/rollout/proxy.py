@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import StopReason
@@ -57,8 +57,7 @@ class WeightsProbe:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class VersionedGeneration:
+class VersionedGeneration(NamedTuple):
     """A generation, and the policy version under which the request for it started."""
 
     generation: Generation
@@ -76,14 +75,14 @@ class _NewestWeights:
     in_flight: InFlight
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestOptions(NamedTuple):
     """Options of a generation request, such as its priority and a callback for its start."""
 
     priority: float = 0.0  # the request with the lowest number runs first
     group: Hashable = None
-    # called with the engine's policy version at each start and restart of the request
-    on_start: Callable[[int], None] | None = None
+    # called with `sample` and the engine's policy version at each start and restart of the request
+    on_start: Callable[[int, int], None] | None = None
+    sample: int = 0  # number of the request in its group
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +94,7 @@ class _GenerationJob:
     ticket: Ticket
     lane: EngineSlots | None = None
     started: int | None = None
+    asked_at: float = 0.0  # time at which the engine got the request
     aborted: bool = False
 
     def build_answer(self, generation: Generation, version: int) -> VersionedGeneration:
@@ -105,7 +105,7 @@ class _GenerationJob:
         """Record the policy version under which the request starts, and call `on_start`."""
         self.started = version
         if self.asked.on_start is not None:
-            self.asked.on_start(version)
+            self.asked.on_start(self.asked.sample, version)
 
     def keep_and_restart(self, kept: TokenSpan) -> None:
         """Prepare the request to continue on another engine after the tokens `kept`.
@@ -194,8 +194,18 @@ class InferenceProxy:
                 job.lane = lane = await self._queue.take(job.ticket)
                 if lane is None:
                     return job.build_answer(job.build_aborted(job.request.prefix), self.version)
+                generation: Generation | None = None
                 try:
-                    generation = await self._try_on(lane, job)
+                    # a request that arrives during an update starts under the new policy version
+                    if not lane.serves.is_set():
+                        await lane.serves.wait()
+                    if job.aborted:
+                        generation = job.build_aborted(job.request.prefix)
+                    elif lane.failure is None:
+                        self._start(job, lane.engine)
+                        generation = self._finish(lane, job, await lane.engine.generate(job.request))
+                except EngineFailed as error:
+                    generation = self._handle_failure(lane, job, error)
                 finally:
                     job.lane = None
                     self._queue.release(lane, job.ticket)
@@ -293,30 +303,19 @@ class InferenceProxy:
             self.version = version
             self.on_change()
 
-    async def _try_on(self, lane: EngineSlots, job: _GenerationJob) -> Generation | None:
-        """Try a request on one engine; return None if the request has to move to another engine."""
-        if not lane.serves.is_set():  # a request that arrives during an update starts under the new policy version
-            await lane.serves.wait()
-        if job.aborted:
-            return job.build_aborted(job.request.prefix)
-        if lane.failure is not None:
-            return None
-        engine = lane.engine
+    def _start(self, job: _GenerationJob, engine: Engine) -> None:
+        """Prepare a request for an engine, which is called next."""
         assert self._taken is not None, "an engine must have weights before it serves requests"
-        had = len(job.request.prefix)
-        if had and job.started != engine.version and self._taken.in_flight == "restart":
-            had = 0
+        if job.request.prefix and job.started != engine.version and self._taken.in_flight == "restart":
             self._send_again(job, TokenSpan())
         if job.started is None:  # staleness counts from the start of the request, not from its first token
             job.start(engine.version)
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            generation = await engine.generate(job.request)
-        except EngineFailed as error:
-            return self._handle_failure(lane, job, error)
-        made = len(generation.made)
-        self._queue.observe(lane, made - had, clock() - began)
+        job.asked_at = asyncio.get_running_loop().time()
+
+    def _finish(self, lane: EngineSlots, job: _GenerationJob, generation: Generation) -> Generation | None:
+        """Return the generation of a request; return None if the request has to move to another engine."""
+        made, seconds = len(generation.made), asyncio.get_running_loop().time() - job.asked_at
+        self._queue.observe(lane, made - len(job.request.prefix), seconds)
         job.ticket.tokens = job.request.prompt.length + made
         if generation.ending is not StopReason.ABORTED or job.aborted:
             return generation

@@ -126,6 +126,7 @@ class RolloutScheduler:
         self._issued = 0
         self._left_behind: set[GroupRollout] = set()  # preempted groups of responses that have not ended yet
         self._generating = 0  # number of unfinished responses of all running groups of responses
+        self._had_room = True  # False if the engines had no free slot when admission last decided
         self._discards: list[Discard] = []
         self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups of responses in `_discards`
         self._filtered_in_a_row = 0
@@ -184,6 +185,7 @@ class RolloutScheduler:
             else:
                 assert self._ports.start_epoch is not None, "a source skips solved questions"
                 self._order.note_epoch(missing[0], await self._ports.start_epoch(*missing))
+        self._had_room = room.free
         now = asyncio.get_running_loop().time()
         self.counts.held.note(now, holds=room.is_held)
         self.counts.backlogged.note(now, holds=room.is_backlogged)
@@ -195,16 +197,20 @@ class RolloutScheduler:
         )
 
     def _read_supply(self) -> AdmissionInputs:
-        limits = self.limits
         return AdmissionInputs(
             version=self._proxy.version,
             due=self.due,
             running=len(self._running),
             outstanding=len(self._running) - len(self._left_behind) + len(self.buffer),
             generating=self._generating,
-            slots=math.inf if limits.slots is None else min(limits.slots, self._proxy.capacity),
+            slots=self._slots,
             unscored=self.scoring.waiting,
         )
+
+    @property
+    def _slots(self) -> float:
+        """Largest number of generation requests that may be in flight."""
+        return math.inf if self.limits.slots is None else min(self.limits.slots, self._proxy.capacity)
 
     def _start(self, batch: int, tasks: asyncio.TaskGroup) -> None:
         issue = self._order.next_issue(batch)
@@ -275,7 +281,8 @@ class RolloutScheduler:
     def _free_requests(self, responses: int) -> None:
         """Count these responses as finished, and check again whether groups of responses may start."""
         self._generating -= responses
-        self._room.set()
+        if self._had_room or self._generating < self._slots:  # otherwise nothing changes
+            self._room.set()
 
     def _note_start(self, rollout: GroupRollout, version: int) -> None:
         """Record the policy version under which a group started; preempt the group if it is too old for any batch."""

@@ -58,24 +58,33 @@ class Ticket:
     """A request's place in the queue for an engine. With `prefix` routing, requests with the same `group` value prefer
     the same engine."""
 
-    turn: tuple[float, int]  # sort key: the priority of the request, then the order of arrival
+    priority: float
+    arrival: int
     group: Hashable = None
-    granted: asyncio.Future[EngineSlots | None] | None = None
+    lane: EngineSlots | None = None  # the engine that gave the request a slot; None while the request waits
+    granted: asyncio.Future[EngineSlots | None] | None = None  # future of the engine, while the request waits for it
     episode: str = ""  # name of the episode of which the request is a turn
     tokens: int = 0  # number of tokens of the episode, with those of the request once it has ended
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """The sort key of the request: the priority, then the order of arrival."""
+        return self.priority, self.arrival
 
     @property
     def waits(self) -> bool:
         """True if the request still waits in the queue."""
         return self.granted is not None and not self.granted.done()
 
-    @property
-    def lane(self) -> EngineSlots | None:
-        """The engine that gave the request a slot; None while the request waits."""
-        future = self.granted
-        if future is None or not future.done() or future.cancelled() or future.exception():
-            return None
-        return future.result()
+    def wait(self) -> None:
+        """Let the request wait for a slot."""
+        self.lane, self.granted = None, asyncio.get_running_loop().create_future()
+
+    def grant(self, lane: EngineSlots) -> None:
+        """Give the request a slot of an engine."""
+        self.lane = lane
+        if self.granted is not None:
+            self.granted.set_result(lane)
 
 
 class SlotQueue:
@@ -126,7 +135,7 @@ class SlotQueue:
 
     def create_ticket(self, priority: float, group: Hashable = None) -> Ticket:
         """Create a queue ticket behind all other tickets of the same priority."""
-        return Ticket((priority, next(self._arrivals)), group if self._routing == "prefix" else None)
+        return Ticket(priority, next(self._arrivals), group if self._routing == "prefix" else None)
 
     def put(self, place: int, lane: EngineSlots) -> EngineSlots | None:
         """Register an engine under number `place`; return the previous engine with this number, if any."""
@@ -148,10 +157,10 @@ class SlotQueue:
         Raises:
             EngineFailed: no engine is alive, and no engine joined in time.
         """
-        ticket.granted = asyncio.get_running_loop().create_future()
         if not self._queue and (lane := self._choose(ticket)) is not None:
             self._grant(ticket, lane)
             return lane
+        ticket.wait()
         heapq.heappush(self._queue, (ticket.turn, ticket))
         self._dispatch()
         return await self._wait(ticket)
@@ -164,6 +173,8 @@ class SlotQueue:
             if lane := ticket.lane:  # the request got a slot just before this coroutine was cancelled
                 self.release(lane, ticket)
             raise
+        finally:
+            ticket.granted = None
 
     def release(self, lane: EngineSlots, ticket: Ticket) -> None:
         """Free the ticket's slot."""
@@ -199,7 +210,11 @@ class SlotQueue:
         if lane.free <= 0:
             return
         lane.stamp = next(self._stamps)
-        heapq.heappush(self._open, (self._load(lane), lane.stamp, lane))
+        entry = self._load(lane), lane.stamp, lane
+        if self._open and self._open[0][2] is lane:  # the first entry is outdated now
+            heapq.heapreplace(self._open, entry)
+        else:
+            heapq.heappush(self._open, entry)
         if len(self._open) > 4 * len(self._places) + 64:  # most entries of the heap are outdated
             self._open = [entry for entry in self._open if entry[1] == entry[2].stamp]
             heapq.heapify(self._open)
@@ -226,14 +241,13 @@ class SlotQueue:
             self._timer = loop.call_later(self._replacement_seconds, self._give_up)
 
     def _grant(self, ticket: Ticket, lane: EngineSlots) -> None:
-        assert ticket.granted is not None
         lane.taken += 1
         if ticket.group is not None:
             home = self._homes.get(ticket.group)
             if home is None or home[0] is lane:
                 self._homes[ticket.group] = (lane, home[1] + 1 if home else 1)
         self._offer(lane)
-        ticket.granted.set_result(lane)
+        ticket.grant(lane)
 
     def _choose(self, ticket: Ticket) -> EngineSlots | None:
         if ticket.group is not None and (home := self._homes.get(ticket.group)) and home[0].free > 0:

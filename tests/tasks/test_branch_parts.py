@@ -52,7 +52,7 @@ class Watched(Scripted):
     async def play(self, episode: Episode) -> Score | None:
         score = await super().play(episode)
         assert isinstance(episode, PlayedEpisode)
-        self.parts = len(episode.lived.current._logprobs)
+        self.parts = len(episode.lived.current._parts) // 3
         return score
 
 

@@ -77,7 +77,7 @@ async def granted(proxy: InferenceProxy, starts: list[int]) -> asyncio.Task[Vers
     [lane] = proxy._queue.live
     holding = proxy._queue.create_ticket(0)
     await proxy._queue.take(holding)
-    task = asking(proxy, "a", RequestOptions(on_start=starts.append))
+    task = asking(proxy, "a", RequestOptions(on_start=lambda _, version: starts.append(version)))
     await asyncio.sleep(0)
     proxy._queue.release(lane, holding)
     return task
@@ -102,7 +102,7 @@ def test_request_aborted_during_an_update_never_starts() -> None:
 def test_on_start_callback_is_called_at_each_start_of_a_request() -> None:
     async def main() -> None:
         proxy, starts = InferenceProxy([Noting()], 4), list[int]()
-        task = asking(proxy, "a", RequestOptions(on_start=starts.append))
+        task = asking(proxy, "a", RequestOptions(on_start=lambda _, version: starts.append(version)))
         await asyncio.sleep(1.0)
         assert (starts, proxy.version) == ([], -1)  # no request starts, because there are no weights
         await proxy.update(0, WEIGHTS, NO_PROBE, "restart")
@@ -154,7 +154,7 @@ def test_tokens_are_kept_only_under_the_same_policy_version(newer: bool) -> None
         engine, starts = Noting(), list[int]()
         proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
         await proxy.update(0, WEIGHTS, NO_PROBE, "restart")
-        task = asking(proxy, "a", RequestOptions(on_start=starts.append))
+        task = asking(proxy, "a", RequestOptions(on_start=lambda _, version: starts.append(version)))
         await asyncio.sleep(1.05)
         engine.kill()
         await asyncio.sleep(1.0)

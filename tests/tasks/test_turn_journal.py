@@ -141,8 +141,8 @@ async def test_same_request_recalls_the_stored_turn_once() -> None:
     folder = Folder()
     await recorded(folder, [KEY])
     after = TurnJournal(folder, folder.files)
-    assert after.recall(KEY, request(id="another id")) == replace(
-        made(), generation=replace(made().generation, id="another id"), is_recalled=True
+    assert after.recall(KEY, request(id="another id")) == made()._replace(
+        generation=replace(made().generation, id="another id"), is_recalled=True
     )
     assert after.recall(KEY, request()) is None
     assert (after.recalled, after.diverged) == (1, 0)
