@@ -81,8 +81,15 @@ print(owner == os.getpid(), found, libc.pthread_mutex_unlock(lock))
 
 def test_forked_program_knows_its_thread_id(box: Box) -> None:
     """Otherwise a lock of the C library could take two threads for one."""
-    found = box.do(box.sandboxes.run(Program(code=THREADS, timeout=LONG)))
-    assert found.stdout == b"True [16] 0\n", found
+
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        for _ in range(2):  # programs with different process ids
+            found = await sandbox.exec(Program(code=THREADS, timeout=LONG))
+            assert found.stdout == b"True [16] 0\n", found
+        await sandbox.close()
+
+    box.do(work())
 
 
 def test_sandboxes_leave_no_sockets_to_see(box: Box) -> None:
