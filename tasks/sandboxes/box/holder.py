@@ -63,6 +63,18 @@ OBJECTS = ("/proc/sysvipc/shm", "/proc/sysvipc/msg", "/proc/sysvipc/sem")  # lis
 LONGEST = 4096
 
 
+def find_thread_id() -> ctypes.c_void_p:
+    """Return the address at which the C library stores the id of the main thread; return a null pointer if the kernel
+    does not tell it, as in a cloned process.
+    """
+    address = ctypes.c_void_p()
+    libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
+    return address
+
+
+THREAD_ID = find_thread_id()  # found in the first process of the box, which is no cloned one
+
+
 def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
     """Fork the holder of a sandbox and answer requests as the sandbox's keeper; only in a process forked to run Python
     source, return the program's request.
@@ -103,8 +115,6 @@ class Holder:
         self._filter = LoadedFilter(build_filter(machine, SAME_CORES if "cores" in limits else ()))
         self._clone, self._first = CLONE[machine], 0
         self._own = os.pidfd_open(os.getpid())
-        self._id = ctypes.c_void_p()  # where the C library stores the id of the main thread; None if it is not known
-        libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(self._id), 0, 0, 0)
         self._stack = ctypes.create_string_buffer(STACK)
         self._top = ctypes.c_void_p((ctypes.addressof(self._stack) + STACK) // 64 * 64)
         self._pause = ctypes.cast(libc.pause, ctypes.c_void_p)
@@ -136,7 +146,7 @@ class Holder:
         gates = _socket.socketpair()
         gate, other = gates[0].detach(), gates[1].detach()  # numbers, because the keeper closes the descriptors
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
-        pid = libc.syscall(self._clone, SAME_PARENT | STORED_ID | signal.SIGCHLD, 0, 0, self._id, self._id)
+        pid = libc.syscall(self._clone, SAME_PARENT | STORED_ID | signal.SIGCHLD, 0, 0, THREAD_ID, THREAD_ID)
         if pid == 0:
             return self._become_program((stdin, out[1], err[1], other), is_new)
         number = ctypes.get_errno()
