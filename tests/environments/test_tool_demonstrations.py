@@ -155,4 +155,5 @@ def test_recipe_demonstrates_the_episodes_of_its_policy(tools: Tools, tmp_path: 
         _, [one], _ = play_real(tools, ports, *responses, prompt=prompt, longest=config.engine.max_new_tokens)
         assert list_tokens(encode(prompt, question)) == [([*one.tokens], [*one.loss_mask])]
         assert tokenizer.decode(one.tokens).startswith(f"python(code):{question.text}=<tool_call>")
+        assert config.environment.replaces_prompts  # so the audit does not look for the prompt without the tools
         assert len(tokenizer.encode_response(question.turns[0].said)) == 2 + len(question.text)

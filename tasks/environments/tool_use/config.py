@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -71,6 +71,8 @@ class McpServer(Section):
 
 class ToolsEnvironment(LimitedEnvironment, EnvironmentBase):
     """An environment in which the policy answers a question with the help of tools."""
+
+    replaces_prompts: ClassVar[bool] = True  # a chat template writes the tools before the question
 
     kind: Literal["tools"] = Field(
         "tools", description="environment in which the policy calls tools, and the run's scorer scores its last answer"
