@@ -9,7 +9,7 @@ products that need a tool.
 The scorer of `LinePrograms` is `code`, with `fenced = false`: every program that prints the right numbers for the
 inputs of the test cases is right. The scorer of `WordLists` is
 `instructions`: every list that follows all constraints is right. The scorer of `LongProducts` is `exact`. Its
-demonstrations call the tool `python` of the environment `tools`, because a small policy cannot compute the products.
+demonstrations call the tool `python` of the environment `tools`.
 """
 
 from __future__ import annotations
