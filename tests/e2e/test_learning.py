@@ -52,3 +52,10 @@ def test_reasoning_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
     assert found["audit"] == "clean"
     assert found["accuracy"]["before"] < 0.35
     assert found["accuracy"]["after"] >= 0.75  # evaluations differ by two points, seeds by more: see benchmarks/LOG.md
+
+
+def test_python_tool_recipe_reaches_its_accuracy(tmp_path: Path) -> None:
+    found = trained(tmp_path, "python_tool.toml", [SEED])
+    assert found["audit"] == "clean"
+    assert found["accuracy"]["before"] < 0.5
+    assert found["accuracy"]["after"] >= 0.9

@@ -26,6 +26,7 @@ from tests.tasks.test_scheduler import trained
 
 pytestmark = pytest.mark.slow
 
+PRODUCTS = Path("flows/recipes/python_tool.toml")
 SERVER = Path(__file__).parents[1] / "environments" / "servers" / "bare_server.py"
 CALLS = [*(run_code(f"{number} * 7") for number in range(40)), *(call("echo", text=f"said {n}") for n in range(40))]
 RECIPE = """
@@ -98,3 +99,20 @@ async def test_policy_of_a_whole_run_uses_its_tools(tmp_path: Path) -> None:
     until(lambda: not leftovers(command.home))
     lines = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if "server_of_a_whole_run" in line]
+
+
+@pytest.mark.xdist_group("vllm")
+async def test_python_tool_recipe_trains_on_calls(tmp_path: Path) -> None:
+    """The recipe at a small size."""
+    async with start_and_close(build_sandboxes(SANDBOX)):
+        pass
+    command = Command(tmp_path / "home", PRODUCTS.read_text())
+    changes = "versions=2", "groups=4", "group_size=4", "train.minibatches=1", "evaluation.prompts=20"
+    small = *changes, "prompts.0.options.digits=2", "policy.cold_start.target_accuracy=0.2"
+    command.run("run", str(command.recipe), "--run-id", "one", *(word for one in small for word in ("--set", one)))
+    store = open_store(f"{command.home}/store/runs/one")
+    assert audit(store).clean
+    rows = [one for _, batch in trained(store) for group in batch.groups() for one in group.trajectories]
+    assert len(rows) == 2 * 4 * 4
+    assert any(len(one.turn_starts or ()) > 1 for one in rows)
+    until(lambda: not leftovers(command.home))
