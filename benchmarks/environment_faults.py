@@ -88,7 +88,7 @@ class FaultSetup:
             act="benchmarks.faulty_world:act",
             folder=str(ROOT),
             options={"turns": self.turns, "seconds": self.step, "by_seed": self.by_seed, **options},
-            processes=self.processes,
+            at_once=self.processes,
             turn_seconds=self.deadline,
             max_failures=self.max_failures,
         )

@@ -172,6 +172,9 @@ class Episode(Protocol):
             ValueError: the policy has not answered since the last call.
         """
 
+    async def extend_apart(self, messages: Sequence[Message]) -> bool:
+        """Do the same as `extend`, in a thread if the messages are long, so that other episodes are not delayed."""
+
     def read_action(self, tokens: Sequence[int]) -> Action:
         """Read the tool calls in tokens of the response. If a call is malformed, the action has a `fault`, and the
         newest turn gets the penalty `environment.unparsable_penalty`.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rollflow.storage.records import Prompt
 from rollflow.storage.token_arrays import Int32s
+from rollflow.tasks.environments.long_text import compute_apart
 from rollflow.tasks.environments.ports import Message, Renderer
 
 
@@ -30,17 +31,30 @@ class Conversation:
     begun: int = 0  # position in the response at which the newest answer begins
     is_known: bool = True
 
-    def add_answer(self, renderer: Renderer, response: Int32s) -> Conversation:
-        """Return the conversation with the newest answer."""
-        answer = renderer.parse(response[self.begun :])
-        return Conversation(self.earlier, (*self.recent, answer), len(response), self.is_known)
+    def extend(
+        self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]
+    ) -> tuple[Conversation, Extension]:
+        """Return the conversation with the newest answer, and how an episode with this response continues if `messages`
+        follow.
 
-    def extend(self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]) -> Extension:
-        """Return how an episode with this response continues if `messages` follow."""
-        found = renderer.rewrite(prompt, self.earlier, self.recent, messages) if self.is_known else None
+        Raises:
+            ValueError: the policy has not answered yet.
+        """
+        if len(response) == self.begun:
+            raise ValueError("the policy has not answered yet; call extend after `generate` has returned a generation")
+        recent = (*self.recent, renderer.parse(response[self.begun :]))
+        talk = Conversation(self.earlier, recent, len(response), self.is_known)
+        found = renderer.rewrite(prompt, self.earlier, recent, messages) if self.is_known else None
         if found is None:
-            return Extension(renderer.render(prompt, response, messages), branches=False)
-        return Extension(found, branches=True)
+            return talk, Extension(renderer.render(prompt, response, messages), branches=False)
+        return talk, Extension(found, branches=True)
+
+    async def extend_apart(
+        self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]
+    ) -> tuple[Conversation, Extension]:
+        """Do the same as `extend`, in a thread if the messages are long."""
+        texts = (message["content"] for message in messages)
+        return await compute_apart(texts, self.extend, renderer, prompt, response, messages)
 
     def add_messages(self, messages: Sequence[Message], length: int, *, branches: bool) -> Conversation:
         """Return the conversation with messages, after which the response has `length` tokens."""

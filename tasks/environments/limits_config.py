@@ -1,4 +1,5 @@
-"""Defines the config keys that limit the episodes of every kind of environment with several turns."""
+"""Defines the config keys that limit the episodes of every kind of environment with several turns, and the number of
+episodes of the kinds that have processes of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from rollflow.tasks.environments.limits import EpisodeLimits
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section
 
 LARGEST_PENALTY = 1e9  # a reward must fit into a float32
+MOST_EPISODES = 10_000
 
 
 class LimitedEnvironment(Section):
@@ -44,7 +46,7 @@ class LimitedEnvironment(Section):
         gt=0,
         le=LONGEST_SECONDS,
         description="seconds for which the environment may compute in an episode, setup included, without waits for "
-        "the policy and the scorer; default: no limit",
+        "the policy and the scorer; the time begins anew if the episode continues after a crash; default: no limit",
     )
     unparsable_penalty: float = Field(
         0.0,
@@ -65,3 +67,26 @@ class LimitedEnvironment(Section):
             self.episode_seconds,
             self.unparsable_penalty,
         )
+
+
+class ParallelEnvironment(Section):
+    """Base class of the configs of environments whose episodes have processes of their own, or tools."""
+
+    at_once: int = Field(
+        64,
+        gt=0,
+        le=MOST_EPISODES,
+        description="largest number of episodes that live at the same time, each with processes of its own; further "
+        "episodes wait in order of arrival",
+    )
+    max_failures: int = Field(
+        20,
+        gt=0,
+        description="number of episodes in a row that fail for reasons that the policy cannot have caused, after "
+        "which the run fails",
+    )
+
+    @property
+    def most_episodes(self) -> int:
+        """The largest number of episodes that live at the same time."""
+        return self.at_once

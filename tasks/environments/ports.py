@@ -20,7 +20,9 @@ from rollflow.storage.records import Prompt
 from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
-Message = Mapping[str, str]  # `role` and `content`
+# `role` and `content`. If a message has the text `frame`, a policy without chat template reads the content in place of
+# the "{}" in `frame`.
+Message = Mapping[str, str]
 
 
 class Tokenizer(Protocol):
@@ -42,7 +44,8 @@ class Renderer(Protocol):
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
         """Return the tokens to append to `response`, so that the messages follow and the policy can answer.
 
-        The prompt and `response` are not tokenized again, so the tokens that the policy sampled stay unchanged.
+        The prompt and `response` are not tokenized again, so the tokens that the policy sampled stay unchanged. The
+        text of a control token in a message becomes ordinary tokens.
 
         Raises:
             ConfigError: the policy's chat template rejects the messages.

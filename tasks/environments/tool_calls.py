@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+# a call without its end reaches to the end of the text, because a search from each beginning would take quadratic time
 CALL = re.compile(f"{BEGIN}(.*?)(?:{END}|\\Z)", re.DOTALL)
+MOST_CALLS = 16  # largest number of calls in one turn
+RESULT_FRAME = "\n<tool_response>{}</tool_response>\n"  # of a result for a policy without chat template
+LONGEST_NAME = 100  # largest number of characters of a wrong name that the policy reads
 LONGEST_FAULT = 200  # largest number of characters of a fault's description
 
 
@@ -37,8 +41,9 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """Read the tool calls in the text of a response. A call within a thought does not count."""
-    text = text.rpartition("</think>")[2]
+    """Read the tool calls in the text of a response. A call within a thought does not count, even if the thought has no
+    end."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     content = CALL.sub("", text).strip()
     try:
         calls = tuple(_parse_call(found[0], found[1]) for found in CALL.finditer(text))
@@ -54,6 +59,21 @@ def _parse_call(whole: str, inner: str) -> ActionCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("a tool call is no object with a name")
     arguments = call.get("arguments", {})
+    if isinstance(arguments, str):  # some models write the arguments as JSON in a string
+        arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {call['name']} are no object")
     return ActionCall(call["name"], arguments)
+
+
+async def perform_calls(action: Action, perform: Callable[[int, ActionCall], Awaitable[str]]) -> list[str]:
+    """Do the calls of a turn in order, and return what the policy reads.
+
+    `perform` gets the position of a call in the turn, and the call; it returns the result.
+    """
+    if action.fault:
+        return [f"error: {action.fault}"]
+    results = [await perform(number, call) for number, call in enumerate(action.calls[:MOST_CALLS])]
+    if len(action.calls) > MOST_CALLS:
+        results.append(f"error: there are {len(action.calls)} calls, and a turn has at most {MOST_CALLS}")
+    return results

@@ -45,8 +45,7 @@ class ChatTemplate:
 
     def writes_tools(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Tool]) -> bool:
         """Return whether the chat template writes the schemas of tools into the prompt."""
-        with_tools = cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools)))
-        without = self.render_messages(messages)
+        with_tools, without = self.render_messages(messages, tools), self.render_messages(messages)
         names = [str(tool["function"]["name"]) for tool in tools]
         return all(with_tools.count(name) > without.count(name) for name in names)  # a question may have a name, too
 
@@ -69,13 +68,13 @@ class ChatTemplate:
             raise ConfigError(f"{_CHAT}: the policy's chat template leaves answers out of the prompt; {_NO_CHAT}")
         return after
 
-    def render_messages(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_messages(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Tool] = ()) -> str:
         """Return the text of a conversation, up to the position where the policy's next answer begins.
 
         Raises:
             ConfigError: the chat template rejects the messages.
         """
-        return cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False)))
+        return cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools)))
 
     def keeps_answer(self, roles: tuple[str, ...], *, thinks: bool) -> bool:
         """Return whether the chat template leaves an answer as it was generated if messages of these roles follow.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rollflow.storage.records import Prompt
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.policies.tokens.control_text import CUT
+
+CONTENT = "{}"  # the place of the content in the frame of a message
 
 
 class PolicyRenderer:
@@ -15,7 +18,8 @@ class PolicyRenderer:
 
     Only the new messages are tokenized; the tokens of the earlier response stay as the policy generated them. An end
     token that the chat template writes between response and messages is not repeated if the response already ends with
-    it.
+    it. The text of a control token in a message, in a tool's schema or in an observation never becomes this token (see
+    `control_text`); only the chat template and the answers of the policy have control tokens.
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
@@ -29,8 +33,8 @@ class PolicyRenderer:
             ConfigError: the chat template rejects the messages.
         """
         if not self.is_chat(prompt):
-            return self._tokenizer.encode_response("".join(message["content"] for message in messages))
-        tokens = self._tokenizer.encode_response(self._tokenizer.template.render_after_answer(messages))
+            return self._encode(self._write_plain(messages))
+        tokens = self._encode(self._tokenizer.template.render_after_answer(self._cut_messages(messages)))
         return tokens[1:] if len(response) and list(tokens[:1]) == [response[-1]] else tokens
 
     def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
@@ -41,15 +45,19 @@ class PolicyRenderer:
         Raises:
             ConfigError: the chat template rejects the tools.
         """
+        cut = self._tokenizer.cut_control
+        added = cut(text)
         if not self.is_chat(prompt):
-            added = self._tokenizer.encode_response((describe_tools(tools) if tools else "") + text)
-            return [*prompt.input.flat, *added]
+            return [*prompt.input.flat, *self._encode((describe_tools(tools, cut) if tools else "") + added)]
         *before, last = prompt.messages
         template = self._tokenizer.template
         if tools and not template.writes_tools(prompt.messages, tools):
-            text, tools = describe_tools(tools) + text, ()
-        messages = [*before, {**last, "content": last["content"] + text}]
-        return template.encode(messages, None, tools)
+            added, tools = describe_tools(tools, cut) + added, ()
+        messages = [*before, {**last, "content": last["content"] + added}]
+        marked = cut_values(list(tools), cut)
+        if CUT not in added and marked == list(tools):
+            return template.encode(messages, None, tools)
+        return self._encode(template.render_messages(messages, marked))
 
     def is_chat(self, prompt: Prompt) -> bool:
         """Return whether the prompt and the messages after it are rendered with the chat template."""
@@ -80,9 +88,9 @@ class PolicyRenderer:
             return None
         before = template.render_messages(prompt.messages)
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
-        whole = template.render_messages([*prompt.messages, *spoken, *messages])
+        whole = template.render_messages([*prompt.messages, *self._cut_messages([*spoken, *messages])])
         # some chat templates begin a thought in the prompt, which cannot be taken back
-        return self._tokenizer.encode_response(whole[len(before) :]) if whole.startswith(before) else None
+        return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
     def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:
         """Return an answer without the end of the turn, which the chat template writes itself."""
@@ -91,13 +99,43 @@ class PolicyRenderer:
             return message
         return {**message, "content": message["content"].removesuffix(self._tokenizer.decode([end]))}
 
+    def _cut_messages(self, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+        """Return messages with marks in the text of control tokens, which only the policy's answers may have."""
+        cut = self._tokenizer.cut_control
+        contents = [one["content"] if one["role"] == "assistant" else cut(one["content"]) for one in messages]
+        return [
+            {**{key: value for key, value in one.items() if key != "frame"}, "content": content}
+            for one, content in zip(messages, contents, strict=True)
+        ]
+
+    def _write_plain(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the text of messages without chat template, with marks in the text of control tokens."""
+        cut = self._tokenizer.cut_control
+        if not any("frame" in one for one in messages):
+            return cut("".join(one["content"] for one in messages))
+        framed = [(one.get("frame", CONTENT).partition(CONTENT), cut(one["content"])) for one in messages]
+        return "".join(before + content + after for (before, _, after), content in framed)
+
+    def _encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text; the pieces between its marks are tokenized apart."""
+        return [token for piece in text.split(CUT) for token in self._tokenizer.encode_response(piece)]
+
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
         """Convert generated tokens into a chat message of the assistant, without the final stop token."""
         return {"role": "assistant", "content": self._tokenizer.decode_response(tokens)}
 
 
-def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that tells a policy of its tools where the chat template does not."""
-    listed = "\n".join(json.dumps(tool["function"]) for tool in tools)
+def describe_tools(tools: Sequence[Mapping[str, Any]], cut: Callable[[str], str] = str) -> str:
+    """Return the text that tells a policy of its tools where the chat template does not. `cut` changes the schemas."""
+    listed = cut("\n".join(json.dumps(tool["function"]) for tool in tools))
     call = '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>'
     return f"\nTools:\n{listed}\nTo call a tool, write {call}\n"
+
+
+def cut_values(value: Any, cut: Callable[[str], str]) -> Any:
+    """Return a JSON value whose strings and names are changed by `cut`."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, Mapping):
+        return {cut(name): cut_values(one, cut) for name, one in value.items()}
+    return [cut_values(one, cut) for one in value] if isinstance(value, list | tuple) else value

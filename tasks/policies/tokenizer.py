@@ -25,10 +25,13 @@ from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
 from rollflow.tasks.policies.token_ends import find_ends
+from rollflow.tasks.policies.tokens.control_text import ControlTokens
 from rollflow.tasks.prompts.base import Asked
 
 # pieces of text that two tokenizers may encode differently, alone or in combination
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
+# number of characters from which other threads run during the tokenization: only `encode_batch` releases Python's lock
+LONG = 10_000
 
 
 class PolicyTokenizer:
@@ -72,7 +75,16 @@ class PolicyTokenizer:
 
     def encode_response(self, text: str) -> Sequence[int]:
         """Return the tokens of a text, without adding special tokens at its beginning or end."""
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        if len(text) < LONG:
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self._fast.encode_batch([text], add_special_tokens=False)[0].ids)
+
+    def cut_control(self, text: str) -> str:
+        """Return a text with marks, at which it must be split before it is tokenized, so that it has no control token.
+
+        See `control_text`.
+        """
+        return self._control.cut(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text, including special tokens."""
@@ -140,6 +152,10 @@ class PolicyTokenizer:
     def special(self) -> Mapping[str, int]:
         """Special tokens and other added tokens, with their ids."""
         return {token.content: id for id, token in self._fast.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._fast)
 
     @cached_property
     def has_template(self) -> bool:

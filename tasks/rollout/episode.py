@@ -19,7 +19,7 @@ from rollflow.storage.records import Branch, Outcome, Prompt, StopReason, Trajec
 from rollflow.storage.token_arrays import ANY_TOKEN, Bools, Float32s, Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment, charge_unparsable
-from rollflow.tasks.environments.conversation import BEGUN, Conversation, RoleContext
+from rollflow.tasks.environments.conversation import BEGUN, Conversation, Extension, RoleContext
 from rollflow.tasks.environments.limits import NO_CLOCK, StepClock, TurnClock, check_stops
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action, parse_action
@@ -152,17 +152,19 @@ class PlayedEpisode:
 
     def extend(self, messages: Sequence[Message]) -> bool:
         """Let chat messages follow the newest answer, as `Episode.extend` specifies."""
-        if len(self.response) == self._talk.begun:
-            raise ValueError("the policy has not answered yet; call extend after `generate` has returned a generation")
-        renderer = self.ports.renderer
-        talk = self._talk.add_answer(renderer, self.response)
-        found = talk.extend(renderer, self.prompt, self.response, messages)
+        found = self._talk.extend(self.ports.renderer, self.prompt, self.response, messages)
+        return self._apply_extension(messages, *found)
+
+    async def extend_apart(self, messages: Sequence[Message]) -> bool:
+        """Do the same as `extend`, as `Episode.extend_apart` specifies."""
+        found = await self._talk.extend_apart(self.ports.renderer, self.prompt, self.response, messages)
+        return self._apply_extension(messages, *found)
+
+    def _apply_extension(self, messages: Sequence[Message], talk: Conversation, found: Extension) -> bool:
+        """Append the tokens of messages, or begin a branch; return False, and change nothing, if there is no room."""
         if len(found.tokens) >= (self.longest if found.branches else self.room):
             return False
-        if found.branches:
-            self.start_branch(found.tokens)
-        else:
-            self.add(found.tokens)
+        (self.start_branch if found.branches else self.add)(found.tokens)
         self._talk = talk.add_messages(messages, len(self.response), branches=found.branches)
         return True
 

@@ -249,6 +249,9 @@ class RunConfig(Section):
             yield refusal("rollout.redundant_groups", rollout.redundant_groups, cure)
         if rollout.admit_by == "kv" and getattr(self.engine, "kv_tokens", None) is None:
             yield refusal("rollout.admit_by", "kv", 'set engine.kv_tokens of a vLLM engine, or choose "slots"')
+        if rollout.admit_by == "kv" and isinstance(self.environment, SingleTurnEnvironment):
+            cure = 'the episodes of environment.kind = "single-turn" have no later turn to keep tokens for; set "slots"'
+            yield refusal("rollout.admit_by", "kv", cure)
         if rollout.max_batches_ahead is not None and rollout.max_batches_ahead > self.async_ratio:
             cure = (
                 f"max_batches_ahead must not be above async_ratio = {self.async_ratio:g}, because groups started "

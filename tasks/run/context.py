@@ -333,9 +333,19 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
         ValidationError: the recorded config is invalid.
     """
     tree = RECIPE.apply(recorded)
+    if _is_idle_admission(tree):
+        tree["rollout"] = {**tree["rollout"], "admit_by": "slots"}
     sections = {name: tree.get(name) for name in BEFORE}
     completed = {name: {**BEFORE[name], **found} for name, found in sections.items() if isinstance(found, Mapping)}
     return RunConfig.model_validate({**tree, **completed})
+
+
+def _is_idle_admission(tree: Mapping[str, Any]) -> bool:
+    """Return whether a recorded config admits episodes of one turn by tokens, which had no effect."""
+    rollout, environment = tree.get("rollout"), tree.get("environment", {})
+    if not (isinstance(rollout, Mapping) and isinstance(environment, Mapping)):
+        return False
+    return rollout.get("admit_by") == "kv" and environment.get("kind", "single-turn") == "single-turn"
 
 
 def claim(context: RunContext, role: Role, address: str, who: str = "") -> Writer:

@@ -115,7 +115,13 @@ def _name_in(key: str, prefix: str) -> str:
     return name if section + dot == prefix else ""
 
 
-FOREIGN = {"turn_tokens": "max_turn_tokens", "step_seconds": "turn_seconds", "reset_seconds": "setup_seconds"}
+FOREIGN = {
+    "turn_tokens": "max_turn_tokens",
+    "step_seconds": "turn_seconds",
+    "reset_seconds": "setup_seconds",
+    "python": "interpreter",
+    "processes": "at_once",
+}
 RECIPE = Renames(
     keys={
         "rollout.depth": "max_inflight_groups",

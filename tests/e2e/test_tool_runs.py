@@ -16,6 +16,8 @@ from rollflow.storage.objects import open_store
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.expectations import expected_of
 from rollflow.tasks.sandboxes import build_sandboxes
 from tests.e2e.test_runs import Command, leftovers
 from tests.environments.tool_episodes import SANDBOX, run_code
@@ -87,7 +89,9 @@ async def test_policy_of_a_whole_run_uses_its_tools(tmp_path: Path) -> None:
     command = Command(tmp_path / "home", RECIPE.format(policy=policy, python=sys.executable, folder=tmp_path))
     command.run("run", str(command.recipe), "--run-id", "one")
     store = open_store(f"{command.home}/store/runs/one")
-    assert audit(store).clean
+    context = RunContext(f"{command.home}/store/runs/one", tmp_path / "cache")
+    report = audit(store, expected=expected_of(context))
+    assert report.clean, report.violations
     tokenizer = PolicyTokenizer(policy)
     rows = [one for _, batch in trained(store) for group in batch.groups() for one in group.trajectories]
     texts = [tokenizer.decode(one.tokens) for one in rows]

@@ -55,9 +55,9 @@ def test_any_policy_gets_a_finite_score(config: object) -> None:
 
 SECONDS = st.floats(20.0, 1e9)
 SHARED: dict[str, st.SearchStrategy[Any]] = {
-    "python": st.sampled_from(["", sys.executable]),
+    "interpreter": st.sampled_from(["", sys.executable]),
     "folder": st.just(str(GUESTS)),
-    "processes": st.integers(1, 4),
+    "at_once": st.integers(1, 4),
     "max_turns": st.integers(1, 5),
     "max_turn_tokens": st.none() | st.integers(1, 30),
     "max_episode_tokens": st.none() | st.integers(1, 100),

@@ -113,8 +113,8 @@ def test_environment_that_hangs_at_close_keeps_its_score() -> None:
         ({"name": "Untyped"}, "the argument where of the tool look has no type; annotate the argument"),
         ({"name": "Undescribed"}, "the tool look has no docstring"),
         ({"name": "Choosy"}, 'the choices up, down are no JSON; write them like ["a", "b"]'),
-        ({"name": "Counter", "python": "/bin/false"}, "the import failed with the first worker process ended"),
-        ({"name": "Counter", "python": "/no/python"}, "Python did not start"),
+        ({"name": "Counter", "interpreter": "/bin/false"}, "the import failed with the first worker process ended"),
+        ({"name": "Counter", "interpreter": "/no/python"}, "Python did not start"),
     ],
 )
 def test_environment_that_cannot_start_is_unjudged(keys: dict[str, Any], reason: str) -> None:
@@ -242,7 +242,7 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
 
 
 def test_cancelled_episode_frees_its_place() -> None:
-    config = trl("Bad", options={"wrong": "hang"}, processes=1, turn_seconds=60.0)
+    config = trl("Bad", options={"wrong": "hang"}, at_once=1, turn_seconds=60.0)
     environment = build(config)
 
     async def run() -> Score | None:
@@ -271,7 +271,7 @@ def count_episodes(environment: ForeignEpisodes) -> int:
 
 
 def test_live_processes_stay_below_the_limit() -> None:
-    config = trl("Counter", processes=3)
+    config = trl("Counter", at_once=3)
     environment, most = build(config), 0
 
     async def watch() -> None:

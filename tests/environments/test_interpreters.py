@@ -51,7 +51,7 @@ def test_environment_runs_in_other_interpreters(config: Any) -> None:
     if not interpreters:
         pytest.skip("this machine has no other Python")
     for python in interpreters:
-        other = config.model_copy(update={"python": python})
+        other = config.model_copy(update={"interpreter": python})
         score, _, _ = play(other, call("add", number=3) if config.kind == "trl" else "1", "1", "1")
         assert score is not None
         assert score.value == (1.0 if config.kind == "trl" else 6.0), score.reason
@@ -66,7 +66,10 @@ def test_environment_runs_in_other_interpreters(config: Any) -> None:
         ({"name": "Untyped"}, r"the argument where of the tool look has no type; annotate the argument"),
         ({"name": "Counter", "options": {"no": 1}}, r"open failed with TypeError.*'no'; correct the environment or"),
         ({"name": "Bad", "options": {"wrong": "hang", "where": "init"}, "setup_seconds": 1.0}, "setup_seconds = 1 s"),
-        ({"name": "Counter", "python": "/no/python"}, r"environment.python = '/no/python': there is no such program"),
+        (
+            {"name": "Counter", "interpreter": "/no/python"},
+            r"environment.interpreter = '/no/python': there is no such program",
+        ),
     ],
 )
 def test_check_refuses_with_one_sentence(keys: dict[str, Any], sentence: str) -> None:
@@ -84,7 +87,7 @@ def test_check_names_the_missing_library(tmp_path: Path) -> None:
     interpreters = find_interpreters()
     if not interpreters:
         pytest.skip("this machine has no other Python")
-    config = GymnasiumEnvironment(id="FrozenLake-v1", python=interpreters[0])
+    config = GymnasiumEnvironment(id="FrozenLake-v1", interpreter=interpreters[0])
     with pytest.raises(ConfigError, match=r'install it with pip install "rollflow\[environments\]"'):
         check_environment(config)
 
@@ -92,7 +95,7 @@ def test_check_names_the_missing_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "keys", "words"),
     [
-        (TrlEnvironment, {"path": "a:B", "python": "python3"}, "write an absolute path"),
+        (TrlEnvironment, {"path": "a:B", "interpreter": "python3"}, "write an absolute path"),
         (TrlEnvironment, {"path": "a:B", "folder": "here"}, "write an absolute path"),
         (GymnasiumEnvironment, {}, "set either id or path"),
         (GymnasiumEnvironment, {"id": "a", "path": "a:B"}, "set either id or path"),

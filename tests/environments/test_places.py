@@ -21,7 +21,7 @@ from tests.support.waiting import HANG_SECONDS, soon
 
 def test_cancelled_start_frees_the_place_of_its_episode() -> None:
     """The keeper reads nothing for a while, so some episodes wait for room in its socket when they are cancelled."""
-    config = trl("Quiet", processes=400)
+    config = trl("Quiet", at_once=400)
     environment = build(config)
 
     async def run() -> None:
@@ -37,7 +37,7 @@ def test_cancelled_start_frees_the_place_of_its_episode() -> None:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
         os.kill(guest.keeper, signal.SIGCONT)
-        await soon(lambda: pool._places._value == config.processes)
+        await soon(lambda: pool._places._value == config.at_once)
         await close(environment)
 
     asyncio.run(run())
@@ -87,7 +87,7 @@ def test_guest_starts_in_a_process_with_many_open_files() -> None:
 def test_guest_that_ends_no_process_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped template starts no process, and so the keeper never reports the end of the episode."""
     monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
-    config = trl("Quiet", processes=1, setup_seconds=3.0)
+    config = trl("Quiet", at_once=1, setup_seconds=3.0)
     environment = build(config)
 
     async def run() -> tuple[Score | None, Score | None]:

@@ -50,7 +50,7 @@ def test_hash_covers_all_files_of_an_environment(tmp_path: Path) -> None:
 
 def test_other_interpreter_says_where_its_modules_are(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text("# worlds\n")
-    config = TrlEnvironment(path="json:World", python=sys.executable)
+    config = TrlEnvironment(path="json:World", interpreter=sys.executable)
     assert hash_sources(config) == hash_sources(TrlEnvironment(path="json:World")) != ""
-    missing = TrlEnvironment(path="worlds:World", python="/bin/false", folder=str(tmp_path))
+    missing = TrlEnvironment(path="worlds:World", interpreter="/bin/false", folder=str(tmp_path))
     assert hash_sources(missing) == sha256(b"# worlds\n").hexdigest()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from rollflow.storage.model_input import ModelInput
 from rollflow.storage.records import Prompt, StopReason, Trajectory
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.environments.ports import EnvironmentPorts
+from rollflow.tasks.environments.long_text import LONG
+from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.policies.renderer import PolicyRenderer
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
@@ -47,7 +50,13 @@ def open_policy(folder: Path, template: str) -> PolicyTokenizer:
     return PolicyTokenizer(folder, 0.0)
 
 
-def play(tokenizer: PolicyTokenizer, environment: Environment, said: str, longest: int = 400) -> list[Trajectory]:
+def play(
+    tokenizer: PolicyTokenizer,
+    environment: Environment,
+    said: str,
+    longest: int = 400,
+    renderer: PolicyRenderer | None = None,
+) -> list[Trajectory]:
     prompt = Prompt("p", 0, "chat", "", ModelInput.of(tokenizer.encode(QUESTION, chat=True)), messages=QUESTION)
 
     async def ask(turn: Turn) -> VersionedGeneration:
@@ -62,7 +71,7 @@ def play(tokenizer: PolicyTokenizer, environment: Environment, said: str, longes
         return Score(1.0)
 
     async def run() -> list[Trajectory]:
-        ports = EnvironmentPorts(tokenizer, PolicyRenderer(tokenizer, {"chat"}))
+        ports = EnvironmentPorts(tokenizer, renderer or PolicyRenderer(tokenizer, {"chat"}))
         episode = PlayedEpisode(prompt, longest, ask, keep, score, ports=ports)
         found = await episode.play(environment)
         assert found is not None
@@ -117,3 +126,34 @@ def test_messages_before_the_first_answer_are_an_error(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="the policy has not answered yet"):
         play(open_policy(tmp_path / "policy", CHAT), Early(), "2")
+
+
+class NotedThreads(PolicyRenderer):
+    """A renderer that notes in which thread it renders."""
+
+    def __init__(self, tokenizer: PolicyTokenizer) -> None:
+        super().__init__(tokenizer, {"chat"})
+        self.threads = list[bool]()  # True: the thread of the event loop
+
+    def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
+        self.threads.append(threading.current_thread() is threading.main_thread())
+        return super().render(prompt, response, messages)
+
+
+@pytest.mark.parametrize("length", [1, LONG - 1, LONG, 10 * LONG])
+def test_long_messages_are_tokenized_in_a_thread(tmp_path: Path, length: int) -> None:
+    class Long(Environment):
+        async def play(self, episode: Episode) -> Score | None:
+            for extended in (episode.extend_apart, episode.extend):
+                await episode.generate()
+                found = extended([{"role": "tool", "content": "y" * length}])
+                assert (found if isinstance(found, bool) else await found) is True
+            await episode.generate()
+            return Score(1.0)
+
+    tokenizer = open_policy(tmp_path / "policy", CHAT)
+    renderer = NotedThreads(tokenizer)
+    [one] = play(tokenizer, Long(), "2", longest=10**6, renderer=renderer)
+    assert renderer.threads == [length < LONG, True]
+    first, second, third = one.turn_starts or ()
+    assert one.tokens[first:second] == one.tokens[second:third]  # both ways give the same tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -152,23 +153,37 @@ def test_recipe_with_a_removed_key_is_refused(tmp_path: Path) -> None:
         load_recipe(recipe)
 
 
-KINDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"kind": "trl", "path": "a:b"}, "turn_tokens", "max_turn_tokens"),
-    ({"kind": "gymnasium", "id": "a"}, "step_seconds", "turn_seconds"),
-    ({"kind": "trl", "path": "a:b"}, "reset_seconds", "setup_seconds"),
+KINDS: list[tuple[dict[str, Any], str, str, Any]] = [
+    ({"kind": "trl", "path": "a:b"}, "turn_tokens", "max_turn_tokens", 7),
+    ({"kind": "gymnasium", "id": "a"}, "step_seconds", "turn_seconds", 7),
+    ({"kind": "trl", "path": "a:b"}, "reset_seconds", "setup_seconds", 7),
+    ({"kind": "gymnasium", "id": "a"}, "processes", "at_once", 7),
+    ({"kind": "trl", "path": "a:b"}, "python", "interpreter", "/usr/bin/python3"),
 ]
 
 
-@pytest.mark.parametrize(("section", "old", "new"), KINDS)
-def test_renamed_key_of_one_kind_is_read_and_refused(section: dict[str, Any], old: str, new: str) -> None:
-    today, earlier = {"environment": {**section, new: 7}}, {"environment": {**section, old: 7}}
+@pytest.mark.parametrize(("section", "old", "new", "value"), KINDS)
+def test_renamed_key_of_one_kind_is_read_and_refused(section: dict[str, Any], old: str, new: str, value: Any) -> None:
+    today, earlier = {"environment": {**section, new: value}}, {"environment": {**section, old: value}}
     assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
     assert RECIPE.undo(today, earlier) == earlier
     assert parse_recorded(earlier) == parse_config(today)
-    with pytest.raises(ConfigError, match=f"environment.{old} = 7: the key was renamed to environment.{new}; write"):
+    sentence = f"environment.{old} = {value!r}: the key was renamed to environment.{new}; write that name"
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         parse_config(earlier)
     timed = {"environment": {"kind": "timed", "turn_tokens": 7}}
     assert RECIPE.apply(timed) == timed
+
+
+def test_recorded_admission_of_single_turns_is_read() -> None:
+    """The value "kv" had no effect on episodes of one turn, and a new recipe may not have it."""
+    tree = {"rollout": {"admit_by": "kv", "attempts": 4}, "engine": {"kind": "timed", "kv_tokens": 1000}}
+    config = parse_recorded(tree)
+    assert (config.rollout.admit_by, config.rollout.attempts) == ("slots", 4)
+    with pytest.raises(ConfigError, match='set "slots"'):
+        parse_config(tree)
+    several = {**tree, "environment": {"kind": "timed"}}
+    assert parse_recorded(several).rollout.admit_by == "kv"
 
 
 @pytest.mark.parametrize(("key", "old", "new"), VALUES)

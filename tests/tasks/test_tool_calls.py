@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.tasks.environments.tool_calls import LONGEST_FAULT, Action, ActionCall, parse_action
+from rollflow.tasks.environments.tool_calls import (
+    LONGEST_FAULT,
+    MOST_CALLS,
+    Action,
+    ActionCall,
+    parse_action,
+    perform_calls,
+)
+from tests.support.waiting import HANG_SECONDS
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -33,7 +44,11 @@ def test_calls_are_read_in_order_after_the_thought() -> None:
         ("<tool_call></tool_call>", "Expecting value"),
         ("<tool_call>[1]</tool_call>", "a tool call is no object with a name"),
         ('<tool_call>{"name": 1}</tool_call>', "a tool call is no object with a name"),
-        ('<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', "the arguments of a are no object"),
+        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "the arguments of a are no object"),
+        ('<tool_call>{"name": "a", "arguments": "[1]"}</tool_call>', "the arguments of a are no object"),
+        ('<tool_call>{"name": "a", "arguments": "{"}</tool_call>', "Expecting property name"),
+        ("<tool_call>NaN</tool_call>", "a tool call is no object with a name"),
+        ("<tool_call>\ud800</tool_call>", "Expecting value"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "recursion"),
         ('<tool_call>{"name": "a", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>", "Exceeds the limit"),
     ],
@@ -58,3 +73,43 @@ def test_any_written_call_is_read_back(name: str, arguments: dict[str, object]) 
 def test_any_text_is_read_without_an_exception(pieces: list[str]) -> None:
     action = parse_action("".join(pieces))
     assert not (action.calls and action.fault)
+
+
+GOOD = '<tool_call>{"name": "a"}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        (f"<think>{GOOD}</think>{GOOD}", ["a"]),
+        (f"<think>{GOOD}", []),
+        (f"{GOOD}<think>{GOOD}", ["a"]),
+        (f"<think>{GOOD}</think>{GOOD}<think>{GOOD}", ["a"]),
+        ('<tool_call>{"name": "a", "arguments": "{}"}</tool_call>', ["a"]),
+        (f"{GOOD} and {GOOD}", ["a", "a"]),
+    ],
+)
+def test_only_calls_outside_of_thoughts_count(text: str, names: list[str]) -> None:
+    action = parse_action(text)
+    assert ([one.name for one in action.calls], action.fault) == (names, "")
+    assert all(one.arguments == {} for one in action.calls)
+
+
+def test_calls_without_end_take_linear_time() -> None:
+    """A search from each of the beginnings would take hours, and block the event loop of all episodes."""
+    code = "from rollflow.tasks.environments.tool_calls import parse_action; parse_action('<tool_call>' * 400_000)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
+
+
+def test_calls_beyond_the_limit_are_one_error() -> None:
+    done = list[int]()
+
+    async def perform(number: int, _: ActionCall) -> str:
+        done.append(number)
+        return f"did {number}"
+
+    found = asyncio.run(perform_calls(parse_action(GOOD * (MOST_CALLS + 5)), perform))
+    assert done == list(range(MOST_CALLS))
+    assert found[:MOST_CALLS] == [f"did {number}" for number in done]
+    assert found[MOST_CALLS:] == [f"error: there are {MOST_CALLS + 5} calls, and a turn has at most {MOST_CALLS}"]

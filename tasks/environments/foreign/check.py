@@ -23,10 +23,9 @@ def check_environment(config: ForeignEnvironment) -> None:
     Raises:
         ConfigError: the environment cannot be created; the message says what the user must change.
     """
-    if config.python and not os.access(config.python, os.X_OK):
-        raise ConfigError(
-            f"environment.python = {config.python!r}: there is no such program; write an interpreter's path"
-        )
+    if config.interpreter and not os.access(config.interpreter, os.X_OK):
+        what = f"environment.interpreter = {config.interpreter!r}"
+        raise ConfigError(f"{what}: there is no such program; write an interpreter's path")
     if config.folder and not Path(config.folder).is_dir():
         raise ConfigError(f"environment.folder = {config.folder!r}: there is no such folder; write a folder's path")
     try:
@@ -54,7 +53,7 @@ def _find_cure(reason: str) -> str:
     if "_seconds" in reason:
         return "allow more seconds"
     if "'gymnasium'" in reason:
-        return 'install it with pip install "rollflow[environments]", or in the environment of environment.python'
+        return 'install it with pip install "rollflow[environments]", or in the environment of environment.interpreter'
     if "ModuleNotFoundError" in reason:
-        return "install the module for the interpreter environment.python, or name its folder in environment.folder"
+        return "install the module for environment.interpreter, or name the module's folder in environment.folder"
     return "correct the environment or its options"

@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.tasks.environments.base_config import EPISODES, EnvironmentBase
-from rollflow.tasks.environments.limits_config import LimitedEnvironment
+from rollflow.tasks.environments.limits_config import LimitedEnvironment, ParallelEnvironment
 from rollflow.tasks.runtime.sections import IMPORT_PATH, LONGEST_SECONDS, refuse
 
-MOST_PROCESSES = 10_000
 FIXED = {
     **EPISODES,
     "path": "the trajectories in the log are episodes of this class",
@@ -20,7 +19,7 @@ FIXED = {
 }
 
 
-class ForeignEnvironment(LimitedEnvironment, EnvironmentBase):
+class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBase):
     """Base class of the configs of environments that run in worker processes."""
 
     fixed: ClassVar[Mapping[str, str]] = FIXED
@@ -29,20 +28,13 @@ class ForeignEnvironment(LimitedEnvironment, EnvironmentBase):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments with which the environment is created"
     )
-    python: str = Field(
+    interpreter: str = Field(
         "",
         description="path of the Python interpreter, 3.9 or newer, that runs the environment, e.g. that of a virtual "
         "environment; default: the interpreter of rollflow",
     )
     folder: str = Field(
         "", description="absolute path of the folder in which Python looks first for the environment's module"
-    )
-    processes: int = Field(
-        64,
-        gt=0,
-        le=MOST_PROCESSES,
-        description="largest number of episodes that live at the same time, each in a process of its own; further "
-        "episodes wait in order of arrival",
     )
     max_turns: int = Field(20, gt=0, description="largest number of turns of an episode")
     start_seconds: float = Field(
@@ -72,27 +64,16 @@ class ForeignEnvironment(LimitedEnvironment, EnvironmentBase):
         gt=0,
         le=LONGEST_SECONDS,
         description="seconds for which the environment may compute in an episode, setup included; after that the "
-        "process is killed, and the episode is scored on what was reached",
-    )
-    max_failures: int = Field(
-        20,
-        gt=0,
-        description="number of episodes in a row that fail for reasons that the policy cannot have caused, after "
-        "which the run fails",
+        "process is killed, and the episode is scored on what was reached; the time begins anew after a crash",
     )
 
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
-        for key in ("python", "folder"):
+        for key in ("interpreter", "folder"):
             value = getattr(self, key)
             if value and not Path(value).is_absolute():
                 refuse(key, value, "the processes of a run have other working folders; write an absolute path")
         return self
-
-    @property
-    def most_episodes(self) -> int:
-        """The largest number of live processes."""
-        return self.processes
 
     @property
     def part(self) -> str:

@@ -20,6 +20,8 @@ from rollflow.tasks.environments.foreign.snapshots import restore_world, save_sn
 from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.scorers.base import LARGEST, Score, outcome_of
 
+VIEW_FRAME = "\n{}\n"  # of an observation for a policy without chat template
+
 
 class GymnasiumEpisodes(ForeignEpisodes):
     """Plays the episodes of a gymnasium environment. See the module's docstring."""
@@ -30,7 +32,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
         _, text = await self._begin(episode, world)
         if (total := await restore_world(episode, world)) is None:
             episode.enter_state(text or "")
-            open_prompt(episode, (), describe_view(text or ""))
+            await open_prompt(episode, (), VIEW_FRAME.replace("{}", text or ""))
         else:
             progress.total = total
         try:
@@ -43,7 +45,7 @@ class GymnasiumEpisodes(ForeignEpisodes):
                 if (seen := await self._step(episode, world, said, progress)) is None:
                     reason = "the environment ended the episode"
                     break
-                if not episode.limit and not self._add_messages(episode, "user", [seen], describe_view):
+                if not episode.limit and not await self._add_messages(episode, "user", [seen], VIEW_FRAME):
                     reason = "there was no room for another turn"
                     break
                 await save_snapshot(episode, world, progress.total)
@@ -70,8 +72,3 @@ class GymnasiumEpisodes(ForeignEpisodes):
         else:
             progress.total += reward
         return None if answer.get("ended") else text
-
-
-def describe_view(text: str) -> str:
-    """Return the text in which a policy without chat template reads an observation."""
-    return f"\n{text}\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, s
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.pool import WorldPool
 from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.environments.long_text import compute_apart
 from rollflow.tasks.scorers.base import Score, make_storable, validate_score
 
 SEED_BYTES = 4
@@ -97,15 +98,15 @@ class ForeignEpisodes(Environment):
         row = {"prompt": list(map(dict, episode.prompt.messages)), **episode.prompt.reference}
         return described, await world.reset(row, seed)
 
-    def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: Callable[[str], str]) -> bool:
+    async def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: str) -> bool:
         """Append messages for the policy; return False if they leave no room for another turn.
 
-        `frame` returns the form of a message for a policy without chat template.
+        `frame` is the text around a message for a policy without chat template.
         """
-        is_chat = episode.ports.renderer.is_chat(episode.prompt)
         written = [make_storable(text, len(text)) for text in texts]
-        messages = [{"role": role, "content": text if is_chat else frame(text)} for text in written]
-        tokens = episode.ports.renderer.render(episode.prompt, episode.response, messages)
+        messages = [{"role": role, "content": text, "frame": frame} for text in written]
+        render = episode.ports.renderer.render
+        tokens = await compute_apart(texts, render, episode.prompt, episode.response, messages)
         if len(tokens) >= episode.room:
             return False
         episode.add(tokens)

@@ -1,4 +1,4 @@
-"""The live episodes of one environment: at most `processes` at a time, the others wait in order of arrival.
+"""The live episodes of one environment: at most `at_once` at a time, the others wait in order of arrival.
 
 A place is free again once the keeper says that the process of the episode has ended. If the keeper does not say so for
 `STUCK_SECONDS`, all processes are killed and started anew, because otherwise no place would be left at some time.
@@ -29,7 +29,7 @@ class WorldPool:
     def __init__(self, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._config, self._health = config, health
         self.loop = asyncio.get_running_loop()
-        self._places = asyncio.Semaphore(config.processes)
+        self._places = asyncio.Semaphore(config.at_once)
         self._starting = asyncio.Lock()
         self._guest: Guest | None = None
         self._launch: asyncio.Future[None]  # the start of `_guest`
@@ -97,7 +97,7 @@ class WorldPool:
     async def _start_guest(self) -> Guest:
         """Return the running guest, or start one and wait until the environment is imported."""
         if self._guest is None or self._guest.lost.is_set():
-            self._guest = Guest(self._config.python, self._config.spec)
+            self._guest = Guest(self._config.interpreter, self._config.spec)
             self._launch = asyncio.ensure_future(self._guest.start())
         guest = self._guest
         try:

@@ -12,7 +12,7 @@ class WorldSettings(Protocol):
     """The keys of a config that concern worker processes. `foreign.config` describes them."""
 
     @property
-    def python(self) -> str:
+    def interpreter(self) -> str:
         """Path of the interpreter; "" for the interpreter of rollflow."""
 
     @property
@@ -20,7 +20,7 @@ class WorldSettings(Protocol):
         """The values that a worker process needs to create the environment."""
 
     @property
-    def processes(self) -> int:
+    def at_once(self) -> int:
         """Largest number of episodes that live at the same time."""
 
     @property

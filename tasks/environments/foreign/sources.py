@@ -49,7 +49,7 @@ def _hash_module(name: str, folders: Sequence[Path]) -> str:
 def _list_folders(config: ForeignEnvironment) -> list[str]:
     """Return the folders in which the environment's interpreter looks for modules."""
     own = [config.folder] if config.folder else []
-    return [*own, *(_ask_folders(config.python) if config.python else [path for path in sys.path if path])]
+    return [*own, *(_ask_folders(config.interpreter) if config.interpreter else [path for path in sys.path if path])]
 
 
 def _ask_folders(python: str) -> list[str]:

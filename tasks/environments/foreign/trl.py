@@ -2,18 +2,21 @@
 
     prompt + tools + reset's text --> ( generate --> tool calls --> results )* --> get_reward, or the run's scorer
 
-The policy calls tools as `calls` describes. The episode ends with the first response without a call, or at a limit.
+The policy calls tools as `tool_calls` describes. The episode ends with the first response without a call, or at a
+limit.
 """
 
 from __future__ import annotations
 
-from rollflow.tasks.environments.base import Episode, charge_unparsable
-from rollflow.tasks.environments.foreign.calls import END, ToolCall, describe_result, parse_calls
+import functools
+
+from rollflow.tasks.environments.base import Episode
 from rollflow.tasks.environments.foreign.faults import CallFailed
 from rollflow.tasks.environments.foreign.opening import open_prompt
 from rollflow.tasks.environments.foreign.play import FinalAnswer, ForeignEpisodes, Progress
 from rollflow.tasks.environments.foreign.snapshots import restore_world, save_snapshot
 from rollflow.tasks.environments.foreign.world import World
+from rollflow.tasks.environments.tool_calls import END, RESULT_FRAME, ActionCall, perform_calls
 from rollflow.tasks.scorers.base import Score
 
 
@@ -23,7 +26,7 @@ class TrlEpisodes(ForeignEpisodes):
     async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
         described, text = await self._begin(episode, world)
         if await restore_world(episode, world) is None:
-            open_prompt(episode, described.get("tools") or (), text or "")
+            await open_prompt(episode, described.get("tools") or (), text or "")
         # a policy without chat template has not learned to end its turn after a call
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None
@@ -32,14 +35,11 @@ class TrlEpisodes(ForeignEpisodes):
             if made is None:
                 return None
             world.begin_turn()
-            calls = parse_calls(episode.ports.tokenizer.decode_response(made.tokens))
-            if not calls:
+            action = episode.read_action(made.tokens)
+            if not action.calls and not action.fault:
                 break
-            if any(call.fault for call in calls):
-                charge_unparsable(episode)
-            keys = (f"{episode.turn_id}.{number}" if episode.turn_id else "" for number in range(len(calls)))
-            results = [await self._call(world, call, key) for call, key in zip(calls, keys, strict=True)]
-            if episode.limit or not self._add_results(episode, results):
+            results = await perform_calls(action, functools.partial(self._call, world, episode.turn_id))
+            if episode.limit or not await self._add_results(episode, results):
                 break
             await save_snapshot(episode, world, progress.total)
         assert made is not None
@@ -50,14 +50,12 @@ class TrlEpisodes(ForeignEpisodes):
         except CallFailed as failed:
             return self._score_error(failed, progress)
 
-    async def _call(self, world: World, call: ToolCall, key: str) -> str:
+    async def _call(self, world: World, turn_id: str, number: int, call: ActionCall) -> str:
         """Return the result of a tool call, or why it failed, as the policy reads it."""
-        if call.fault:
-            return f"error: {call.fault}"
         try:
-            return await world.call(call.name, call.arguments, key)
+            return await world.call(call.name, call.arguments, f"{turn_id}.{number}" if turn_id else "")
         except CallFailed as failed:
             return f"error: {failed}"
 
-    def _add_results(self, episode: Episode, results: list[str]) -> bool:
-        return self._add_messages(episode, "tool", results, describe_result)
+    async def _add_results(self, episode: Episode, results: list[str]) -> bool:
+        return await self._add_messages(episode, "tool", results, RESULT_FRAME)

@@ -15,6 +15,8 @@ from rollflow.tasks.environments.guest.durable import DurableParts
 from rollflow.tasks.environments.guest.schema import build_schema
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields, describe_error
 
+LONGEST_NAME = 100  # largest number of characters of a wrong name that the policy reads
+
 
 class TrlGuest:
     """Serves an episode with an object of the user's class. See the module's docstring."""
@@ -46,7 +48,8 @@ class TrlGuest:
     def do_call(self, name: str, arguments: Any, key: str = "") -> Fields:
         """Call a tool. The policy reads an error as the result of the call. `key` identifies the call in its run."""
         if name not in self._tools:
-            return {"error": "there is no tool {!r}; the tools are {}".format(name, ", ".join(self._tools) or "none")}
+            tools = ", ".join(self._tools) or "none"
+            return {"error": f"there is no tool {name[:LONGEST_NAME]!r}; the tools are {tools}"}
         if not isinstance(arguments, dict):
             return {"error": "the arguments are not a JSON object"}
         try:

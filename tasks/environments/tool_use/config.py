@@ -8,11 +8,10 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rollflow.tasks.environments.base_config import EnvironmentBase
-from rollflow.tasks.environments.limits_config import LimitedEnvironment
+from rollflow.tasks.environments.limits_config import LimitedEnvironment, ParallelEnvironment
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, SECRET_NAME, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RunCodeSandbox, SandboxConfig
 
-MOST_EPISODES = 10_000
 LEAST_CHARACTERS = 64  # a shortened result needs room for the sentence that says so
 
 
@@ -69,7 +68,7 @@ class McpServer(Section):
     )
 
 
-class ToolsEnvironment(LimitedEnvironment, EnvironmentBase):
+class ToolsEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBase):
     """An environment in which the policy answers a question with the help of tools."""
 
     replaces_prompts: ClassVar[bool] = True  # a chat template writes the tools before the question
@@ -89,24 +88,6 @@ class ToolsEnvironment(LimitedEnvironment, EnvironmentBase):
         description="largest number of characters of a tool's result that the policy reads; the middle of a longer "
         "result is left out",
     )
-    at_once: int = Field(
-        64,
-        gt=0,
-        le=MOST_EPISODES,
-        description="largest number of episodes that live at the same time, each with tools of its own; further "
-        "episodes wait in order of arrival",
-    )
-    max_failures: int = Field(
-        20,
-        gt=0,
-        description="number of episodes in a row that fail for reasons that the policy cannot have caused, after "
-        "which the run fails",
-    )
-
-    @property
-    def most_episodes(self) -> int | None:
-        """The largest number of episodes that the environment plays at the same time."""
-        return self.at_once
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:

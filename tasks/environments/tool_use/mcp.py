@@ -29,8 +29,8 @@ class McpSettings:
     """The settings of the worker processes of an MCP server, as `foreign.settings` describes them."""
 
     server: McpServer
-    processes: int
-    python: str = ""
+    at_once: int
+    interpreter: str = ""
     close_seconds: float = CLOSE_SECONDS
     limits: EpisodeLimits = NO_LIMITS  # `McpSession` sets a deadline for each request
 

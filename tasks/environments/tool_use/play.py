@@ -14,11 +14,17 @@ from typing import Any
 
 from rollflow.storage.records import Outcome
 from rollflow.tasks.environments.base import Environment, Episode
-from rollflow.tasks.environments.foreign.calls import END, LONGEST_NAME, MOST_CALLS, describe_result
 from rollflow.tasks.environments.foreign.faults import CallFailed, WorldEnded, score_fault
 from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.opening import open_prompt
-from rollflow.tasks.environments.tool_calls import Action, ActionCall
+from rollflow.tasks.environments.tool_calls import (
+    END,
+    LONGEST_NAME,
+    RESULT_FRAME,
+    Action,
+    ActionCall,
+    perform_calls,
+)
 from rollflow.tasks.environments.tool_use.config import ToolsEnvironment
 from rollflow.tasks.environments.tool_use.offered import OfferedTool, make_readable
 from rollflow.tasks.environments.tool_use.places import ToolPlaces
@@ -60,14 +66,9 @@ class ToolEpisodes(Environment):
 
     async def _act(self, tools: Mapping[str, OfferedTool], action: Action) -> list[str]:
         """Do the calls of a turn in order, and return what the policy reads."""
-        if action.fault:
-            return [f"error: {action.fault}"]
-        results = [await self._call(call, tools) for call in action.calls[:MOST_CALLS]]
-        if len(action.calls) > MOST_CALLS:
-            results.append(f"error: there are {len(action.calls)} calls, and a turn has at most {MOST_CALLS}")
-        return results
+        return await perform_calls(action, partial(self._call, tools))
 
-    async def _call(self, call: ActionCall, tools: Mapping[str, OfferedTool]) -> str:
+    async def _call(self, tools: Mapping[str, OfferedTool], _number: int, call: ActionCall) -> str:
         """Call a tool, and return its result or why the call failed."""
         tool = tools.get(call.name)
         if tool is None:
@@ -94,16 +95,15 @@ async def converse(
 
     `schemas` are those of the tools. `act` does the calls of a turn, and returns what the policy reads.
     """
-    open_prompt(episode, schemas, "")
-    is_chat = episode.ports.renderer.is_chat(episode.prompt)
+    await open_prompt(episode, schemas, "")
     # a policy without chat template has not learned to end its turn after a call
-    stop = () if is_chat else (END,)
+    stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
     while (made := await episode.generate(stop=stop)) is not None:
         action = episode.read_action(made.tokens)
         if not action.calls and not action.fault:
             return made.tokens
         results = await act(action)
-        messages = [{"role": "tool", "content": one if is_chat else describe_result(one)} for one in results]
-        if not episode.extend(messages):
+        messages = [{"role": "tool", "content": one, "frame": RESULT_FRAME} for one in results]
+        if not await episode.extend_apart(messages):
             return NO_ROOM
     return None

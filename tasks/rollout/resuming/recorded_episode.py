@@ -18,6 +18,7 @@ from rollflow.storage.run_records.finished_turns import EnvironmentSnapshot, Epi
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation
 from rollflow.tasks.environments.base import SnapshotRejected
+from rollflow.tasks.environments.conversation import Conversation, Extension
 from rollflow.tasks.environments.ports import Message
 from rollflow.tasks.environments.turns import hash_state
 from rollflow.tasks.rollout.episode import PlayedEpisode
@@ -71,11 +72,11 @@ class RecordedEpisode(PlayedEpisode):
         super().take_role(name)
         self._note("take_role", name)
 
-    def extend(self, messages: Sequence[Message]) -> bool:
-        """Let chat messages follow the newest answer, as `Episode.extend` specifies."""
+    def _apply_extension(self, messages: Sequence[Message], talk: Conversation, found: Extension) -> bool:
+        """Append the tokens of messages, or begin a branch, as `PlayedEpisode` does."""
         mutes, self._mutes = self._mutes, True
         try:
-            extended = super().extend(messages)
+            extended = super()._apply_extension(messages, talk, found)
         finally:
             self._mutes = mutes
         if extended:

@@ -16,7 +16,7 @@ from rollflow.storage.records import Prompt, StopReason
 from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.engines.base import Generation, TokenSpan
 from rollflow.tasks.environments import build_environment
-from rollflow.tasks.environments.base import Environment
+from rollflow.tasks.environments.base import Environment, charge_unparsable
 from rollflow.tasks.environments.config import EnvironmentConfig, ImportEnvironment
 from rollflow.tasks.environments.conversation import Conversation
 from rollflow.tasks.environments.limits import NO_LIMITS
@@ -38,6 +38,9 @@ class CodePoints:
 
     def encode_response(self, text: str) -> list[int]:
         return list(map(ord, text))
+
+    def cut_control(self, text: str) -> str:
+        return text  # no code point is a control token
 
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
@@ -148,8 +151,7 @@ class ScriptedEpisode:
     def extend(self, messages: Sequence[Message]) -> bool:
         if len(self.response) == self.talk.begun:
             self._fail("an environment must extend an episode only after a generation")
-        renderer, talk = self.ports.renderer, self.talk.add_answer(self.ports.renderer, Int32s.of(self.response))
-        found = talk.extend(renderer, self.prompt, Int32s.of(self.response), messages)
+        talk, found = self.talk.extend(self.ports.renderer, self.prompt, Int32s.of(self.response), messages)
         if len(found.tokens) >= (self.longest if found.branches else self.room):
             return False
         if found.branches:
@@ -159,8 +161,14 @@ class ScriptedEpisode:
         self.talk = talk.add_messages(messages, len(self.response), branches=found.branches)
         return True
 
+    async def extend_apart(self, messages: Sequence[Message]) -> bool:
+        return self.extend(messages)
+
     def read_action(self, tokens: Sequence[int]) -> Action:
-        return parse_action(self.ports.tokenizer.decode_response(tokens))
+        action = parse_action(self.ports.tokenizer.decode_response(tokens))
+        if action.fault:
+            charge_unparsable(self)
+        return action
 
     def reward(self, value: float) -> None:
         try:
