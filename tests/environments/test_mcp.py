@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +77,6 @@ def shop() -> Iterator[Tools]:
 
 
 # --- servers that work --------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(find_spec("mcp") is None, reason="the official SDK of MCP is not installed")
-def test_server_of_the_official_sdk_works_unchanged() -> None:
-    said = [
-        call("store", ware="apples", count=3),
-        call("store", ware="apples", count=4),
-        call("look_up", ware="apples"),
-        call("look_up", ware="pears"),
-        call("store", ware="apples", count=0),
-        call("store", ware="apples"),
-        "There are 7 apples.",
-    ]
-    score, episode, _ = play_once(serve(module="sdk_server"), *said)
-    assert score is not None
-    assert (score.reason, episode.judged) == ("judged", ["There are 7 apples."])
-    heard = [one.removeprefix("\n<tool_response>").removesuffix("</tool_response>\n") for one in episode.heard]
-    assert heard[:2] == ["3 pieces of apples", "7 pieces of apples"]
-    assert '"count": 7' in heard[2]
-    assert heard[3].startswith("error: ")
-    assert "look_up" in heard[3]
-    assert all(one.startswith("error: ") and "count" in one for one in heard[4:])
-    prompt = "".join(map(chr, episode.prompt.input.flat))
-    assert '"name": "store", "description": "Put pieces of a ware into the stock."' in prompt
-    assert '"description": "number of pieces"' in prompt
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
-from mcp.server.mcpserver import MCPServer
 from pydantic import BaseModel, Field
+
+try:
+    from mcp.server.mcpserver import MCPServer
+
+    careless = sys.stdout  # the SDK keeps it apart from the protocol
+except ImportError:  # before version 2
+    from mcp.server.fastmcp import FastMCP as MCPServer
+
+    careless = sys.stderr
 
 server = MCPServer("shop")
 stock: dict[str, int] = {}
@@ -22,7 +31,7 @@ class Count(BaseModel):
 def store(ware: str, count: Annotated[int, Field(ge=1, description="number of pieces")]) -> str:
     """Put pieces of a ware into the stock."""
     stock[ware] = stock.get(ware, 0) + count
-    print("a line that a careless server prints")
+    print("a line that a careless server prints", file=careless)
     return f"{stock[ware]} pieces of {ware}"
 
 
