@@ -24,8 +24,8 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.policies.chat import ChatTemplate
 from rollflow.tasks.policies.context import context_length, probe_length
 from rollflow.tasks.policies.stop import config_ends, read_token, stop_tokens, tokenizer_end
-from rollflow.tasks.policies.token_ends import find_ends
 from rollflow.tasks.policies.tokens.control_text import ControlTokens
+from rollflow.tasks.policies.tokens.token_ends import find_ends
 from rollflow.tasks.prompts.base import Asked
 
 # pieces of text that two tokenizers may encode differently, alone or in combination

@@ -1,8 +1,4 @@
-"""An episode in progress, through which an environment requests generations of the policy and rewards.
-
-The creator of an episode passes the functions `ask`, `closed` and `scorer` to the episode. `ask` requests a generation.
-`closed` is called after the last generation, and returns whether the episode is kept. `scorer` computes the reward.
-"""
+"""An episode in progress, through which an environment requests generations of the policy and rewards."""
 
 from __future__ import annotations
 
@@ -51,7 +47,8 @@ class PlayedEpisode:
     """An episode in progress: one conversation of the policy with its environment, with the tokens so far.
 
     `ask` requests a generation, and returns None if the episode is no longer wanted. `closed` is called exactly once
-    for each episode, even if the episode generates nothing.
+    for each episode, even if the episode generates nothing. It returns whether the episode is kept. `scorer` computes
+    the reward.
 
     At any time, the environment of the episode either runs or waits for the answer to a request. `let_go` stops an
     unwanted episode; it cancels the environment only while the environment runs.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 900  # ends an installation that hangs
+SECONDS = 240  # ends an installation that hangs
 
 
 def make_python(factory: pytest.TempPathFactory, *packages: str) -> str:

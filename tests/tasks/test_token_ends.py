@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
-from rollflow.tasks.policies.token_ends import _byte_letters
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from rollflow.tasks.policies.tokens.token_ends import _byte_letters
 
 # bytes of all kinds: letters, first and later bytes of characters, and bytes that are never valid
 BYTES = st.lists(st.sampled_from([0x61, 0x20, 0xC3, 0xA9, 0xE6, 0x97, 0xA5, 0xF0, 0x9F, 0x99, 0x82, 0x80, 0xFF]))
