@@ -91,7 +91,7 @@ class RunTotals:
     rows: int = 0  # number of trajectories that policy versions were trained on
 
     def copy(self) -> RunTotals:
-        """Return a copy of the counts that can be changed."""
+        """Return a copy of these counts. The caller may change the copy."""
         counters = Counter(self.groups), Counter(self.tokens), Counter(self.staleness)
         return RunTotals(*counters, self.surplus_tokens, self.rows)
 
@@ -134,7 +134,7 @@ class RunState:
     not_finite: int = 0
     # maps a prompt that was not trained on yet to the number of the prompt's batches with a NaN or an infinity
     redraws: dict[int, int] = field(default_factory=dict)
-    # log entry that published a policy version, by the version and by each kind of its objects that will be pruned
+    # maps a policy version, and each kind of its objects that will be pruned, to the entry that published the version
     held: dict[int, dict[Kind, int]] = field(default_factory=dict)
     totals: RunTotals = field(default_factory=RunTotals)
 

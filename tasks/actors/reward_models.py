@@ -161,7 +161,7 @@ class RayCopies(ModelCopies):
             actor = await asyncio.to_thread(ray.get_actor, model_name(self._section, number))
             await actor.begin.remote()
         except (ray.exceptions.RayError, ValueError) as error:  # `ValueError` means that no actor has this name
-            raise ModelAway(f"{model_name(self._section, number)} is away ({_first_line(error)})") from None
+            raise ModelAway(f"{model_name(self._section, number)} cannot be reached ({_first_line(error)})") from None
         self._actors[number] = actor
 
     async def grade(self, number: int, conversations: Sequence[Conversation]) -> list[Grade]:

@@ -1,8 +1,8 @@
 """Values that a score gives to tokens or to steps of a response.
 
-A scorer sees the response as text, so it gives a step by the position in the text at which the step ends. The value of
-a step belongs to the token with the last character of the step. A token without a value has NaN. If several steps end
-in one token, the token's value is their sum.
+A scorer sees the response as text, so it identifies a step of the response by the position in the text at which the
+step ends. The value of a step belongs to the token with the last character of the step. A token without a value has
+NaN. If several steps end in one token, the token's value is their sum.
 
     text     "2+2=4.\\n\\nSo 5."                             steps end at 6 and 13
     tokens   "2", "+2", "=4", ".", "\\n\\n", "So", " 5."     values of the 4th and the 7th token

@@ -124,11 +124,11 @@ Case = Printed | Tested
 async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
     """Judge a test case in sandboxes that cannot communicate, by running the tests and the program alternately.
 
-    The tests run until they call a function of the program with a result that is not known yet. To answer such a call,
-    the program runs from the start, executes all calls so far, and prints the result of the last call. The result of a
-    call never changes once it is recorded, so a program cannot make the result depend on later calls. Tests that make
-    `n` calls of the program take `2 n + 2` runs in sandboxes. The time limit applies to each run of the program, so the
-    result has the time of the longest run.
+    The tests run until they call a function of the program whose result for these arguments is not recorded yet. To
+    answer such a call, the program runs from the start, executes all calls so far, and prints the result of the last
+    call. The result of a call never changes once it is recorded, so a program cannot make the result depend on later
+    calls. Tests that make `n` calls of the program take `2 n + 2` runs in sandboxes. The time limit applies to each run
+    of the program, so the result has the time of the longest run.
 
     The test case fails if the tests make too many calls or get too long answers, for example from an endless iterator.
 
