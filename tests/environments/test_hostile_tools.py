@@ -25,8 +25,12 @@ HONEST = "import json, math, os\n(json.loads('[42]'), math.sqrt(4.0), sorted(os.
 
 
 # Programs that print what a session lets its own code do: it sees the guest and the variables of the session, reads
-# /dev/null, and can write to the pipe by which it says that a run of its own has ended.
-ALLOWED = ("other processes", "writing to stdin", "environment of the box", "answers for the owner")
+# /dev/null, and has the two pipes of the session open. It can write to the pipe by which it says that a run of its own
+# has ended.
+ALLOWED = (
+    *("other processes", "writing to stdin", "environment of the box", "answers for the owner"),
+    "open files of the box",
+)
 HOSTILE = [hostile for hostile in PROGRAMS if hostile.name not in ALLOWED]
 
 
@@ -60,6 +64,22 @@ def test_hostile_program_in_a_tool_call_does_no_harm(tools: Tools, hostile: Host
     until(lambda: len(list_sandbox_processes()) <= before)
     directly = tools.do(run_directly(tools, hostile))
     assert b"ESCAPED" not in directly
+
+
+OPEN_FILES = """
+import os, stat, sys
+opened = []
+for fd in range(3, 256):
+    try: opened.append((str(fd), stat.S_ISFIFO(os.fstat(fd).st_mode)))
+    except OSError: pass
+sorted(opened) == sorted((fd, True) for fd in sys.orig_argv[-2:])
+"""
+
+
+def test_session_has_only_its_own_two_pipes_open(tools: Tools) -> None:
+    """The session's code gets the numbers of its pipes, for orders and for exit codes, as its arguments."""
+    _, episode = tools.play(run_code(OPEN_FILES), "I give up.")
+    assert "True" in episode.heard[0], episode.heard
 
 
 FORGE = """

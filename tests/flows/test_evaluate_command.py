@@ -126,9 +126,16 @@ def test_limit_takes_prompts_of_each_domain(recipe: str, capsys: pytest.CaptureF
     assert "pass@6" in out
 
 
-def test_equal_samples_are_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(capsys, "evaluate", "small", recipe, "--samples", "2", "--set", "evaluation.temperature=0")
-    assert "add --set evaluation.temperature=1" in said
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--samples", "2"], "--samples 2"), (["--set", "evaluation.samples=3"], "evaluation.samples = 3")],
+    ids=["option", "recipe"],
+)
+def test_equal_samples_are_refused(
+    recipe: str, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    said = refused(capsys, "evaluate", "small", recipe, *options, "--set", "evaluation.temperature=0")
+    assert f"{named} with evaluation.temperature = 0" in said
 
 
 def test_ctrl_c_prints_what_is_known(

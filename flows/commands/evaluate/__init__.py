@@ -75,11 +75,17 @@ def command(options: argparse.Namespace) -> int:
 
 
 def choose_samples(config: RunConfig, samples: int | None) -> int:
-    """Return the number of responses to each prompt; reject several with greedy decoding, because all are the same."""
-    if samples is not None and samples > 1 and config.evaluation.temperature == 0:
-        cure = "every sample would be the same; add --set evaluation.temperature=1"
-        raise ConfigError(f"--samples {samples} with evaluation.temperature = 0: {cure}")
-    return samples or config.evaluation.samples
+    """Return the number of responses to each prompt.
+
+    Raises:
+        ConfigError: several responses to a prompt are asked for with greedy decoding, which makes them all the same.
+    """
+    count = samples or config.evaluation.samples
+    if count > 1 and config.evaluation.temperature == 0:
+        asked = f"evaluation.samples = {count}" if samples is None else f"--samples {count}"
+        cure = "every sample would be the same; add --set evaluation.temperature=1, or --samples 1"
+        raise ConfigError(f"{asked} with evaluation.temperature = 0: {cure}")
+    return count
 
 
 async def evaluate(
