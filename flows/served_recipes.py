@@ -44,7 +44,7 @@ def list_folders(place: Path) -> list[Path]:
 
 
 def served_files() -> list[Path]:
-    """Return the nightly files that were deployed in this run home."""
+    """Return the files given to `rollflow nightly` in the present run home."""
     return [one for one in _read_deployed(run_home()) if one.suffix == ".toml"]
 
 

@@ -109,7 +109,7 @@ def _read_since(run: ObjectStore, before: int | None, n: int) -> tuple[EpochStar
         return None, {}
     last = decode(run.get(entry_path(before)), before, run.get).entry.body
     if not isinstance(last, EpochStarted):
-        raise Corrupt(f"{entry_path(before)} starts no epoch")
+        raise Corrupt(f"{entry_path(before)} should record the start of an epoch, but records something else")
     rates = PassRates()
     for number, found in read_entries(run, before + 1):
         if number >= n:

@@ -55,7 +55,7 @@ class Episode(Protocol):
 
     @property
     def limit(self) -> str:
-        """A sentence that names the limit at which the episode gets no further turn; "" if it may have one.
+        """A sentence that names the limit at which the episode gets no further turn; "" if another turn may follow.
 
         At a limit, `generate` returns None. The environment may still score the state reached.
         """

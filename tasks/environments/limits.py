@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class ComputedTime:
-    """The seconds for which an environment has computed: in the present turn, or in the setup, and in the episode."""
+    """How long an environment has computed, in seconds."""
 
-    turn: float = 0.0
-    episode: float = 0.0
+    turn: float = 0.0  # in the present turn; before the first turn, in the setup
+    episode: float = 0.0  # in the whole episode, with its setup
     is_setup: bool = True  # True before the first generation
 
     def add(self, seconds: float) -> None:

@@ -224,5 +224,5 @@ def read_epoch(log: Log, entry: int) -> EpochStarted:
     """Read a log entry that starts an epoch; raise `Corrupt` if the entry is damaged or of another kind."""
     body = get_entry(log, entry).entry.body
     if not isinstance(body, EpochStarted):
-        raise Corrupt(f"{entry_path(entry)} starts no epoch")
+        raise Corrupt(f"{entry_path(entry)} should record the start of an epoch, but records something else")
     return body

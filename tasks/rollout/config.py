@@ -54,7 +54,7 @@ class RolloutConfig(Section):
     admit_by: Literal["slots", "kv"] = Field(
         "slots",
         description="what limits the episodes that run on the engines. slots: engine.max_concurrent_requests alone; "
-        "kv: also the tokens that the episodes hold in the KV cache, so that a turn finds the tokens of earlier turns",
+        "kv: also the tokens of the episodes, so that the KV cache keeps the earlier turns of each episode",
     )
     max_inflight_groups: int | None = Field(
         None,

@@ -92,7 +92,7 @@ def test_equilibrium_has_the_known_value_and_no_exploit(alpha: float) -> None:
     assert find_exploitability(equilibrium(alpha)) == pytest.approx(0, abs=1e-12)
 
 
-def test_strategy_beside_the_equilibria_is_exploited() -> None:
+def test_strategy_outside_the_equilibria_is_exploited() -> None:
     """A first player who bets with the jack more than a third of the time is called by the queen."""
     assert find_exploitability({**equilibrium(1 / 3), "J": 0.5}) > 0.01
 

@@ -274,7 +274,10 @@ def _add_planning(commands: Commands) -> None:
     search.add_argument("--quick", action="store_true", help="make at most 40 short simulations, not 80 longer ones")
     search.add_argument("--best", type=parse_positive, metavar="N", help="number of rows of the table (default: 6)")
     search.add_argument(
-        "--max-bias", type=float, metavar="SHARE", help="largest bias of the mean response length (default: 0.02)"
+        "--max-bias",
+        type=float,
+        metavar="SHARE",
+        help="largest relative bias of the mean response length (default: 0.02)",
     )
     search.add_argument(
         "--max-waste", type=float, metavar="SHARE", help="largest allowed share of discarded tokens (default: 0.15)"

@@ -73,7 +73,7 @@ class ModelScorer(Scorer):
         self._news = asyncio.Event()
         self._calls = 0  # number of calls that run
         self._moved = -math.inf  # time of the last score
-        self._known: Conversation | None = None  # the newest response with a finite number
+        self._known: Conversation | None = None  # the newest response to which the model gave a finite number
         self._lowest = 0.0  # the lowest value of a response so far, at most 0
         self._odd: OrderedDict[str, int] = OrderedDict()  # response -> how often only its number was not finite
         self._why = "no copy of the model has started yet"
