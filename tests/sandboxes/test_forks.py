@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollflow.tasks.sandboxes.base import Program, Sandbox
-from tests.sandboxes.box import LONG, PYTHON, Box
+from tests.sandboxes.box import CONFIG, LONG, PYTHON, Box
 from tests.sandboxes.programs.base import PRELUDE
+from tests.support.sandbox_processes import list_sandbox_processes
 
 # prints the rights of the program, and the answers to system calls of which one is refused only with these arguments
 RIGHTS = PRELUDE + (
@@ -89,6 +92,82 @@ def test_forked_program_knows_its_thread_id(box: Box) -> None:
         for _ in range(2):  # programs with different process ids
             found = await sandbox.exec(Program(code=THREADS, timeout=LONG))
             assert found.stdout == b"True [16] 0\n", found
+        await sandbox.close()
+
+    box.do(work())
+
+
+# Leaves a process that writes into the memory of each later program, as soon as it can: `prctl` of the C library then
+# does nothing and reports success.
+ATTACK = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+place = ctypes.cast(libc.prctl, ctypes.c_void_p).value
+code = bytes.fromhex({"x86_64": "31c0c3", "aarch64": "00008052c0035fd6"}[os.uname().machine])
+if os.fork() == 0:
+    last, end = os.getpid(), time.time() + 60
+    load = os.open("/proc/loadavg", os.O_RDONLY)
+    while time.time() < end:
+        newest = int(os.pread(load, 200, 0).split()[-1])
+        if newest == last:
+            continue
+        last, memory = newest, -1
+        while memory < 0:
+            try:
+                memory = os.open(f"/proc/{newest}/mem", os.O_RDWR)
+            except PermissionError:
+                continue
+            except OSError:
+                break
+        try:
+            os.pwrite(memory, code, place)
+        except OSError:
+            pass
+    os._exit(0)
+"""
+RESTRICTED = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+state = [line.split()[1] for line in open("/proc/self/status") if line.startswith("Seccomp:")]
+print(state, libc.socket(1, 1, 0), libc.unshare(0x10000000), resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+"""
+
+
+def test_process_of_an_earlier_program_removes_no_restriction(box: Box) -> None:
+    """While a program is prepared, no process in the sandbox can open its memory."""
+
+    async def work() -> None:
+        sandbox = await box.sandboxes.create()
+        alone = await sandbox.exec(Program(code=RESTRICTED, timeout=LONG))
+        assert alone.stdout == f"['2'] -1 -1 {CONFIG.folder_bytes}\n".encode()
+        await sandbox.exec(Program(code=ATTACK, timeout=LONG, keep_children=True))
+        for _ in range(40):
+            found = await sandbox.exec(Program(code=RESTRICTED, timeout=LONG, keep_children=True))
+            assert found.stdout == alone.stdout, found
+        await sandbox.close()
+
+    box.do(work())
+
+
+def list_capable() -> list[int]:
+    """List the processes of sandboxes that have a capability."""
+    found = []
+    for process in list_sandbox_processes():
+        with contextlib.suppress(OSError):
+            state = Path(f"/proc/{process.pid}/status").read_text()
+            if int(state.partition("CapEff:")[2].split()[0], 16):
+                found.append(process.pid)
+    return found
+
+
+def test_keeper_and_programs_of_a_sandbox_have_no_capability(box: Box) -> None:
+    """Only the holder has one, and process 1 of the programs, which shares the holder's memory and runs no code."""
+
+    async def work() -> None:
+        before = set(list_capable())
+        sandbox = await box.sandboxes.create()
+        await sandbox.exec(LEAVE)
+        assert len(set(list_capable()) - before) == 2
         await sandbox.close()
 
     box.do(work())

@@ -208,6 +208,9 @@ class Holder:
             os.close(fd)
         try:
             limit_program(self._limits, request["timeout"])
+            # Let the keeper measure this process's memory. From now on, a process that an earlier program has left
+            # behind may change the memory, and could remove a restriction that is not in force yet.
+            check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
             os.chdir(os.path.join(FOLDER, request["cwd"]))
             if request["command"]:
                 os.execvpe(request["command"][0], request["command"], {**os.environ, **request["env"]})
@@ -225,7 +228,6 @@ class Holder:
         os.setsid()
         _signal.signal(signal.SIGCHLD, _signal.SIG_DFL)
         os.set_inheritable(CHANNEL, True)
-        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # let the keeper measure this process's memory
         self._filter.install()
 
 
