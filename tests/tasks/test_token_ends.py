@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollflow.tasks.policies.config import ColdStart
 from rollflow.tasks.policies.folder import build_cold_folder
@@ -61,6 +61,21 @@ def test_byte_tokens_are_found_by_position(
     llama: PolicyTokenizer, tokens: list[str], positions: list[int], found: list[int]
 ) -> None:
     assert llama.find_tokens([llama.vocabulary[token] for token in tokens], positions) == found
+
+
+def test_blank_before_a_part_of_a_character_counts_at_its_token(tmp_path: Path) -> None:
+    """Tokenizers like that of GPT-2 have tokens of a blank and the first bytes of an emoji."""
+    vocabulary = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for merged in ("\u00f0\u0141", "\u0120\u00f0\u0141", "\u013b\u0124"):
+        vocabulary[merged] = len(vocabulary)
+    fast = Tokenizer(models.BPE(vocabulary, []))
+    fast.decoder = decoders.ByteLevel()
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    tokens = [vocabulary[token] for token in ("o", "k", "\u0120\u00f0\u0141", "\u013b\u0124")]
+    tokenizer = PolicyTokenizer(tmp_path)
+    assert tokenizer.decode(tokens) == "ok \U0001f642"
+    assert tokenizer.find_tokens(tokens, [1, 2, 3, 4]) == [0, 1, 2, 3]
 
 
 def build_byte_tokenizer(folder: Path) -> PolicyTokenizer:

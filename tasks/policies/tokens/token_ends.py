@@ -32,7 +32,8 @@ def find_ends(fast: Tokenizer, tokens: Sequence[int], whole: str, special: bool)
     """
     left_out = set[int]() if special else _special_tokens(fast)
     kept = [token for token in tokens if token not in left_out]
-    methods = (_decode_bytes, _decode_replaced, _decode_stepwise) if REPLACEMENT in whole else (_decode_stepwise,)
+    # `_decode_stepwise` is the last: it counts a character late whose token ends with a part of the next character
+    methods = (_decode_bytes, *([_decode_replaced] if REPLACEMENT in whole else []), _decode_stepwise)
     ends = next((ends for method in methods if (ends := method(fast, kept, whole)) is not None), None)
     if ends is None or len(kept) == len(tokens):
         return ends
