@@ -26,8 +26,7 @@ from rollflow.flows.views.summary import SUMMARY
 from rollflow.storage.errors import ConfigError, RollflowError, Unreachable
 from rollflow.storage.run_records.recoveries import Notes
 from rollflow.tasks.run.config import RecoveryConfig, RunConfig
-from rollflow.tasks.run.context import RunContext
-from rollflow.tasks.runtime.renamed_keys import RECIPE
+from rollflow.tasks.run.context import RunContext, translate_recorded
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -250,11 +249,9 @@ def run_uri(flow_run: FlowRun) -> str:
 
 
 def _parameters(flow_run: FlowRun) -> dict[str, Any]:
-    """Return the parameters of a supervisor's flow run. Configuration keys of older releases are renamed to their
-    present names.
-    """
+    """Return the parameters of a supervisor's flow run. A config of an older release is translated."""
     given, config = flow_run.parameters, flow_run.parameters.get("config")
-    return given | {"config": RECIPE.apply(config)} if isinstance(config, Mapping) else given
+    return given | {"config": translate_recorded(config)} if isinstance(config, Mapping) else given
 
 
 def run_of(flow_run: FlowRun) -> RunContext:

@@ -332,12 +332,18 @@ def parse_recorded(recorded: Mapping[str, Any]) -> RunConfig:
     Raises:
         ValidationError: the recorded config is invalid.
     """
-    tree = RECIPE.apply(recorded)
-    if _is_idle_admission(tree):
-        tree["rollout"] = {**tree["rollout"], "admit_by": "slots"}
+    tree = translate_recorded(recorded)
     sections = {name: tree.get(name) for name in BEFORE}
     completed = {name: {**BEFORE[name], **found} for name, found in sections.items() if isinstance(found, Mapping)}
     return RunConfig.model_validate({**tree, **completed})
+
+
+def translate_recorded(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded config with the present names of its keys, and without values that never had an effect."""
+    tree = RECIPE.apply(recorded)
+    if _is_idle_admission(tree):
+        tree["rollout"] = {**tree["rollout"], "admit_by": "slots"}
+    return tree
 
 
 def _is_idle_admission(tree: Mapping[str, Any]) -> bool:

@@ -184,6 +184,9 @@ def test_recorded_admission_of_single_turns_is_read() -> None:
         parse_config(tree)
     several = {**tree, "environment": {"kind": "timed"}}
     assert parse_recorded(several).rollout.admit_by == "kv"
+    # a supervisor of such a run that has crashed is still found
+    crashed: Any = SimpleNamespace(id="id", parameters={"config": {**tree, "name": "n"}, "run_id": "r"})
+    assert run_uri(crashed).endswith("/r")
 
 
 @pytest.mark.parametrize(("key", "old", "new"), VALUES)
