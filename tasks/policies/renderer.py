@@ -88,7 +88,8 @@ class PolicyRenderer:
             return None
         before = template.render_messages(prompt.messages)
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
-        whole = template.render_messages([*prompt.messages, *self._cut_messages([*spoken, *messages])])
+        later = [*self._cut_messages(spoken, answers=True), *self._cut_messages(messages)]
+        whole = template.render_messages([*prompt.messages, *later])
         # some chat templates begin a thought in the prompt, which cannot be taken back
         return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
@@ -99,10 +100,12 @@ class PolicyRenderer:
             return message
         return {**message, "content": message["content"].removesuffix(self._tokenizer.decode([end]))}
 
-    def _cut_messages(self, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-        """Return messages with marks in the text of control tokens, which only the policy's answers may have."""
-        cut = self._tokenizer.cut_control
-        contents = [one["content"] if one["role"] == "assistant" else cut(one["content"]) for one in messages]
+    def _cut_messages(self, messages: Sequence[Mapping[str, str]], *, answers: bool = False) -> list[Mapping[str, str]]:
+        """Return messages with marks in the text of control tokens. With `answers`, messages of the assistant are
+        answers of the policy, which may have control tokens."""
+        cut = self._tokenizer.cut_message
+        keeps = [answers and one["role"] == "assistant" for one in messages]
+        contents = [one["content"] if kept else cut(one["content"]) for one, kept in zip(messages, keeps, strict=True)]
         return [
             {**{key: value for key, value in one.items() if key != "frame"}, "content": content}
             for one, content in zip(messages, contents, strict=True)
@@ -110,9 +113,9 @@ class PolicyRenderer:
 
     def _write_plain(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the text of messages without chat template, with marks in the text of control tokens."""
-        cut = self._tokenizer.cut_control
         if not any("frame" in one for one in messages):
-            return cut("".join(one["content"] for one in messages))
+            return self._tokenizer.cut_control("".join(one["content"] for one in messages))
+        cut = self._tokenizer.cut_message
         framed = [(one.get("frame", CONTENT).partition(CONTENT), cut(one["content"])) for one in messages]
         return "".join(before + content + after for (before, _, after), content in framed)
 

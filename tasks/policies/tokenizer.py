@@ -86,6 +86,10 @@ class PolicyTokenizer:
         """
         return self._control.cut(text)
 
+    def cut_message(self, text: str) -> str:
+        """Do the same as `cut_control` for a message, which other messages or a template's text may adjoin."""
+        return self._control.cut_message(text)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text, including special tokens."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=False))

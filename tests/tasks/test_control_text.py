@@ -132,6 +132,13 @@ def test_blanks_are_layout_and_no_control_tokens() -> None:
     assert len(tokenizer.encode_response("   ")) == 1
 
 
+def test_token_of_blanks_in_other_alphabets_is_layout() -> None:
+    tokenizer = Tokenizer.from_str(BUILD["odd"]().to_str())
+    tokenizer.add_tokens([AddedToken("\u00a0\u00a0", normalized=False), AddedToken(UNREADABLE, special=True)])
+    control = ControlTokens(tokenizer)
+    assert control.cut("7\u00a0\u00a0" + UNREADABLE) == "7\u00a0\u00a0" + UNREADABLE
+
+
 # --- messages -----------------------------------------------------------------------------------------------
 
 
@@ -157,6 +164,31 @@ def test_result_of_a_tool_is_text_in_each_domain(text: str, domain: str, framed:
     )
     assert count_control(tokenizer, found) == count_control(tokenizer, harmless)
     assert tokenizer.decode(found) == tokenizer.decode(harmless).replace("xylo", text.replace(CUT, UNREADABLE))
+
+
+# templates and frames that write nothing, or a part of a control token, beside a message
+BARE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+FRAMES = ("{}", "<{}>", "<|{}er|>", "\n{}\n")
+
+
+@given(st.lists(st.sampled_from([*HALVES, *MARKUP, EVIL]), min_size=1, max_size=5), st.sampled_from([*FRAMES, None]))
+def test_adjoining_messages_form_no_control_token(texts: list[str], frame: str | None) -> None:
+    tokenizer = open_policy(BARE)
+    renderer, domain = PolicyRenderer(tokenizer, {"chat"}), "chat" if frame is None else "plain"
+    messages = [{"role": "tool", "content": text, "frame": frame or "{}"} for text in texts]
+    found = renderer.render(ask(tokenizer, domain), [5], messages)
+    assert not any(count_control(tokenizer, found).values())
+    whole = "".join((frame or "{}").replace("{}", text) for text in texts)
+    assert tokenizer.decode(found) == whole
+
+
+def test_messages_of_an_environment_are_text_in_each_role() -> None:
+    tokenizer = open_policy()
+    renderer, prompt = PolicyRenderer(tokenizer, {"chat"}), ask(tokenizer)
+    found, harmless = (
+        renderer.render(prompt, [5], [{"role": "assistant", "content": text}]) for text in (EVIL, "xylo")
+    )
+    assert count_control(tokenizer, found) == count_control(tokenizer, harmless)
 
 
 def test_evil_result_was_control_tokens_without_the_rule() -> None:

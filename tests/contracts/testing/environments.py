@@ -42,6 +42,8 @@ class CodePoints:
     def cut_control(self, text: str) -> str:
         return text  # no code point is a control token
 
+    cut_message = cut_control
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
