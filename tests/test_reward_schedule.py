@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import reward_schedule
 from benchmarks.reward_schedule import SECONDS, draw_reference_seconds, run_programs
-from rollflow.tasks.scorers.config import AdaptiveDeadline
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 
 
 def test_simulated_program_times_are_the_published_ones() -> None:

@@ -129,7 +129,8 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
     return notes
 
 
-OWN_KEY = re.compile(r"\breward\.(kind|answer)(?= = )")  # a config key of a scorer in an error message about a row
+# a config key of a scorer in an error message about a row
+OWN_KEY = re.compile(r"\breward\.(kind|answer|adaptive\.reference_column)(?= = )")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
 from rollflow.tasks.scorers.base_config import RewardBase
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.model.config import ModelReward
 
@@ -37,29 +38,6 @@ class ImportReward(Imported, RewardBase):
         le=4096,
         description="largest number of responses that a worker scores at a time, if the function is asynchronous or "
         "takes several responses",
-    )
-
-
-class AdaptiveDeadline(Section):
-    """Deadlines of test cases that follow the seconds of correct programs, after RollPacker (arXiv 2509.21009)."""
-
-    factor: float = Field(
-        1.5,
-        ge=1,
-        description="deadline of a test case, as a multiple of the longest seconds of a correct program on the case",
-    )
-    min_seconds: float = Field(
-        2.0,
-        gt=0,
-        le=LONGEST_SECONDS,
-        description="smallest deadline of a test case, in seconds; the largest is case_seconds",
-    )
-    recheck: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="share of the killed test cases that run again with case_seconds, to count those that would have "
-        "passed",
     )
 
 

@@ -13,27 +13,29 @@ from hypothesis import strategies as st
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
-from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.case_anchors import RECORD, CaseAnchors
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.runtime.clock import run_virtual
 from rollflow.tasks.sandboxes.base import Capability, ExecResult, Program, ProgramEnd
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.code.cases import read_case
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.code.deadlines import (
     CLOCK,
     MOST_WAITING,
     CaseClock,
     DeadlineReport,
     Rechecks,
+    combine_anchors,
     compute_deadline,
     is_drawn,
     name_row,
+    read_reference_seconds,
 )
 from rollflow.tasks.scorers.code.guest import ASKS
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.composite import CompositeVerifier
 from rollflow.tasks.scorers.config import (
-    AdaptiveDeadline,
     CodeReward,
     CompositePart,
     CompositeReward,
@@ -286,6 +288,71 @@ def test_restart_continues_with_the_stored_deadline_times() -> None:
     run_virtual(desk.score("4 7", TWO))
     assert run_virtual(continue_with(desk.anchors)) == [6.0, 6.0]
     assert run_virtual(continue_with(CaseAnchors())) == [30.0, 30.0]
+
+
+NAMED = AdaptiveDeadline(recheck=1.0, reference_column="seconds")
+
+
+async def score_rows(desk: Desk, row: dict[str, Any], *programs: str) -> list[Score]:
+    return [await desk.score(program, row) for program in programs]
+
+
+def test_first_deadline_follows_the_reference_solution() -> None:
+    desk = Desk(NAMED)
+    scores = run_virtual(score_rows(desk, {**ROW, "seconds": 4.0}, "7 7", "1 7", "1 8", "5 7", "1 7"))
+    assert outcomes(scores) == ["timeout", "correct", "wrong", "correct", "correct"]
+    # the correct program of 1 s lowers no deadline, and the one of 5 s raises it
+    assert desk.sandboxes.timeouts == [6.0, 6.0, 6.0, 6.0, 7.5]
+    assert (scores[0].parts["deadline"], desk.anchors.kills) == (6.0, 1)
+
+
+def test_reference_seconds_bound_each_case_of_the_row() -> None:
+    desk = Desk(NAMED)
+    run_virtual(score_rows(desk, {**TWO, "seconds": "4"}, "1 7"))
+    assert desk.sandboxes.timeouts == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_row_without_reference_seconds_begins_at_the_maximum(value: str | None) -> None:
+    desk = Desk(NAMED)
+    run_virtual(score_rows(desk, {**ROW, "seconds": value}, "1 7", "1 7"))
+    assert desk.sandboxes.timeouts == [30.0, 2.0]
+
+
+async def evaluate_reference(desk: Desk) -> Score:
+    return await desk.score("20 7", {**ROW, "seconds": 1.0}, adapts=False)
+
+
+def test_evaluation_ignores_the_reference_seconds() -> None:
+    assert run_virtual(evaluate_reference(Desk(NAMED))).value == 1.0
+
+
+def test_restart_gives_the_same_deadlines_with_reference_seconds() -> None:
+    row, programs = {**ROW, "seconds": 4.0}, ("3 7", "5 7", "1 7")
+    whole, before = Desk(NAMED), Desk(NAMED)
+    run_virtual(score_rows(whole, row, *programs))
+    run_virtual(score_rows(before, row, *programs[:2]))
+    after = Desk(NAMED, RECORD.validate_json(before.anchors.encode()))
+    run_virtual(score_rows(after, row, programs[2]))
+    assert before.sandboxes.timeouts + after.sandboxes.timeouts == whole.sandboxes.timeouts == [6.0, 6.0, 7.5]
+
+
+@given(measured=st.none() | SECONDS, reference=st.none() | SECONDS)
+def test_deadline_is_at_least_the_reference_time(measured: float | None, reference: float | None) -> None:
+    deadline = compute_deadline(AdaptiveDeadline(), 30.0, combine_anchors(measured, reference))
+    assert deadline >= min(max(measured or 0.0, reference or 0.0), 30.0)
+    assert (deadline == 30.0) or measured or reference
+
+
+@given(column=st.text(min_size=1, max_size=4), value=st.floats() | st.text(max_size=4) | st.integers() | st.booleans())
+def test_reference_seconds_are_positive_or_refused(column: str, value: Any) -> None:
+    adaptive, row = AdaptiveDeadline(reference_column=column), json.loads(json.dumps({column: value}))
+    try:
+        seconds = read_reference_seconds(adaptive, row)
+    except ValueError:
+        assert isinstance(value, str | bool) or not 0 < value < float("inf")
+    else:
+        assert value == "" if seconds is None else 0 < seconds == float(value) < float("inf")
 
 
 async def score_composite(desk: Desk) -> Score:

@@ -64,6 +64,45 @@ def test_malformed_test_case_is_refused_with_its_row(cases: Any, words: str, tmp
     assert "\n" not in str(refused.value)
 
 
+NAMED = {"reward": {"kind": "code", "adaptive": {"min_seconds": 1.0, "reference_column": "seconds"}}}
+UNUSABLE = "which is no positive number of seconds; correct the value, or use null"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, "the row has no such column; add it (null: no time is known), or correct the key"),
+        ({"seconds": 0}, f"the row has 0, {UNUSABLE}"),
+        ({"seconds": -1.5}, f"the row has -1.5, {UNUSABLE}"),
+        ({"seconds": float("nan")}, f"the row has NaN, {UNUSABLE}"),
+        ({"seconds": float("inf")}, f"the row has Infinity, {UNUSABLE}"),
+        ({"seconds": True}, f"the row has true, {UNUSABLE}"),
+        ({"seconds": "fast"}, f'the row has "fast", {UNUSABLE}'),
+        ({"seconds": [1.0]}, f"the row has [1.0], {UNUSABLE}"),
+        ({"seconds": 10**400}, f"the row has {str(10**400)[:40]}, {UNUSABLE}"),
+    ],
+)
+def test_unusable_reference_seconds_are_refused_with_their_row(
+    more: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    rows = [{"question": f"Add {n}.", "cases": GOOD} for n in range(3)]
+    times: list[dict[str, Any]] = [{"seconds": 0.5}, {"seconds": None}, more]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row | time) + "\n" for row, time in zip(rows, times, strict=True)))
+    tree = {"prompts": [{"kind": "file", "path": str(path)}], "policy": {"path": "a/b"}}
+    with pytest.raises(ConfigError) as refused:
+        read_files(parse_config(tree | NAMED), read_file)
+    where = 'reward.adaptive.reference_column = "seconds"'
+    assert str(refused.value) == f"prompts.path = {str(path)!r}: line 3: {where}: {words}"
+
+
+def test_error_names_the_section_of_the_reference_column(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    tree = {"prompts": [{"kind": "file", "path": str(path), "reward": "mine"}], "policy": {"path": "a/b"}}
+    with pytest.raises(ConfigError, match=r'line 1: rewards\.mine\.adaptive\.reference_column = "seconds": the row'):
+        read_files(parse_config(tree | {"rewards": {"mine": NAMED["reward"]}}), read_file)
+
+
 def test_test_cases_in_a_table_are_read_as_lists_or_json(tmp_path: Path) -> None:
     """In a Parquet file every case has the keys of all forms, which are null where the case has another form."""
     forms = [{"stdin": "1", "stdout": "2"}, {"assert": "assert f(1) == 2"}, {"call": "f", "expected": 2}]

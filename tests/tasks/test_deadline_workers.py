@@ -26,9 +26,10 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.scorers import build_scorer, build_scorers
 from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.code.deadlines import name_row
 from rollflow.tasks.scorers.concurrent import ConcurrentPool
-from rollflow.tasks.scorers.config import AdaptiveDeadline, CodeReward
+from rollflow.tasks.scorers.config import CodeReward
 from tests.support.described import describe
 from tests.support.waiting import HANG_SECONDS
 

@@ -26,9 +26,10 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 from rollflow.tasks.scorers import build_scorers
 from rollflow.tasks.scorers.base import Score, Scorer
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.code.deadlines import name_row
 from rollflow.tasks.scorers.concurrent import ConcurrentPool
-from rollflow.tasks.scorers.config import AdaptiveDeadline, CodeReward, ExactReward, RewardConfig
+from rollflow.tasks.scorers.config import CodeReward, ExactReward, RewardConfig
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.spread.spread import list_slots
 from tests.support.described import describe

@@ -31,8 +31,8 @@ from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.scorers import build_scorers, second_verdicts
 from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.config import (
-    AdaptiveDeadline,
     CodeReward,
     CompositePart,
     CompositeReward,

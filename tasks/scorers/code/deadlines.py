@@ -3,6 +3,7 @@
     deadline = min(max(T_min, lambda * T_anchor), T_max)
 
     T_anchor   longest seconds so far of a correct program on the test case; a program is correct if it passes all cases
+               (with `reference_column`, the reference solution of the data row is one of the correct programs)
     T_max      `reward.case_seconds`, which is also the deadline of a case without an anchor
 
     CaseAnchors    --anchors of the row, with each response-->   CaseClock --deadlines--> CodeScorer
@@ -22,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -30,8 +32,9 @@ from typing import Any
 
 from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.tasks.sandboxes.base import SandboxFailed
-from rollflow.tasks.scorers.config import AdaptiveDeadline
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 
+LONGEST_SHOWN = 40  # largest number of characters of a wrong value in an error message
 MOST_WAITING = 64  # largest number of killed test cases that wait to run again; older ones are dropped
 # runs a test case with the deadline T_max; returns the program's time in seconds, or None if the program failed
 Rerun = Callable[[], Awaitable[float | None]]
@@ -44,6 +47,40 @@ def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float |
     if anchor is None:
         return longest
     return min(max(adaptive.min_seconds, adaptive.factor * anchor), longest)
+
+
+def combine_anchors(measured: float | None, reference: float | None) -> float | None:
+    """Return the anchor of a test case: the longer one of the run's measured seconds and the reference solution's.
+
+    The longer time is safe: a fast program of the run never shortens a deadline that the reference solution needs, and
+    a reference solution that was measured on a faster machine never shortens a deadline that the run has learned.
+    """
+    return max((seconds for seconds in (measured, reference) if seconds is not None), default=None)
+
+
+def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, Any]) -> float | None:
+    """Return the seconds of the reference solution of a data row, or None if the row or the config has none.
+
+    In a CSV file the seconds are text that is parsed, and an empty text means that the row has none.
+
+    Raises:
+        ValueError: the row has no column `reference_column`, or its value is no positive number.
+    """
+    if (column := adaptive.reference_column) is None:
+        return None
+    where = f'reward.adaptive.reference_column = "{column}"'
+    if column not in reference:
+        raise ValueError(f"{where}: the row has no such column; add it (null: no time is known), or correct the key")
+    if (value := reference[column]) in (None, ""):
+        return None
+    try:
+        seconds = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        shown = f"{json.dumps(value)[:LONGEST_SHOWN]}, which is no positive number of seconds"
+        raise ValueError(f"{where}: the row has {shown}; correct the value, or use null")
+    return seconds
 
 
 def name_row(reference: Mapping[str, Any]) -> str:

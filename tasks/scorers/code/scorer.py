@@ -28,7 +28,15 @@ from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Capability, ProgramEnd, Sandboxes, SandboxFailed, SandboxLost
 from rollflow.tasks.scorers.base import Score, Unjudged
 from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
-from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock, compute_deadline, is_drawn
+from rollflow.tasks.scorers.code.config import AdaptiveDeadline
+from rollflow.tasks.scorers.code.deadlines import (
+    CLOCK,
+    CaseClock,
+    combine_anchors,
+    compute_deadline,
+    is_drawn,
+    read_reference_seconds,
+)
 from rollflow.tasks.scorers.config import DEADLINE, CodeReward
 
 TRIES = 3  # largest number of tries of a test case if sandboxes fail
@@ -67,9 +75,10 @@ class CodeScorer:
         except ConfigError as error:
             raise Unjudged(str(error)) from error
         clock = CLOCK.get() if self._config.adaptive else None
+        solution = read_reference_seconds(self._config.adaptive, reference) if self._config.adaptive else None
         results, early = list[CaseResult](), list[float]()
         for number, case in enumerate(cases):
-            seconds = self._compute_deadline(clock, number)
+            seconds = self._compute_deadline(clock, number, solution)
             try:
                 result = await _judge(sandboxes, case, program, seconds)
             except SandboxFailed as error:
@@ -86,10 +95,14 @@ class CodeScorer:
         score = self._sum_up(results, len(cases))
         return replace(score, parts={**score.parts, DEADLINE: min(early)}) if early else score
 
-    def _compute_deadline(self, clock: CaseClock | None, number: int) -> float:
-        """Compute the deadline of a test case, which is the configured one if `clock` is None."""
+    def _compute_deadline(self, clock: CaseClock | None, number: int, solution: float | None) -> float:
+        """Compute the deadline of a test case, which is the configured one if `clock` is None. `solution` are the
+        seconds of the row's reference solution.
+        """
         adaptive, longest = self._config.adaptive, self._config.case_seconds
-        return compute_deadline(adaptive, longest, clock.anchors.get(number)) if adaptive and clock else longest
+        if not adaptive or not clock:
+            return longest
+        return compute_deadline(adaptive, longest, combine_anchors(clock.anchors.get(number), solution))
 
     def _note_kill(self, clock: CaseClock, number: int, sandboxes: Sandboxes, case: Case, program: str) -> None:
         """Count a program that an adaptive deadline killed, and let a share of such programs run again with the longest
@@ -179,12 +192,18 @@ def read_cases(reference: Mapping[str, Any]) -> list[Case]:
     return cases
 
 
-def find_cases_fault(reference: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the test cases of a data row, or None. The code in a test case must compile."""
+def find_cases_fault(reference: Mapping[str, Any], adaptive: AdaptiveDeadline | None = None) -> str | None:
+    """Return what is wrong with the test cases or the reference seconds of a data row, or None. The code in a test case
+    must compile.
+    """
     try:
         cases = read_cases(reference)
     except ValueError as error:
         return f'{error}; reward.kind = "code" runs the cases, so correct the row'
+    try:
+        read_reference_seconds(adaptive or AdaptiveDeadline(), reference)
+    except ValueError as error:
+        return str(error)
     for number, case in enumerate(cases, 1):
         if wrong := _find_syntax_fault(case.tests if isinstance(case, Tested) else case.checker):
             return f"case {number}: its code is no Python ({wrong}); correct the code"
