@@ -1,6 +1,6 @@
 """Builds environments.
 
-The module `base` has the contract of all environments. Each kind of environment has a module of its own.
+The module `base` defines the contract of all environments. Each kind of environment is defined in its own module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollflow.tasks.environments.config import (
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """Create the environment of the kind that the config section `[environment]` names.
+    """Create the environment that the config section `[environment]` describes.
 
     Raises:
         ConfigError: there is no environment class at the import path in the config.
@@ -64,7 +64,7 @@ def build_environment(config: EnvironmentConfig) -> Environment:
 
 
 def read_counts(environment: Environment) -> Mapping[str, float]:
-    """Return the counters of an environment with worker processes or tools; an environment of another kind has none."""
+    """Return the counters of an environment with worker processes or tools; return no counters for other kinds."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
     from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 
@@ -72,7 +72,7 @@ def read_counts(environment: Environment) -> Mapping[str, float]:
 
 
 async def close_environment(environment: Environment) -> None:
-    """End the worker processes and the tools of an environment; an environment of another kind has none."""
+    """End the worker processes and the tools of an environment; do nothing if the environment has none."""
     from rollflow.tasks.environments.foreign.play import ForeignEpisodes
     from rollflow.tasks.environments.tool_use.play import ToolEpisodes
 

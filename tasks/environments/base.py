@@ -30,16 +30,18 @@ from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action
 from rollflow.tasks.scorers.base import Score
 
-# computes the log-probs in nats of tokens[1:] under a policy, each given the tokens before it; None without a model
+# Computes the log-probs (nats) of tokens[1:] under a policy, each given the tokens before it. Returns None if there is
+# no model.
 LogProbs = Callable[[Sequence[int]], Awaitable[Sequence[float] | None]]
 
 
 class SnapshotRejected(RollflowError):
-    """Raised by an environment that cannot be restored from a snapshot. The environment then repeats its actions."""
+    """Raised by an environment that cannot be restored from a snapshot. The episode then begins anew, and the
+    environment repeats its actions."""
 
 
 class Episode(Protocol):
-    """One response in progress. Through an `Episode`, an environment generates tokens and has the tokens scored."""
+    """One response in progress. An environment uses an `Episode` to generate tokens and to score them."""
 
     @property
     def prompt(self) -> Prompt:
@@ -47,7 +49,7 @@ class Episode(Protocol):
 
     @property
     def response(self) -> Sequence[int]:
-        """All tokens of the response in the current branch, both from the policy and from the environment."""
+        """All tokens of the response in the current branch. Both the policy and the environment add tokens."""
 
     @property
     def room(self) -> int:
@@ -55,35 +57,38 @@ class Episode(Protocol):
 
     @property
     def limit(self) -> str:
-        """A sentence that names the limit at which the episode gets no further turn; "" if another turn may follow.
+        """A sentence that names the limit that the episode has reached; "" if another turn may follow.
 
-        At a limit, `generate` returns None. The environment may still score the state reached.
+        Once a limit is reached, `generate` returns None. The environment may still score the state that the episode has
+        reached.
         """
 
     @property
     def id(self) -> str:
-        """A text that identifies the episode in its run; "" in an evaluation. After a crash, the id is the same again.
+        """A text that identifies the episode in its run; "" in an evaluation. A crash of the run does not change the
+        id.
 
-        An environment whose actions change something outside of the environment can give the id and the number of the
-        turn with each action, so that an action is not done twice.
+        An environment may send actions to an outside service. If it sends the id and the turn's number with each
+        action, the service can recognize an action that it has already done.
         """
 
     @property
     def turn_id(self) -> str:
-        """A text that identifies the newest turn in its run; "" in an evaluation, and before the first turn. After a
-        crash, the text is the same again, so an environment can look up whether it has acted on this turn."""
+        """A text that identifies the newest turn in its run; "" in an evaluation, and before the first turn. A crash of
+        the run does not change the text, so an environment can look up whether it has already acted on this turn."""
 
     @property
     def snapshot(self) -> bytes | None:
-        """The newest snapshot that the environment stored before a crash, until the first generation; else None.
+        """The environment's newest snapshot, if the episode continues after a crash; None after the first generation.
 
-        If there is a snapshot, the episode already has all turns, tokens, rewards and branches that it had when the
-        snapshot was stored. The environment must restore itself from the snapshot, and not begin the episode.
+        If there is a snapshot, the episode already contains all turns, tokens, rewards and branches that it contained
+        when the snapshot was stored. The environment must restore its state from the snapshot instead of beginning the
+        episode.
         """
 
     @property
     def keeps_snapshots(self) -> bool:
-        """True if snapshots are stored. An evaluation, for example, stores none."""
+        """True if snapshots are stored. An evaluation, for example, stores no snapshots."""
 
     @property
     def is_recalled(self) -> bool:
@@ -91,14 +96,14 @@ class Episode(Protocol):
 
     @property
     def ports(self) -> EnvironmentPorts:
-        """Tokenizer, renderer, tools and clock, which the run gives to the environment."""
+        """Tokenizer, renderer, tools and clock, which the run provides to the environment."""
 
     @property
     def seed(self) -> int:
-        """A number from which an environment may draw its random numbers.
+        """A number with which an environment may seed its random generators.
 
-        Every attempt at an episode has the same number, even after a crash. The episodes of one prompt have different
-        numbers.
+        Every attempt at an episode has the same seed, even after a crash. The episodes of one prompt have different
+        seeds.
         """
 
     @property
@@ -108,7 +113,7 @@ class Episode(Protocol):
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment after a turn, so that the episode continues from here after a crash.
 
-        The bytes are the environment's own; the run never interprets them. A snapshot that is larger than
+        The environment chooses the format of the bytes; the run never interprets them. A snapshot that is larger than
         `rollout.max_snapshot_bytes` is not stored. Raise `SnapshotRejected` if a stored snapshot cannot be restored.
         """
 
@@ -120,8 +125,8 @@ class Episode(Protocol):
         """
 
     async def generate(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> Generation | None:
-        """Let the policy continue the response. Return None if the episode is over or at a `limit`, or if the response
-        has no room left.
+        """Let the policy continue the response. Return None if the episode is over or has reached a limit, or if the
+        response has no room left.
 
         Args:
             stop: each of these strings ends the generation and stays in the response.
@@ -138,35 +143,36 @@ class Episode(Protocol):
         """
 
     def start_branch(self, tokens: Sequence[int]) -> None:
-        """Continue with a rewritten context: `tokens` replace the response so far, and follow the prompt.
+        """Continue with a rewritten context: the prompt, followed by `tokens` instead of the response so far.
 
-        Call `start_branch` if tokens that the policy has read are left out or changed, for example because earlier
-        thoughts are removed or a long history is summarized. The policy is trained once on each token that it
-        generated, with the context in which it generated the token. The policy is not trained on `tokens`. Each branch
-        has the reward of the episode, and the episode counts once.
+        Call `start_branch` to remove or change tokens that the policy has read, for example to remove earlier thoughts
+        or to summarize a long history. The policy is trained once on each token that it generated, with the context in
+        which it generated the token. The policy is not trained on `tokens`. Each branch gets the reward of the episode,
+        and the branches together count as one episode.
 
         Raises:
             ValueError: there are more tokens than a response may have.
         """
 
     def take_role(self, name: str) -> None:
-        """Let the policy act in this role until the next call. Several roles of an episode are played by one policy.
+        """Let the policy act in this role until `take_role` is called again. One policy plays all roles of an episode.
 
         Each role has a context of its own: its prompt (`replace_prompt`), its response, its room and its branches. A
-        role that was taken before continues its context; a new role begins with the prompt of the episode. An episode
-        begins in a role without a name. Each role gets the reward that `Score.roles` names, and is compared with the
-        same role of the other episodes of the prompt only.
+        role that has acted before continues its own context; a new role begins with the prompt of the episode. An
+        episode begins in a role without a name. Each role gets the reward that `Score.roles` names. A role is compared
+        only with the same role in the other episodes of the prompt.
 
         Raises:
             ValueError: the name is empty or too long.
         """
 
     def extend(self, messages: Sequence[Message]) -> bool:
-        """Let chat messages follow the newest answer, so that the policy can answer again. Return False, and change
-        nothing, if no room for an answer would be left.
+        """Append chat messages after the newest answer, so that the policy can answer again. If no room for an answer
+        would be left, change nothing and return False.
 
-        The tokens that the policy sampled stay in the context. If the chat template changes earlier answers, as some
-        do that remove thoughts, the whole conversation is rendered again and a branch begins (`start_branch`).
+        The tokens that the policy sampled stay in the context. Some chat templates change earlier answers, for example
+        by removing thoughts. With such a template, the whole conversation is rendered again and a branch begins
+        (`start_branch`).
 
         Raises:
             ValueError: the policy has not answered since the last call.
@@ -176,8 +182,8 @@ class Episode(Protocol):
         """Do the same as `extend`, in a thread if the messages are long, so that other episodes are not delayed."""
 
     def read_action(self, tokens: Sequence[int]) -> Action:
-        """Read the tool calls in tokens of the response. If a call is malformed, the action has a `fault`, and the
-        newest turn gets the penalty `environment.unparsable_penalty`.
+        """Read the tool calls in tokens of the response. If a call is malformed, the returned action has a `fault`, and
+        the newest turn gets the penalty `environment.unparsable_penalty`.
         """
 
     def reward(self, value: float) -> None:
@@ -192,15 +198,15 @@ class Episode(Protocol):
     def enter_state(self, key: str) -> None:
         """Name the environment state in which the next turn acts.
 
-        An objective can compare turns that acted in equal states. A hash of `key` is stored. The name is used for one
-        turn; a turn without a name is compared with no other turn.
+        An objective can compare turns that acted in equal states. A hash of `key` is stored. The name applies to one
+        turn only. A turn whose state has no name is compared with no other turn.
         """
 
     def replace_prompt(self, tokens: Sequence[int]) -> None:
-        """Let the episode begin with these tokens instead of the prompt's, for example with tools or an observation.
+        """Replace the tokens of the prompt by these tokens, for example to add tools or an observation.
 
         `room` shrinks by the number of tokens by which the prompt grows. In an episode with several roles, only the
-        acting role begins with these tokens.
+        prompt of the acting role is replaced.
 
         Raises:
             ValueError: the response has begun, or has no room left.
@@ -234,19 +240,19 @@ class Environment(Protocol):
     async def play(self, episode: Episode) -> Score | float | None:
         """Run an episode and return its score as a `Score` or a number. Return None if the episode gets no reward.
 
-        If an episode that is still wanted gets no reward, its reward is 0.
+        If `play` returns None although the run still needs the episode, the reward is 0.
         """
 
     async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
-        """Return further measures of a policy by name, which each evaluation of the run reports.
+        """Return additional measures of a policy by name, which each evaluation of the run reports.
 
-        An environment that can compute a measure from probabilities of the policy, without playing, overrides this
-        method. Without a model, as in a simulation, `logprobs` returns None.
+        An environment overrides this method if it can compute a measure from the policy's probabilities, without
+        playing episodes. Without a model, as in a simulation, `logprobs` returns None.
         """
         return {}
 
 
 def charge_unparsable(episode: Episode) -> None:
-    """Give the newest turn the penalty for an action that cannot be read."""
+    """Subtract the penalty for an unreadable action from the reward of the newest turn."""
     if penalty := episode.ports.limits.unparsable_penalty:
         episode.reward(-penalty)

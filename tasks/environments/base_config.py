@@ -16,7 +16,7 @@ class EnvironmentBase(Section):
     """Base class of the configs of all kinds of environment."""
 
     fixed: ClassVar[Mapping[str, str]] = EPISODES
-    # True if an episode may begin with other tokens than those of its prompt
+    # True if an environment may replace the tokens of a prompt
     replaces_prompts: ClassVar[bool] = False
 
     @property
@@ -31,11 +31,11 @@ class EnvironmentBase(Section):
 
 
 class ImportTool(Imported):
-    """A tool that a user-defined environment offers to the policy."""
+    """A tool that a user-defined environment can call for the policy."""
 
     seconds: float = Field(
         30.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one call of the tool; a call that takes longer has failed",
+        description="seconds allowed for one call of the tool; a call that takes longer fails",
     )

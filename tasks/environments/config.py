@@ -44,7 +44,7 @@ class GameEnvironment(LimitedEnvironment, EnvironmentBase):
 
 
 class FrozenLakeEnvironment(GameEnvironment):
-    """The game FrozenLake without slipping."""
+    """The game FrozenLake, in which every move succeeds (no slipping)."""
 
     kind: Literal["frozen-lake"] = Field(
         "frozen-lake",

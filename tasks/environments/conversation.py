@@ -1,4 +1,4 @@
-"""The messages of a conversation that follow the prompt, as an episode extends it turn by turn."""
+"""Stores the messages of a conversation after the prompt. An episode adds messages turn by turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollflow.tasks.environments.ports import Message, Renderer
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """How an episode continues: tokens to append, or the tokens of a new branch."""
+    """The tokens with which an episode continues: they are appended, or begin a new branch if `branches` is true."""
 
     tokens: Sequence[int]
     branches: bool
@@ -22,20 +22,20 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages after the prompt up to the newest answer. If `is_known` is false, the environment wrote its own
-    context, and the messages in it are not known.
+    """The messages after the prompt up to the newest answer. If `is_known` is false, the messages are not known,
+    because the environment wrote the context as tokens.
     """
 
-    earlier: tuple[Message, ...] = ()  # messages that stand in the context as the chat template has rewritten them
-    recent: tuple[Message, ...] = ()  # messages whose answers stand in the context as they were generated
+    earlier: tuple[Message, ...] = ()  # messages that the chat template has rewritten in the context
+    recent: tuple[Message, ...] = ()  # messages after those; their answers are unchanged since they were generated
     begun: int = 0  # position in the response at which the newest answer begins
     is_known: bool = True
 
     def extend(
         self, renderer: Renderer, prompt: Prompt, response: Int32s, messages: Sequence[Message]
     ) -> tuple[Conversation, Extension]:
-        """Return the conversation with the newest answer, and how an episode with this response continues if `messages`
-        follow.
+        """Return the conversation with the newest answer added, and the tokens with which the episode continues when
+        `messages` follow.
 
         Raises:
             ValueError: the policy has not answered yet.
@@ -57,7 +57,7 @@ class Conversation:
         return await compute_apart(texts, self.extend, renderer, prompt, response, messages)
 
     def add_messages(self, messages: Sequence[Message], length: int, *, branches: bool) -> Conversation:
-        """Return the conversation with messages, after which the response has `length` tokens."""
+        """Return the conversation with `messages` added; the response then has `length` tokens."""
         if branches:
             return Conversation((*self.earlier, *self.recent, *messages), (), length, self.is_known)
         return Conversation(self.earlier, (*self.recent, *messages), length, self.is_known)
@@ -67,7 +67,7 @@ BEGUN = Conversation()
 
 
 class RoleContext(NamedTuple):
-    """What a role of an episode has besides its branches: its prompt, the length of its response, its messages."""
+    """The context of a role in an episode, without its branches: prompt, largest length of a response, and messages."""
 
     prompt: Prompt
     longest: int

@@ -1,4 +1,4 @@
-"""Plays a game on a grid with the policy: one letter per turn, and a reply with what has moved.
+"""Plays a game on a grid. In each turn the policy writes one letter, and the environment replies with what has moved.
 
     board in the prompt --> ( one letter of the policy --> what has moved )* --> reward 1 at the goal, else 0
 
@@ -17,7 +17,7 @@ ENDINGS = {GameEnd.GOAL: Score(1.0, "goal", Outcome.CORRECT), GameEnd.HOLE: Scor
 
 
 class GridGame(Environment):
-    """A game on the board of the prompt."""
+    """An environment in which the policy plays a game on the board of the prompt."""
 
     async def play(self, episode: Episode) -> Score | None:
         """Play until the player is at the goal or in a hole, or until the episode reaches a limit."""

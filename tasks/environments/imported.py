@@ -20,7 +20,7 @@ KEY = "environment"
 class ImportedEnvironment(Environment):
     """Wraps the user-defined environment class that the config key `environment.path` names.
 
-    An error in a user-defined environment fails only one episode.
+    If the user-defined environment raises an error, only the current episode fails.
     """
 
     def __init__(self, config: ImportEnvironment) -> None:
@@ -44,7 +44,7 @@ class ImportedEnvironment(Environment):
             if episode.snapshot is not None:
                 raise
             return failure_score(self._name, error)
-        except RollflowError:  # errors of the run itself, such as a failed engine, are not the environment's fault
+        except RollflowError:  # errors of the run, such as a failed engine, do not count as errors of the environment
             raise
         except asyncio.CancelledError as error:
             if is_cancelled():
@@ -55,7 +55,7 @@ class ImportedEnvironment(Environment):
         return None if score is None else self._check(score, episode)
 
     async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
-        """Return the measures of the user-defined environment, or nothing if it raises an error."""
+        """Return the measures of the user-defined environment; return no measures if it raises an error."""
         try:
             found = await self._own.measure(logprobs, ports)
             return {str(name): check_number(f"the measure {name!r}", value) for name, value in found.items()}
@@ -66,7 +66,8 @@ class ImportedEnvironment(Environment):
             return {}
 
     def _check(self, score: object, episode: Episode) -> Score:
-        """Return the score of an episode, or the score of a failure if the environment's score is invalid."""
+        """Return the score of an episode; if the environment's score is invalid, return the score of a failed
+        episode."""
         valid = validate_score(self._name, score)
         try:
             check_length(valid, len(episode.response))

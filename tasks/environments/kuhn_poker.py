@@ -29,10 +29,10 @@ from rollflow.tasks.scorers.base import Score
 
 
 class KuhnPoker(Environment):
-    """One hand per episode, with the cards of the prompt."""
+    """The environment of Kuhn poker. An episode is one hand, with the cards that the prompt names."""
 
     async def play(self, episode: Episode) -> Score | None:
-        """Play a hand. The hand is correct if all actions are legal, whoever wins."""
+        """Play a hand. The outcome is "correct" if all actions are legal, no matter which player wins."""
         deal, history = episode.prompt.reference["deal"], ""
         while (won := settle(deal, history)) is None:
             seat = find_seat(history)
@@ -48,8 +48,8 @@ class KuhnPoker(Environment):
         return _score_hand(won, history, Outcome.CORRECT)
 
     async def measure(self, logprobs: LogProbs, ports: EnvironmentPorts) -> Mapping[str, float]:
-        """Return the exploitability of the policy, and the value of the game for the first player in self-play, both
-        exact. The probabilities of the two legal actions are scaled so that their sum is 1."""
+        """Return the exact exploitability of the policy, and the exact value of the game for the first player in
+        self-play. The probabilities of the two legal actions are scaled so that their sum is 1."""
         strategy = dict[str, float]()
         for state in STATES:
             context = _encode(ports.tokenizer, state)
@@ -57,12 +57,13 @@ class KuhnPoker(Environment):
             if None in found:
                 return {}
             passed, bet = (one[-1] for one in found if one is not None)
-            strategy[state] = (1 + math.tanh((bet - passed) / 2)) / 2  # the logistic function, without overflow
+            strategy[state] = (1 + math.tanh((bet - passed) / 2)) / 2  # logistic function that cannot overflow
         return {"exploitability": find_exploitability(strategy), "self_play_value": find_value(strategy)}
 
 
 def _tell_role(episode: Episode, seat: int, state: str) -> bool:
-    """Let a role act, and tell it what it does not know yet; return False if there is no room for its action."""
+    """Let a player (role) act, after adding the newest action of the other player to its context. Return False if the
+    response has no room for this."""
     tokenizer = episode.ports.tokenizer
     episode.take_role(ROLES[seat])
     if len(state) <= 1 + seat:  # the first turn of the role
@@ -77,11 +78,12 @@ def _tell_role(episode: Episode, seat: int, state: str) -> bool:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Sequence[int]:
-    """Return the tokens of a text, letter by letter, because the policy samples an action as a token of its own."""
+    """Return the tokens of a text, in which each letter is tokenized separately, because the policy samples an action
+    as a separate token."""
     return [token for letter in text for token in tokenizer.encode_response(letter)]
 
 
 def _score_hand(won: int, reason: str, outcome: Outcome) -> Score:
-    """Return the score of a hand in which the first player wins `won` chips."""
+    """Return the score of a hand in which the first player won `won` chips."""
     first, second = ROLES
     return Score(float(won), reason, outcome, roles={first: float(won), second: -float(won)})

@@ -1,4 +1,4 @@
-"""The limits and stop strings of an episode, and the clock that measures how long its environment computes."""
+"""Defines the limits and stop strings of an episode, and the clock that measures how long an environment computes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 class ComputedTime:
     """How long an environment has computed, in seconds."""
 
-    turn: float = 0.0  # in the present turn; before the first turn, in the setup
-    episode: float = 0.0  # in the whole episode, with its setup
+    turn: float = 0.0  # seconds in the current turn (before the first turn: in the setup)
+    episode: float = 0.0  # seconds in the whole episode, including its setup
     is_setup: bool = True  # True before the first generation
 
     def add(self, seconds: float) -> None:
-        """Count time for which the environment has computed."""
+        """Add seconds for which the environment has computed."""
         self.turn += seconds
         self.episode += seconds
 
     def begin_turn(self) -> None:
-        """Note that the policy has generated."""
+        """Begin to count the time of a new turn, because the policy has generated a response."""
         self.turn, self.is_setup = 0.0, False
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """The limits that `[environment]` sets for each episode; None: no limit."""
+    """The limits that the config section `[environment]` sets for each episode. None means no limit."""
 
     max_turns: int | None = None
     max_turn_tokens: int | None = None
@@ -39,8 +39,8 @@ class EpisodeLimits:
     unparsable_penalty: float = 0.0
 
     def find_reached(self, turns: int, tokens: int) -> str:
-        """Return why an episode with this number of turns and of sampled tokens gets no further turn; "" if it gets
-        one."""
+        """Return why an episode with this number of turns and sampled tokens may have no further turn; "" if it may
+        have another turn."""
         if self.max_turns is not None and turns >= self.max_turns:
             return f"the episode reached environment.max_turns = {self.max_turns}"
         if self.max_episode_tokens is not None and tokens >= self.max_episode_tokens:
@@ -48,19 +48,20 @@ class EpisodeLimits:
         return ""
 
     def bound_turn(self, room: int, tokens: int) -> int:
-        """Return the largest number of tokens of the next turn, after `tokens` sampled tokens."""
+        """Return the largest number of tokens that the next turn may have, if the episode has `tokens` sampled tokens
+        so far."""
         if self.max_turn_tokens is not None:
             room = min(room, self.max_turn_tokens)
         return room if self.max_episode_tokens is None else min(room, self.max_episode_tokens - tokens)
 
     @property
     def has_deadline(self) -> bool:
-        """True if the environment may compute only for a limited time."""
+        """True if the computing time of the environment is limited."""
         return any(limit is not None for limit in (self.setup_seconds, self.turn_seconds, self.episode_seconds))
 
     def bound_seconds(self, used: ComputedTime) -> tuple[float, str]:
-        """Return the seconds for which an environment may still compute, and the sentence for an environment that
-        computes for longer. Without a limit, the seconds are infinite.
+        """Return the seconds for which an environment may still compute, and the error message for an environment that
+        computes longer. Without a limit, the seconds are infinite.
         """
         turn = "setup_seconds" if used.is_setup and self.setup_seconds is not None else "turn_seconds"
         bounds = [
@@ -71,7 +72,7 @@ class EpisodeLimits:
         return min(bounds, default=(math.inf, ""))
 
     def scale_tokens(self, tick: int) -> EpisodeLimits:
-        """Return the limits of an episode in which one token stands for `tick` tokens."""
+        """Return the limits of a simulated episode in which each token stands for `tick` real tokens."""
         turn, episode = (
             None if limit is None else math.ceil(limit / tick)
             for limit in (self.max_turn_tokens, self.max_episode_tokens)
@@ -83,33 +84,35 @@ NO_LIMITS = EpisodeLimits()
 
 
 class StepClock:
-    """A clock that measures nothing, because the environment may compute for any time."""
+    """A clock that measures nothing, for an environment without time limits."""
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Note that the environment computes from now on; with `turn_ended`, in the next turn."""
+        """Note that the environment computes from now on. If `turn_ended` is true, this time counts for the next
+        turn."""
 
     def pause(self) -> None:
-        """Note that the environment waits for the policy or for the scorer, or has ended."""
+        """Stop counting time, because the environment waits for the policy or the scorer, or has ended."""
 
 
 NO_CLOCK = StepClock()
 
 
 class TurnClock(StepClock):
-    """Measures the time for which an environment computes, without waits for generations and scores.
+    """Measures the time for which an environment computes. Waits for generations and scores do not count.
 
-    An environment may wait for several scores at the same time; it computes again once none of its waits is left.
+    An environment may wait for several scores at the same time. Its time counts again when all these waits have ended.
     """
 
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:
-        """Call `expire` with the reason once the environment has computed for too long."""
+        """Start the clock. When the environment has computed for too long, the clock calls `expire` with the reason."""
         self._limits, self._expire = limits, expire
         self._used, self._since = ComputedTime(), 0.0
         self._handle: asyncio.TimerHandle | None = None
-        self._waits = 1  # number of waits that have not ended; the environment begins after the first one
+        self._waits = 1  # number of waits that have not ended; `go_on` ends the first wait at the start
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Note that the environment computes from now on; with `turn_ended`, in the next turn."""
+        """Note that the environment computes from now on. If `turn_ended` is true, this time counts for the next
+        turn."""
         if turn_ended:
             self._used.begin_turn()
         self._waits -= 1
@@ -122,7 +125,7 @@ class TurnClock(StepClock):
             self._handle = loop.call_later(max(0.0, seconds), self._expire, reason)
 
     def pause(self) -> None:
-        """Note that the environment waits for the policy or for the scorer, or has ended."""
+        """Stop counting time, because the environment waits for the policy or the scorer, or has ended."""
         self._waits += 1
         if self._handle is not None:
             self._used.add(asyncio.get_running_loop().time() - self._since)
@@ -134,7 +137,7 @@ def check_stops(stop: Sequence[str]) -> tuple[str, ...]:
     """Return stop strings as a tuple.
 
     Raises:
-        ValueError: no engine can search for a stop string: it is empty, not a string, or not valid Unicode.
+        ValueError: a stop string is empty, is not a string, or is not valid Unicode, so no engine could search for it.
     """
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if wrong := [one for one in stops if not isinstance(one, str)]:

@@ -1,5 +1,5 @@
-"""Defines the config keys that limit the episodes of every kind of environment with several turns, and the number of
-episodes of the kinds that have processes of their own."""
+"""Defines config keys that several kinds of environments share: limits of an episode with several turns, and limits for
+environments with processes or tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class LimitedEnvironment(Section):
     different defaults."""
 
     max_turns: int | None = Field(
-        None, gt=0, description="largest number of turns of an episode; default: no limit but engine.max_new_tokens"
+        None,
+        gt=0,
+        description="largest number of turns of an episode; default: only engine.max_new_tokens limits the episode",
     )
     max_turn_tokens: int | None = Field(
         None, gt=0, description="largest number of tokens that the policy generates in one turn; default: no limit"
@@ -45,8 +47,8 @@ class LimitedEnvironment(Section):
         None,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds for which the environment may compute in an episode, setup included, without waits for "
-        "the policy and the scorer; the time begins anew if the episode continues after a crash; default: no limit",
+        description="seconds for which the environment may compute in an episode, setup included; waits for the policy "
+        "and the scorer do not count; after a crash of the run, the time is counted from 0 again; default: no limit",
     )
     unparsable_penalty: float = Field(
         0.0,
@@ -70,23 +72,23 @@ class LimitedEnvironment(Section):
 
 
 class ParallelEnvironment(Section):
-    """Base class of the configs of environments whose episodes have processes of their own, or tools."""
+    """Base class of the configs of environments in which each episode has its own processes or tools."""
 
     at_once: int = Field(
         64,
         gt=0,
         le=MOST_EPISODES,
-        description="largest number of episodes that live at the same time, each with processes of its own; further "
+        description="largest number of episodes that run at the same time, each with its own processes; further "
         "episodes wait in order of arrival",
     )
     max_failures: int = Field(
         20,
         gt=0,
-        description="number of episodes in a row that fail for reasons that the policy cannot have caused, after "
-        "which the run fails",
+        description="the run fails if this number of episodes in a row fail for reasons that the policy cannot have "
+        "caused",
     )
 
     @property
     def most_episodes(self) -> int:
-        """The largest number of episodes that live at the same time."""
+        """The largest number of episodes that run at the same time."""
         return self.at_once

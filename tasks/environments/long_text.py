@@ -8,11 +8,12 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-LONG = 10_000  # number of characters that are tokenized in some milliseconds
+LONG = 10_000  # number of characters; shorter texts are tokenized within milliseconds
 
 
 async def compute_apart(texts: Iterable[str], compute: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """Return the result of a function; if `texts`, on which it works, are long, the function runs in a thread."""
+    """Call a function that works on `texts`, and return its result. If the texts are long, the function runs in a
+    thread."""
     if sum(map(len, texts)) < LONG:
         return compute(*arguments, **options)
     return await asyncio.to_thread(compute, *arguments, **options)

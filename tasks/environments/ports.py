@@ -52,23 +52,24 @@ class Renderer(Protocol):
         """
 
     def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
-        """Return the tokens of a prompt with a text at the end of the last user message, and with the tools' schemas.
+        """Return the tokens of a prompt after a text was added to the last user message, and the tools' schemas were
+        added.
 
         Raises:
             ConfigError: the policy's chat template rejects the tools.
         """
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Return whether the prompt and the messages after it are rendered with the chat template."""
+        """Return whether the chat template renders the prompt and the messages after it."""
 
     def rewrite(
         self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
     ) -> Sequence[int] | None:
-        """Return the tokens of the whole conversation after the prompt, if the chat template changes a recent answer
-        because `messages` follow; None if the answers stay as they were generated.
+        """If the chat template changes a recent answer because `messages` follow, return the new tokens of the whole
+        conversation after the prompt. Return None if all recent answers stay unchanged.
 
-        `earlier` and `recent` are the messages after the prompt. The answers among the earlier messages stand in the
-        context as the chat template has rewritten them.
+        `earlier` and `recent` are the messages after the prompt. In the context, the chat template has already
+        rewritten the answers among the `earlier` messages.
 
         Raises:
             ConfigError: the policy's chat template rejects the messages.

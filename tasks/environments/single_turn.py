@@ -7,7 +7,7 @@ from rollflow.tasks.scorers.base import Score
 
 
 class SingleTurn(Environment):
-    """Environment in which each episode is one prompt and one response."""
+    """An environment in which an episode is one prompt and one response."""
 
     has_turns = False
 

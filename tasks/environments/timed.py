@@ -1,4 +1,4 @@
-"""Simulates an environment with several turns: the timed environment only takes time, and adds meaningless tokens.
+"""Simulates an environment with several turns. The simulated environment only waits, and adds meaningless tokens.
 
     reset --> ( generate --> step --> add )* --> generate --> step --> judge
 
@@ -36,20 +36,21 @@ HUNG = Score(0.0, "the simulated environment hung", Outcome.UNJUDGED)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an environment: its seconds, and the score with which it ends the episode, if it fails."""
+    """One step of a simulated environment: how many seconds it takes, and the score of the episode if the step
+    fails."""
 
     seconds: float
     failure: Score | None = None
 
 
 class TimedEnvironment(Environment):
-    """An environment whose steps only take time. See the module's docstring."""
+    """A simulated environment whose steps only wait. See the module's docstring."""
 
     def __init__(self, config: TimedEnvironmentConfig, tokens_per_tick: int = 1) -> None:
-        """Create the environment; its places are shared by all its episodes.
+        """Create the environment. `config.places` limits how many episodes run at the same time.
 
         Args:
-            tokens_per_tick: number of real tokens that one token of the engines stands for, as in a simulation.
+            tokens_per_tick: number of real tokens that one token of the simulated engines stands for.
         """
         self._config, self._tick = config, tokens_per_tick
         self.observation_tokens = math.ceil(config.observation_tokens / tokens_per_tick)
@@ -58,7 +59,7 @@ class TimedEnvironment(Environment):
         )
 
     async def play(self, episode: Episode) -> Score | None:
-        """Play one episode: as many turns as drawn, with a step of the environment between two turns."""
+        """Play one episode. The number of turns is drawn at random, and a step of the environment follows each turn."""
         async with self._places:
             limits = self.draw_limits(episode.prompt.index, episode.seed)
             seconds, failure = self.draw_times(episode.seed, episode.attempt, len(limits))
@@ -81,15 +82,16 @@ class TimedEnvironment(Environment):
         return episode.generate(max_tokens=limit)
 
     def finish(self, episode: Episode, made: Generation) -> Awaitable[Score | None]:
-        """Have the last turn of an episode scored."""
+        """Score the last turn of an episode, which ends the episode."""
         return episode.judge(made.tokens)
 
     def work(self, seconds: float) -> Awaitable[None]:
-        """Take the time of one step or reset."""
+        """Wait for the seconds of one step or reset."""
         return asyncio.sleep(min(seconds, LONGEST_SECONDS))
 
     def draw_limits(self, prompt: int, seed: int) -> list[int | None]:
-        """Draw the turns of an episode: for each turn, the largest number of tokens that the policy may generate."""
+        """Draw the number of turns of an episode, and for each turn the largest number of tokens that the policy may
+        generate."""
         config, draw = self._config, random.Random(f"turns {seed}")
         z = math.sqrt(1.0 - config.correlation) * draw.gauss(0.0, 1.0)
         if config.correlation:
@@ -98,7 +100,7 @@ class TimedEnvironment(Environment):
         return [self._draw_limit(draw) for _ in range(turns)]
 
     def draw_steps(self, seed: int, attempt: int = 0) -> Iterator[Step]:
-        """Draw the reset of an episode, and then its steps, without end."""
+        """Yield the randomly drawn reset of an episode, and then endlessly many drawn steps."""
         config, draw = self._config, random.Random(f"steps {seed} {attempt}")
         factor = config.slow_factor if draw.random() < config.slow_share else 1.0
         yield Step(factor * self._draw_seconds(draw, config.reset_seconds, config.reset_sigma))
@@ -111,10 +113,11 @@ class TimedEnvironment(Environment):
                 yield Step(seconds, FAILED if fate < config.hangs + config.failures else None)
 
     def draw_times(self, seed: int, attempt: int, turns: int) -> tuple[array[float], Score | None]:
-        """Draw the seconds of the reset and of the steps of an episode, up to the first step that fails; and the score
-        with which this step ends the episode.
+        """Draw the seconds of the reset and of all steps of an episode, up to the first step that fails. Return the
+        seconds, and the episode's score if a step fails.
 
-        The steps are drawn at once, because a generator of random numbers takes 2.5 kB while the episode runs.
+        All steps are drawn at the start, because a random generator that lives as long as the episode would need 2.5 kB
+        of memory.
         """
         seconds = array("d")
         for step in islice(self.draw_steps(seed, attempt), turns + 1):

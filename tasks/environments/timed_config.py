@@ -1,4 +1,4 @@
-"""Defines the config section of the timed environment."""
+"""Defines the config section of the timed (simulated) environment."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rollflow.tasks.environments.base_config import EnvironmentBase
 from rollflow.tasks.environments.limits_config import LimitedEnvironment
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, refuse
 
-WIDEST = 10.0  # largest sigma of a lognormal distribution; with a far larger one, a drawn number would be infinite
+WIDEST = 10.0  # largest sigma of a lognormal distribution; a far larger sigma could draw an infinite number
 
 
 class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
-    """A simulated environment for tests and planning, which only takes time. It draws the number of turns, their
-    lengths and the seconds of each step.
+    """A simulated environment for tests and planning, whose steps only wait. The number of turns, the lengths of turns
+    and the seconds of each step are drawn at random.
     """
 
     kind: Literal["timed"] = Field(
-        "timed", description="simulated environment with several turns, whose steps only take a drawn time"
+        "timed", description="simulated environment with several turns, whose steps only wait for a random time"
     )
     median_turns: float = Field(8.0, ge=1, le=1e6, description="median number of turns of a simulated episode")
     turns_sigma: float = Field(
         0.0,
         ge=0,
         le=WIDEST,
-        description="sigma of the lognormal distribution of the number of turns; 0: every episode has the median "
+        description="sigma of the lognormal distribution of the number of turns; if 0, every episode has the median "
         "number of turns",
     )
     max_turns: int = Field(50, gt=0, description="largest number of turns of a simulated episode")
@@ -40,14 +40,14 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
     turn_tokens: int | None = Field(
         None,
         gt=0,
-        description="median of the largest number of tokens that the policy may generate in a turn; default: a turn "
-        "is limited only by engine.max_new_tokens",
+        description="limit of the tokens that the policy may generate in a turn; each turn draws its limit from a "
+        "lognormal distribution with this median; default: only engine.max_new_tokens limits a turn",
     )
     turn_tokens_sigma: float = Field(
         0.0,
         ge=0,
         le=WIDEST,
-        description="sigma of the lognormal distribution of turn_tokens; 0: every turn has the same limit",
+        description="sigma of the lognormal distribution of turn_tokens; if 0, every turn has the same limit",
     )
     observation_tokens: int = Field(
         1, ge=0, description="number of tokens that a simulated environment adds to the response after each step"
@@ -58,46 +58,61 @@ class TimedEnvironmentConfig(LimitedEnvironment, EnvironmentBase):
         "step_sigma, and 0 in place of a negative number; lognormal: median step_seconds, sigma step_sigma",
     )
     step_seconds: float = Field(
-        1.0, ge=0, le=LONGEST_SECONDS, description="mean (or median) seconds of one step of a simulated environment"
+        1.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="mean (gaussian) or median (lognormal) seconds of one step of a simulated environment",
     )
     step_sigma: float = Field(
         0.0,
         ge=0,
         le=LONGEST_SECONDS,
-        description="spread of the seconds of a step, in seconds for gaussian, as a sigma for lognormal",
+        description="spread of the seconds of a step: the standard deviation in seconds (gaussian), or sigma "
+        "(lognormal)",
     )
     reset_seconds: float = Field(
-        0.0, ge=0, le=LONGEST_SECONDS, description="mean (or median) seconds until a simulated environment is ready"
+        0.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="mean (gaussian) or median (lognormal) seconds until a simulated environment is ready for the "
+        "first turn",
     )
     reset_sigma: float = Field(
-        0.0, ge=0, le=LONGEST_SECONDS, description="spread of the seconds of a reset, as for the seconds of a step"
+        0.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="spread of the seconds of a reset: the standard deviation in seconds (gaussian), or sigma "
+        "(lognormal)",
     )
-    slow_share: float = Field(0.0, ge=0, le=1, description="share of the simulated environments that are slow")
+    slow_share: float = Field(0.0, ge=0, le=1, description="share of the episodes whose simulated environment is slow")
     slow_factor: float = Field(
         1.0,
         ge=1,
         le=1e6,
-        description="factor by which the steps and the reset of a slow simulated environment take longer",
+        description="factor by which the reset and the steps of a slow simulated environment are slower",
     )
     failures: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="probability that the simulated environment fails in a step and ends its episode",
+        description="probability that a step of the simulated environment fails, which ends the episode",
     )
     hangs: float = Field(
-        0.0, ge=0, le=1, description="probability that the simulated environment hangs in a step and then fails"
+        0.0,
+        ge=0,
+        le=1,
+        description="probability that a step of the simulated environment hangs for hang_seconds and then fails",
     )
     hang_seconds: float = Field(
         600.0, gt=0, le=LONGEST_SECONDS, description="seconds until a hanging simulated environment fails"
     )
     places: int | None = Field(
-        None, gt=0, description="largest number of simulated environments at the same time; default: no limit"
+        None, gt=0, description="largest number of simulated environments that run at the same time; default: no limit"
     )
 
     @property
     def most_episodes(self) -> int | None:
-        """The largest number of simulated environments at the same time."""
+        """The largest number of simulated environments that run at the same time."""
         return self.places
 
     @model_validator(mode="after")

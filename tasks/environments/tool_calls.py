@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-# a call without its end reaches to the end of the text, because a search from each beginning would take quadratic time
+# A call without an end tag reaches to the end of the text. Otherwise, the search would take quadratic time.
 CALL = re.compile(f"{BEGIN}(.*?)(?:{END}|\\Z)", re.DOTALL)
 MOST_CALLS = 16  # largest number of calls in one turn
-RESULT_FRAME = "\n<tool_response>{}</tool_response>\n"  # of a result for a policy without chat template
-LONGEST_NAME = 100  # largest number of characters of a wrong name that the policy reads
+RESULT_FRAME = "\n<tool_response>{}</tool_response>\n"  # text around a result, for a policy without chat template
+LONGEST_NAME = 100  # largest number of characters of a wrong tool name in an error message
 LONGEST_FAULT = 200  # largest number of characters of a fault's description
 
 
 @dataclass(frozen=True, slots=True)
 class ActionCall:
-    """A call of a tool, with keyword arguments."""
+    """A call of one tool, with keyword arguments."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -32,7 +32,7 @@ class ActionCall:
 class Action:
     """The policy's action in a turn: its words without thoughts and calls, and its tool calls in order.
 
-    If one call is malformed, `fault` says why, and there are no calls.
+    If a call is malformed, `fault` gives the reason, and `calls` is empty.
     """
 
     content: str
@@ -42,7 +42,7 @@ class Action:
 
 def parse_action(text: str) -> Action:
     """Read the tool calls in the text of a response. A call within a thought does not count, even if the thought has no
-    end."""
+    end tag."""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     content = CALL.sub("", text).strip()
     try:
@@ -59,7 +59,7 @@ def _parse_call(whole: str, inner: str) -> ActionCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("a tool call is no object with a name")
     arguments = call.get("arguments", {})
-    if isinstance(arguments, str):  # some models write the arguments as JSON in a string
+    if isinstance(arguments, str):  # some models write the arguments as a string of JSON
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {call['name']} are no object")
@@ -67,9 +67,9 @@ def _parse_call(whole: str, inner: str) -> ActionCall:
 
 
 async def perform_calls(action: Action, perform: Callable[[int, ActionCall], Awaitable[str]]) -> list[str]:
-    """Do the calls of a turn in order, and return what the policy reads.
+    """Execute the tool calls of a turn in order, and return the texts that the policy reads.
 
-    `perform` gets the position of a call in the turn, and the call; it returns the result.
+    The function `perform` gets a call and its position in the turn, and returns the result of the call.
     """
     if action.fault:
         return [f"error: {action.fault}"]

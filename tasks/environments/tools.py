@@ -1,4 +1,4 @@
-"""Runs tools, which are asynchronous functions that an environment calls when the policy requests them.
+"""Runs tools. A tool is an asynchronous function that an environment calls when the policy requests it.
 
 If the policy's tool call has a wrong name or wrong arguments, fails or misses its deadline, the policy reads the reason
 as the tool's result. A failed tool call does not make the episode fail.
@@ -17,7 +17,7 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.config import ImportTool
 from rollflow.tasks.runtime.imports import build_part, imported_function
 
-LONGEST_ERROR = 200  # largest number of characters of a tool's error that the policy reads
+LONGEST_ERROR = 200  # largest number of characters of an error message that the policy reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""The turns of an episode and the branches in which they were played.
+"""Stores the turns of an episode, and the branches to which the turns belong.
 
-A branch is a context of the episode: the tokens after the prompt, up to the point at which the environment rewrote the
-context. Each role of an episode has branches of its own. Positions count the tokens after the prompt.
+A branch contains the tokens after the prompt, up to the point at which the environment rewrote the context. Then a new
+branch begins. Each role of an episode has branches of its own. A position is the number of tokens between the prompt
+and a token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LONGEST_ROLE = 100  # largest number of characters of the name of a role
 
 @dataclass(slots=True)
 class LivedTurn:
-    """A generation with at least one token."""
+    """One turn of the policy: a generation with at least one token."""
 
     start: int  # position of the turn's first token
     end: int  # position after the turn's last token
@@ -38,20 +39,20 @@ class LivedTurn:
 class LivedBranch:
     """The tokens of one branch of an episode, and its turns.
 
-    Each part is a generation, or tokens that the environment added. The parts are joined when they are read, so that a
-    turn does not copy the log-probs and versions of the turns before it.
+    The tokens are stored in parts; a part is a generation, or tokens that the environment added. The parts are joined
+    only when they are read, so that adding a turn does not copy earlier turns.
     """
 
     role: str = ""  # name of the role that acts in the branch; "" if the episode has no roles
     turns: list[LivedTurn] = field(default_factory=list)
     ending: StopReason = StopReason.STOP
     length: int = 0  # number of tokens
-    _parts: list[bytes] = field(default_factory=list)  # of each part: tokens, log-probs, versions
-    _joined: TokenSpan | None = None  # all parts; None after a part was added
+    _parts: list[bytes] = field(default_factory=list)  # for each part three entries: tokens, log-probs, versions
+    _joined: TokenSpan | None = None  # all parts joined; None after a part was added
 
     @property
     def made(self) -> TokenSpan:
-        """The tokens, with their log-probs and policy versions."""
+        """The tokens of the branch, with their log-probs and policy versions."""
         if self._joined is None:
             tokens, logprobs, versions = self._parts = [b"".join(self._parts[kind::3]) for kind in range(3)]
             self._joined = TokenSpan(Int32s(tokens), Float32s(logprobs), Int32s(versions))
@@ -66,13 +67,13 @@ class LivedBranch:
         return bytes(mask)
 
     def follow(self, prompt: ModelInput) -> ModelInput:
-        """Return the prompt and the tokens of the branch, as the context of the next turn."""
+        """Return the context of the next turn: the prompt, followed by the tokens of the branch."""
         if not self.length:
             return prompt
         return ModelInput(Int32s(b"".join([prompt.flat.data, *self._parts[::3]])), prompt.placed)
 
     def ends_with(self, tokens: Int32s) -> bool:
-        """Return whether `tokens` share the memory of the newest part of the branch. Such tokens need no check."""
+        """Return whether `tokens` are the same memory as the newest part of the branch. Such tokens need no check."""
         return bool(self._parts) and tokens.data is self._parts[-3]
 
     def add_given(self, tokens: Int32s) -> None:
@@ -81,7 +82,7 @@ class LivedBranch:
         self._add_part(tokens.data, bytes(Float32s.size * count), UNSAMPLED * count)
 
     def add_generation(self, generation: Generation, state: int) -> LivedTurn | None:
-        """Append a generation, and return its turn; None if the generation has no token."""
+        """Append a generation, and return its turn. Return None if the generation contains no token."""
         start = self.length
         made = generation.made
         self._add_part(made.tokens.data, made.logprobs.data, made.versions.data)
@@ -102,28 +103,30 @@ class LivedBranch:
         return tuple(turn.start + prompt for turn in self.turns)
 
     def find_states(self) -> Sequence[int] | None:
-        """Return the state of each turn; None if no state has a name."""
+        """Return the hashed environment state of each turn; None if no turn has a named state."""
         states = [turn.state for turn in self.turns]
         return Int64s.of(states) if any(state != UNNAMED_STATE for state in states) else None
 
     def place_rewards(self, values: Float32s | None) -> Float32s | None:
-        """Return the reward of each token, NaN for a token without one; None if no token has one.
+        """Return the reward of each token: NaN for a token without a reward. Return None if no token has a reward.
 
-        The rewards are those of the turns, at the last tokens of the turns, and `values`, which belong to the tokens of
-        the branch. A value of a token that the policy did not sample moves to the last sampled token before it.
+        The reward of a turn is added at the turn's last token. `values` are further rewards of single tokens of the
+        branch; the value of a token that the policy did not sample moves to the last sampled token before it.
         """
         found = None if values is None else move_to_sampled(values, np.frombuffer(self.mask, bool))
         rewards = {turn.end - 1: turn.reward for turn in self.turns if turn.reward is not None}
         return add_values(found, rewards, self.length) if rewards else found
 
     def find_oldest(self, default: int) -> int:
-        """Return the oldest policy version that generated a token; `default` if there is no such token."""
+        """Return the oldest policy version that generated a token of the branch; `default` if the policy generated no
+        token."""
         return min((version for version in self.made.versions if version >= 0), default=default)
 
 
 @dataclass(eq=False, slots=True)
 class LivedEpisode:
-    """All branches of an episode, in the order in which they began. The last one of the acting role is current."""
+    """All branches of an episode, in the order in which they began. The last branch of the acting role is the current
+    branch."""
 
     branches: list[LivedBranch] = field(default_factory=lambda: [LivedBranch()])
     current: LivedBranch = field(init=False)  # the branch that the next turn continues
@@ -135,12 +138,12 @@ class LivedEpisode:
 
     @property
     def played(self) -> list[LivedBranch]:
-        """The branches that have a turn; if no branch has one, the current branch."""
+        """The branches that contain a turn; if no branch contains a turn, only the current branch."""
         return [branch for branch in self.branches if branch.turns] or [self.current]
 
     @property
     def is_fresh(self) -> bool:
-        """True if the acting role has nothing in its context but the prompt, and has not acted yet."""
+        """True if the acting role has not acted yet, and its context contains only the prompt."""
         return not any(branch.turns or branch.length for branch in self.branches if branch.role == self.role)
 
     def add_generation(self, generation: Generation) -> None:
@@ -164,18 +167,18 @@ class LivedEpisode:
         self.enter_hashed(hash_state(key))
 
     def enter_hashed(self, state: int) -> None:
-        """Set the state of the next turn, by the hash of its name."""
+        """Set the state of the next turn, given the hash of the state's name."""
         self._upcoming = state
 
     def start_branch(self, tokens: Int32s) -> None:
-        """Begin a branch with `tokens`, none of which the policy is trained on in this branch."""
+        """Begin a branch with `tokens`. The policy is not trained on these tokens in the new branch."""
         kept = (branch for branch in self.branches if branch.turns or branch.role != self.role)
         self.current = LivedBranch(self.role)
         self.branches = [*kept, self.current]
         self.current.add_given(tokens)
 
     def take_role(self, name: str) -> None:
-        """Let a role act, which continues its newest branch.
+        """Let a role act. A role that has acted before continues its newest branch.
 
         Raises:
             ValueError: the name is empty or too long.
@@ -183,7 +186,7 @@ class LivedEpisode:
         """
         if not isinstance(name, str):
             raise TypeError(f"the name of a role is a {type(name).__name__}, not a string")
-        name.encode()  # a lone surrogate raises a `ValueError`, because storage cannot write such a character
+        name.encode()  # a lone surrogate raises a `ValueError`, because storage cannot encode it
         if not 0 < len(name) <= LONGEST_ROLE:
             raise ValueError(f"the name of a role has {len(name)} characters, and not 1 to {LONGEST_ROLE}")
         self.role, found = name, next((one for one in reversed(self.branches) if one.role == name), None)
@@ -193,7 +196,8 @@ class LivedEpisode:
 
 
 def find_parent(tokens: Int32s, earlier: Sequence[Int32s]) -> tuple[int, int]:
-    """Return which of the earlier token sequences has the longest common beginning with `tokens`, and its length."""
+    """Return the index of the earlier token sequence that shares the longest beginning with `tokens`, and the length of
+    this beginning."""
     shared = [_count_shared(tokens, other) for other in earlier]
     parent = shared.index(max(shared))
     return parent, shared[parent]
@@ -206,7 +210,7 @@ def _count_shared(one: Int32s, other: Int32s) -> int:
 
 
 def hash_state(key: str) -> int:
-    """Return the 64-bit hash of an environment state's name, which is never `UNNAMED_STATE`.
+    """Return a 64-bit hash of the name of an environment state. The hash is never `UNNAMED_STATE`.
 
     Raises:
         TypeError: the name is not a string.
@@ -221,7 +225,7 @@ def check_tokens(tokens: Sequence[int], vocabulary: int) -> Int32s:
     """Convert tokens from an environment; reject token ids outside the vocabulary, which could crash an engine.
 
     Raises:
-        ValueError: there is no such token.
+        ValueError: the vocabulary contains no such token.
         TypeError: a token is not an integer.
     """
     if isinstance(tokens, Int32s):

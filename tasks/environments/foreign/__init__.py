@@ -1,4 +1,4 @@
-"""Environments of other projects, which run in worker processes; the package `guest` has the code of the processes.
+"""Runs environments of other projects in worker processes. The package `guest` contains the code of these processes.
 
 scheduler's event loop: play --> pool --> world --socket of the episode--> episode's process
                                    `----> guest --control socket---------> keeper

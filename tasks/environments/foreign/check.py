@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def check_environment(config: ForeignEnvironment) -> None:
-    """Create the environment in a worker process, as an episode does, within the deadlines of the config.
+    """Create the environment in a worker process, as an episode does. The deadlines of the config apply.
 
     Raises:
         ConfigError: the environment cannot be created; the message says what the user must change.
@@ -35,8 +35,8 @@ def check_environment(config: ForeignEnvironment) -> None:
 
 
 def run_apart(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in a thread of its own, because the caller's thread may have an event loop; return its
-    result."""
+    """Run a coroutine in a new thread and return its result. The caller's thread may already have a running event
+    loop."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(work)).result()
 

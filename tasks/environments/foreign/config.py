@@ -1,4 +1,5 @@
-"""Defines the config sections of environments that run in worker processes, in a Python interpreter of their own."""
+"""Defines the config sections of environments that run in worker processes, possibly with another Python
+interpreter."""
 
 from __future__ import annotations
 
@@ -44,27 +45,30 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
         60.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for the creation and reset of an environment; after that its process is killed",
+        description="seconds allowed for the creation and reset of an environment; if they take longer, the "
+        "environment's process is killed",
     )
     turn_seconds: float = Field(
         30.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for the step or the tool calls of one turn, and for the reward; after that the "
-        "process is killed, and the episode is scored on what was reached",
+        description="seconds allowed for the step or the tool calls of one turn, and for the reward; if they take "
+        "longer, the process is killed, and the episode keeps the reward that it has earned so far",
     )
     close_seconds: float = Field(
         5.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for closing an environment; after that its process is killed",
+        description="seconds allowed for closing an environment; if closing takes longer, the environment's process is "
+        "killed",
     )
     episode_seconds: float = Field(
         600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds for which the environment may compute in an episode, setup included; after that the "
-        "process is killed, and the episode is scored on what was reached; the time begins anew after a crash",
+        description="seconds for which the environment may compute in an episode, setup included; then the process is "
+        "killed, and the episode keeps the reward that it has earned so far; after a crash of the run, the time is "
+        "counted from 0 again",
     )
 
     @model_validator(mode="after")
@@ -77,7 +81,7 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
 
     @property
     def part(self) -> str:
-        """The key and the value that name the user's environment."""
+        """The config key that names the user's environment, and its value."""
         raise NotImplementedError
 
     @property
@@ -89,10 +93,12 @@ class ForeignEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBas
 
 
 class TrlEnvironment(ForeignEnvironment):
-    """An environment class that TRL's `environment_factory` takes."""
+    """An environment class that follows the contract of TRL's `environment_factory`."""
 
     kind: Literal["trl"] = Field(
-        "trl", description="environment class that TRL's environment_factory takes, whose public methods are tools"
+        "trl",
+        description="environment class written for TRL's environment_factory; the public methods of the class are "
+        "tools",
     )
     path: str = Field(pattern=IMPORT_PATH, description="import path of the class, e.g. my_package.games:Wordle")
 
@@ -103,39 +109,42 @@ class TrlEnvironment(ForeignEnvironment):
 
 
 class GymnasiumEnvironment(ForeignEnvironment):
-    """An environment of gymnasium, or a class with gymnasium's signature."""
+    """An environment of the library gymnasium, or a class with the methods of a gymnasium environment."""
 
     hooks: ClassVar[tuple[str, ...]] = ("observe", "act", "actions")
 
     kind: Literal["gymnasium"] = Field(
-        "gymnasium", description="environment of gymnasium, or a class with gymnasium's signature"
+        "gymnasium",
+        description="environment of the library gymnasium, or a class with the methods of a gymnasium environment",
     )
     id: str | None = Field(None, min_length=1, description="id for gymnasium.make, e.g. FrozenLake-v1")
     path: str | None = Field(
-        None, pattern=IMPORT_PATH, description="import path of a class with gymnasium's signature, in place of an id"
+        None,
+        pattern=IMPORT_PATH,
+        description="import path of a class with the methods of a gymnasium environment; use either path or id",
     )
     actions: dict[str, Any] = Field(
         default_factory=dict,
-        description="actions by the word with which the policy names the action, e.g. {left = 0, right = 2}; default: "
-        "the numbers of a discrete action space",
+        description="for each word that the policy may write, the action that the word means, e.g. {left = 0, right = "
+        "2}; default: the policy writes the number of an action",
     )
     act: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="import path of a function that turns the policy's text into an action, and raises an error for "
-        "a text that is not an action; in place of actions",
+        description="import path of a function that turns the policy's text into an action, and raises an error if the "
+        "text is not an action; use either act or actions",
     )
     observe: str | None = Field(
         None,
         pattern=IMPORT_PATH,
         description="import path of a function that turns an observation and its info into text; default: the text "
-        "of render_mode ansi, or else the observation as text",
+        "that the environment renders (render_mode ansi), or the observation as text",
     )
 
     rewards: Literal["episode", "turns"] = Field(
         "episode",
-        description="whether the rewards of the steps are added to the score of the episode, or each is the reward of "
-        "its turn, so that the objective knows which turn earned it",
+        description="where the reward of a step goes: into the score of the episode, or to the turn of the step, so "
+        "that the objective can use the reward of each turn",
     )
 
     @model_validator(mode="after")
@@ -148,5 +157,5 @@ class GymnasiumEnvironment(ForeignEnvironment):
 
     @property
     def part(self) -> str:
-        """The key `id` or `path`, and its value."""
+        """The config key that names the environment (`id` or `path`), and its value."""
         return f"id = {self.id!r}" if self.id else f"path = {self.path!r}"

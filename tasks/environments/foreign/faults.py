@@ -19,7 +19,7 @@ import signal
 from rollflow.storage.records import Outcome
 from rollflow.tasks.scorers.base import FAILED, LONGEST_FAILURE, Score, make_storable
 
-# signals with which the system or a person ends a process; a policy cannot have caused these signals
+# signals by which the system or a person ends a process; the policy cannot have caused such an end
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -28,10 +28,10 @@ class CallFailed(Exception):
 
 
 class WorldEnded(Exception):
-    """Raised if the process of an episode cannot be used any more.
+    """Raised if the worker process of an episode cannot be used any more.
 
-    `outcome` is `UNJUDGED` if the policy cannot have caused the end. `is_counted` is true once the end was counted as a
-    failure of the environment.
+    `outcome` is `UNJUDGED` if the policy cannot have caused the end. `is_counted` is true if the end was already
+    counted as a failure of the environment.
     """
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
@@ -45,7 +45,7 @@ class WorldEnded(Exception):
 
 
 def judge_status(status: int, what: str) -> WorldEnded:
-    """Return the error for a process that has ended with this wait status during `what`."""
+    """Return the error for a process that ended with this wait status; `what` names the call that was running."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         outcome = Outcome.UNJUDGED if number in FROM_OUTSIDE else Outcome.KILLED
@@ -61,6 +61,6 @@ def _name_signal(number: int) -> str:
 
 
 def score_fault(name: str, value: float, reason: str, outcome: Outcome) -> Score:
-    """Return the score of an episode that a fault has ended; `name` says in which environment."""
+    """Return the score of an episode that ended because of a fault in the environment `name`."""
     text = make_storable(f"{name}{FAILED}{reason}", LONGEST_FAILURE)
     return Score(value if math.isfinite(value) else 0.0, text, outcome, failed=outcome is not Outcome.UNJUDGED)

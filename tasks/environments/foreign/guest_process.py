@@ -1,7 +1,8 @@
-"""Starts the guest, the processes of one environment, and controls the guest from an event loop.
+"""Starts the worker processes of one environment (together called the guest), and controls them from an event loop.
 
 The guest's first process is the keeper (see `guest.keeper`). If the keeper dies, the kernel kills the guest's
-processes, and `Guest` kills what they have started: every process whose environment variables contain the guest's mark.
+processes. `Guest` then kills all processes that the guest's processes have started: their environment variables contain
+the guest's mark.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from rollflow.storage.errors import ConfigError
 from rollflow.tasks.environments.guest import boot
 from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, MARK, pack_packet, receive_packet, send_packet
 
-END_SECONDS = 10.0  # seconds that the keeper may take to end
-AGAIN_SECONDS = 0.01  # seconds before a packet that the full socket did not take, or a kill, is repeated
-# libraries that numpy uses would start threads at their import, and a process with threads cannot be forked
+END_SECONDS = 10.0  # largest number of seconds that the keeper may take to end
+AGAIN_SECONDS = 0.01  # seconds between two tries to write to a full socket, or to kill processes
+# Without these variables, libraries that numpy uses would start threads at their import. A process with threads cannot
+# be forked safely.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Guest:
-    """The processes of one environment, which belong to one event loop."""
+    """The worker processes of one environment, which one event loop controls."""
 
     def __init__(self, python: str, spec: Mapping[str, Any]) -> None:
         self._python, self._spec = python, spec
@@ -64,15 +66,15 @@ class Guest:
         finally:
             self._theirs.close()
         self.keeper = self._process.pid
-        with contextlib.suppress(OSError):  # the end of the keeper is noticed by the reader
+        with contextlib.suppress(OSError):  # if the keeper has ended, `_read` notices it
             self._control.send(packet)
         asyncio.get_running_loop().add_reader(self._control, _call_weakly(self._read))
 
     async def open_episode(self, number: int) -> socket.socket:
-        """Start the process of an episode, and return the socket to the process.
+        """Start the process of an episode, and return the socket that is connected to the process.
 
         Raises:
-            OSError: the keeper is gone.
+            OSError: the keeper (first worker process) is gone.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -86,7 +88,7 @@ class Guest:
                     await asyncio.sleep(AGAIN_SECONDS)
         except BaseException:
             ours.close()
-            self.forget(number)  # the keeper will never report the end of an episode that it was not asked to start
+            self.forget(number)  # the keeper never started this episode, and so will never report its end
             raise
         finally:
             theirs.close()
@@ -97,7 +99,7 @@ class Guest:
             send_packet(self._control, {"do": "kill", "number": number})
         except BlockingIOError:
             asyncio.get_running_loop().call_later(AGAIN_SECONDS, self.kill, number)
-        except OSError:  # the keeper is gone, and the episodes with it
+        except OSError:  # the keeper is gone, and all its episodes have ended with it
             pass
 
     def end_of(self, number: int) -> asyncio.Future[int]:
@@ -105,7 +107,7 @@ class Guest:
         return self._ended[number]
 
     def has_episode(self, number: int) -> bool:
-        """Return whether the end of an episode has not been forgotten."""
+        """Return whether there is a record of an episode (see `forget`)."""
         return number in self._ended
 
     def forget(self, number: int) -> None:
@@ -113,7 +115,7 @@ class Guest:
         self._ended.pop(number, None)
 
     async def close(self) -> None:
-        """End all processes of the guest."""
+        """End all worker processes of the environment."""
         self._lose()
         self._theirs.close()
         if self._process is not None:
@@ -121,7 +123,7 @@ class Guest:
 
     def _run_keeper(self) -> subprocess.Popen[bytes]:
         environment = {**ONE_THREAD, **os.environ, MARK: self.mark}
-        if self._python:  # the folders of another interpreter may hold packages for this one alone
+        if self._python:  # PYTHONPATH may contain packages that only rollflow's interpreter can use
             environment.pop("PYTHONPATH", None)
         return subprocess.Popen(
             [self._python or sys.executable, boot.__file__, str(self._theirs.fileno())],
@@ -153,7 +155,7 @@ class Guest:
                     ended.set_result(message["status"])
 
     def _lose(self) -> None:
-        """Close the control socket, and end all waits for the keeper."""
+        """Close the control socket, and end all waits for answers of the keeper (first worker process)."""
         self._release()
         self.lost.set()
         if not self.ready.done():
@@ -164,7 +166,7 @@ class Guest:
 
 
 def _call_weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls a method, and does not keep the method's object alive."""
+    """Return a function that calls a method without keeping the method's object alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -175,14 +177,14 @@ def _call_weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _close_control(loop: asyncio.AbstractEventLoop, control: socket.socket) -> None:
-    """Close the control socket, so that the keeper ends the guest."""
+    """Close the control socket, so that the keeper (first worker process) ends all worker processes."""
     if not loop.is_closed():
         loop.remove_reader(control)
     control.close()
 
 
 def end_guest(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Wait until the keeper has ended the guest, and kill the processes that the keeper could not end."""
+    """Wait until the keeper has ended all worker processes, and kill the processes that the keeper could not end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
     while found := list_marked(mark):
@@ -194,7 +196,7 @@ def end_guest(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def list_marked(mark: str) -> list[int]:
-    """Return the ids of the running processes whose environment variables contain a guest's mark."""
+    """Return the ids of the running processes whose environment variables contain the guest's mark."""
     sought, found = f"{MARK}={mark}".encode(), list[int]()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Plays episodes in an environment with gymnasium's signature.
+"""Plays episodes in an environment with the methods of a gymnasium environment.
 
     prompt + first observation --> ( generate --> action --> step --> observation )* --> the sum of the rewards
 
@@ -20,7 +20,7 @@ from rollflow.tasks.environments.foreign.snapshots import restore_world, save_sn
 from rollflow.tasks.environments.foreign.world import World
 from rollflow.tasks.scorers.base import LARGEST, Score, outcome_of
 
-VIEW_FRAME = "\n{}\n"  # of an observation for a policy without chat template
+VIEW_FRAME = "\n{}\n"  # text around an observation, for a policy without chat template
 
 
 class GymnasiumEpisodes(ForeignEpisodes):
@@ -55,7 +55,8 @@ class GymnasiumEpisodes(ForeignEpisodes):
         return self._validate(Score(progress.total, reason, outcome_of(progress.earned)))
 
     async def _step(self, episode: Episode, world: World, said: str, progress: Progress) -> str | None:
-        """Perform the action that a response names, and return what the policy sees; None if the episode has ended."""
+        """Perform the action that a response names, and return the text that the policy reads next; None if the episode
+        has ended."""
         answer = await world.step(said, episode.turn_id)
         if "invalid" in answer:
             charge_unparsable(episode)

@@ -1,4 +1,4 @@
-"""Counts what happens in the worker processes of an environment, and decides when the environment counts as broken."""
+"""Counts the failures in the worker processes of an environment, and decides when the environment is broken."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rollflow.tasks.environments.foreign.faults import WorldEnded
 
 @dataclass(slots=True)
 class EnvironmentHealth:
-    """Counters of one environment since its creation, and its newest failure.
+    """Counters of events in one environment since its creation, and the reason of its newest failure.
 
-    A hang is a call that missed its deadline. A kill is a process that was killed for a hang or for an invalid answer.
-    A crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that the
-    policy cannot have caused.
+    A hang is a call that missed its deadline. A kill is a process that was killed after a hang or an invalid answer. A
+    crash is a process that ended by itself. A failure is an episode that nobody can judge, for a reason that the policy
+    cannot have caused.
 
-    If several episodes that live at the same time fail, they count in the row as one failure, because they may have one
-    cause. For example, the death of the keeper ends all live episodes. `failure_round` tells which episodes lived
-    before the newest failure in the row.
+    `failures_in_a_row` counts episodes that fail at the same time as one failure, because they may have one cause. For
+    example, the death of the first worker process (the keeper) ends all live episodes. `failure_round` identifies the
+    episodes that began before the newest counted failure.
     """
 
-    name: str  # key and value that name the environment in the config
+    name: str  # config key that names the environment, and its value
     max_failures: int
     episodes: int = 0
     resets: int = 0
@@ -31,7 +31,7 @@ class EnvironmentHealth:
     kills: int = 0
     crashes: int = 0
     failures: int = 0
-    seconds: float = 0.0  # time that the environment's calls took, summed over the episodes
+    seconds: float = 0.0  # seconds that all calls of the environment took
     failures_in_a_row: int = 0
     failure_round: int = 0
     last_failure: str = ""
@@ -42,13 +42,13 @@ class EnvironmentHealth:
         return {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
 
     def count_success(self) -> None:
-        """Count an episode that was judged."""
+        """Note that an episode could be judged, which ends the row of failures."""
         self.failures_in_a_row = 0
 
     def count_failure(self, reason: str, began: int) -> None:
         """Count an episode that failed for a reason that the policy cannot have caused.
 
-        `began` is the `failure_round` at the start of the episode.
+        `began` is the value of `failure_round` at the start of the episode.
         """
         self.failures += 1
         if began == self.failure_round:
@@ -57,7 +57,8 @@ class EnvironmentHealth:
             self.last_failure = reason
 
     def note_end(self, ended: WorldEnded, began: int) -> None:
-        """Count the end of an episode once, if the policy cannot have caused the end; `began` as in `count_failure`."""
+        """Count the early end of an episode as a failure, if the policy cannot have caused it and it is not counted
+        yet."""
         if ended.is_unjudged and not ended.is_counted:
             ended.is_counted = True
             self.count_failure(str(ended), began)

@@ -1,7 +1,7 @@
-"""Plays episodes in worker processes: the base class of the kinds whose environment is not rollflow's.
+"""Defines the base class of environments that play their episodes in worker processes.
 
-A failure that the policy cannot have caused makes the episode unjudged, so that its prompt is issued again. After a
-failure that the policy may have caused, the episode is scored on the state reached. `faults` has the table.
+If the policy cannot have caused a failure, the episode is unjudged, and its prompt is issued again. If the policy may
+have caused the failure, the episode keeps the reward that it has earned so far. `faults` has the table.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ SEED_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """The end of an episode whose environment computes no reward: the tokens to score with the run's scorer."""
+    """The tokens of a final answer, which the run's scorer scores because the environment computes no reward."""
 
     tokens: Sequence[int]
 
 
 @dataclass(slots=True)
 class Progress:
-    """The rewards of an episode so far: `earned` is their sum, of which `total` counts in the score."""
+    """The rewards of an episode so far: `earned` is their sum, and `total` is the part of the sum that counts in the
+    score."""
 
     total: float = 0.0
     earned: float = 0.0
@@ -43,7 +44,7 @@ class Progress:
 class ForeignEpisodes(Environment):
     """Plays the episodes of an environment in worker processes. See the module's docstring."""
 
-    keeps_deadlines = True  # because a process may have to be killed, and its wait for a place does not count
+    keeps_deadlines = True  # it can kill a process, and does not count the wait for a free place
 
     def __init__(self, config: ForeignEnvironment) -> None:
         self._config = config
@@ -66,7 +67,7 @@ class ForeignEpisodes(Environment):
             found = self._score_end(ended, progress)
         if found is None:
             return None
-        if isinstance(found, FinalAnswer):  # the process has ended: its place must not wait for a judge
+        if isinstance(found, FinalAnswer):  # scored only now, so that the place is free while a judge works
             self.health.count_success()
             return await episode.judge(found.tokens)
         if found.outcome is not Outcome.UNJUDGED:
@@ -88,7 +89,8 @@ class ForeignEpisodes(Environment):
             return await world.open(0)
 
     async def _play(self, episode: Episode, world: World, progress: Progress) -> Score | FinalAnswer | None:
-        """Run an episode in a process, and keep `progress` up to date; return None if it is not wanted any more."""
+        """Run an episode in a process, and keep `progress` up to date; return None if the episode is not wanted any
+        more."""
         raise NotImplementedError
 
     async def _begin(self, episode: Episode, world: World) -> tuple[Mapping[str, Any], str | None]:
@@ -99,9 +101,9 @@ class ForeignEpisodes(Environment):
         return described, await world.reset(row, seed)
 
     async def _add_messages(self, episode: Episode, role: str, texts: Sequence[str], frame: str) -> bool:
-        """Append messages for the policy; return False if they leave no room for another turn.
+        """Append messages for the policy; append nothing and return False if they would leave no room for another turn.
 
-        `frame` is the text around a message for a policy without chat template.
+        `frame` is the text that surrounds a message if the policy has no chat template.
         """
         written = [make_storable(text, len(text)) for text in texts]
         messages = [{"role": role, "content": text, "frame": frame} for text in written]
@@ -119,21 +121,21 @@ class ForeignEpisodes(Environment):
         return score_fault(self._name, progress.total, str(ended), ended.outcome)
 
     def _score_error(self, failed: CallFailed, progress: Progress) -> Score:
-        """Return the score of an episode that an error of the user's code has ended."""
+        """Return the score of an episode that ended because the user's code raised an error."""
         return score_fault(self._name, progress.total, str(failed), Outcome.UNPARSABLE)
 
     def _validate(self, score: Score) -> Score:
         return validate_score(self._name, score)
 
     def _find_pool(self) -> WorldPool:
-        """Return the pool of the running event loop."""
+        """Return the worker pool of the running event loop; create it if there is none."""
         if self._pool is None or self._pool.loop is not asyncio.get_running_loop():
             self._pool = WorldPool(self._config, self.health)
         return self._pool
 
 
 def find_seed(prompt: Prompt) -> int:
-    """Return the seed of an episode's environment, which is the same for all episodes of a prompt.
+    """Return the seed of an episode's environment. All episodes of a prompt have the same seed.
 
     The episodes of a group therefore begin in the same state, and a run is reproducible.
     """

@@ -1,7 +1,9 @@
-"""The live episodes of one environment: at most `at_once` at a time, the others wait in order of arrival.
+"""Limits the episodes that one environment runs at the same time to `at_once`. Further episodes wait in order of
+arrival.
 
-A place is free again once the keeper says that the process of the episode has ended. If the keeper does not say so for
-`STUCK_SECONDS`, all processes are killed and started anew, because otherwise no place would be left at some time.
+An episode occupies a place until the keeper (first worker process) reports that the episode's process has ended. If
+this report takes longer than `STUCK_SECONDS`, all worker processes are killed and started anew. Otherwise, the
+environment could run out of places.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rollflow.tasks.environments.foreign.health import EnvironmentHealth
 from rollflow.tasks.environments.foreign.settings import WorldSettings
 from rollflow.tasks.environments.foreign.world import World
 
-STUCK_SECONDS = 60.0  # seconds that the end of a killed process may take
+STUCK_SECONDS = 60.0  # largest number of seconds that a killed process may take to end
 
 
 class WorldPool:
@@ -33,13 +35,14 @@ class WorldPool:
         self._starting = asyncio.Lock()
         self._guest: Guest | None = None
         self._launch: asyncio.Future[None]  # the start of `_guest`
-        self._closing: asyncio.Future[None] | None = None  # the end of a guest that was stuck
+        self._closing: asyncio.Future[None] | None = None  # task that ends worker processes that were stuck
         self._numbers = itertools.count()
         self._is_slow = False  # True once the warning about slow starts was logged
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[World]:
-        """Wait for a place, and start the process of an episode; end the process after the block.
+        """Wait for a free place, and start the process of an episode. At the end of the `async with` block, kill the
+        process.
 
         Raises:
             WorldEnded: no process can be started.
@@ -71,7 +74,7 @@ class WorldPool:
             await self._guest.close()
 
     def _free_place(self, guest: Guest | None, number: int) -> None:
-        """Free the place of an episode as soon as the process of the episode has ended."""
+        """Free the place of an episode once the episode's process has ended."""
         if guest is None or not guest.has_episode(number):
             self._places.release()
             return
@@ -85,7 +88,8 @@ class WorldPool:
         guest.end_of(number).add_done_callback(free)
 
     def _end_guest(self, guest: Guest) -> None:
-        """End a guest that has not ended the process of an episode; its other episodes are unjudged."""
+        """End all worker processes, because the process of one episode does not end; the other running episodes become
+        unjudged."""
         if not guest.lost.is_set():
             logging.getLogger(__name__).warning(
                 "environment.%s: a worker process did not end within %g s, so all of them are started anew",
@@ -95,13 +99,14 @@ class WorldPool:
             self._closing = asyncio.ensure_future(guest.close())
 
     async def _start_guest(self) -> Guest:
-        """Return the running guest, or start one and wait until the environment is imported."""
+        """Return the running worker processes (the guest); if there are none, start them and wait for the environment's
+        import."""
         if self._guest is None or self._guest.lost.is_set():
             self._guest = Guest(self._config.interpreter, self._config.spec)
             self._launch = asyncio.ensure_future(self._guest.start())
         guest = self._guest
         try:
-            await asyncio.shield(self._launch)  # other episodes wait for the start, too, if this one is cancelled
+            await asyncio.shield(self._launch)  # if this episode is cancelled, others still wait for the start
         except OSError as error:
             await guest.close()
             raise WorldEnded(Outcome.UNJUDGED, f"Python did not start ({error})") from None

@@ -1,4 +1,4 @@
-"""Defines what the worker processes of an environment need to know of its config."""
+"""Defines the config values that the worker processes of an environment need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollflow.tasks.environments.limits import EpisodeLimits
 
 
 class WorldSettings(Protocol):
-    """The keys of a config that concern worker processes. `foreign.config` describes them."""
+    """The config keys for worker processes. Their descriptions are in `foreign.config`."""
 
     @property
     def interpreter(self) -> str:
@@ -21,15 +21,15 @@ class WorldSettings(Protocol):
 
     @property
     def at_once(self) -> int:
-        """Largest number of episodes that live at the same time."""
+        """Largest number of episodes that run at the same time."""
 
     @property
     def start_seconds(self) -> float:
-        """Deadline of the import of the environment."""
+        """Seconds allowed for the import of the environment."""
 
     @property
     def close_seconds(self) -> float:
-        """Deadline of the end of an environment."""
+        """Seconds allowed for closing an environment."""
 
     @property
     def limits(self) -> EpisodeLimits:

@@ -1,7 +1,6 @@
-"""Stores the state of an environment in a worker process, so that its episode continues after a crash.
+"""Stores the state of an environment that runs in a worker process, so that its episode continues after a crash.
 
-A stored snapshot is a line of JSON, with the rewards so far, and the environment's own bytes, which only the
-environment interprets.
+A stored snapshot is a line of JSON with the rewards so far and with bytes that only the environment interprets.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ NO_REPLAY = "the environment cannot repeat its actions, and stored no snapshot"
 
 
 async def save_snapshot(episode: Episode, world: World, total: float) -> None:
-    """Store the state of an environment that can give it, with the rewards so far, if the run keeps snapshots."""
+    """Store the environment's state and the rewards so far, if the run keeps snapshots and the environment supports
+    them."""
     if not (episode.keeps_snapshots and world.described.get("has_snapshots")):
         return
     if (fields := await world.take_snapshot()) is not None:
@@ -26,8 +26,8 @@ async def save_snapshot(episode: Episode, world: World, total: float) -> None:
 
 
 async def restore_world(episode: Episode, world: World) -> float | None:
-    """Restore the environment of an episode that continues after a crash, and return the rewards so far; return None if
-    the episode begins.
+    """Restore the environment of an episode that continues after a crash, and return the rewards so far. Return None if
+    the episode must begin anew.
 
     Raises:
         SnapshotRejected: the environment cannot be restored.
@@ -46,13 +46,13 @@ async def restore_world(episode: Episode, world: World) -> float | None:
 
 
 def pack_snapshot(fields: Mapping[str, Any]) -> bytes:
-    """Return a snapshot with these fields, of which `data` is in Base64."""
+    """Return a snapshot with these fields; the field `data` is encoded in Base64."""
     others = {name: value for name, value in fields.items() if name != "data"}
     return json.dumps(others).encode() + b"\n" + base64.b64decode(fields["data"])
 
 
 def unpack_snapshot(snapshot: bytes) -> dict[str, Any]:
-    """Return the fields of a snapshot, of which `data` is in Base64.
+    """Return the fields of a snapshot; the field `data` is encoded in Base64.
 
     Raises:
         ValueError: the snapshot is damaged.

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rollflow.tasks.environments.foreign.config import ForeignEnvironment
 
-PATHS = ("path", "observe", "act")  # keys that may have import paths
-SECONDS = 30.0  # longest time until an interpreter says where it looks for modules
+PATHS = ("path", "observe", "act")  # config keys whose values may be import paths
+SECONDS = 30.0  # longest wait for an interpreter's list of module folders
 
 
 def hash_sources(config: ForeignEnvironment) -> str:
-    """Return the SHA-256 of the source files that the import paths of an environment name; of several files, the
-    SHA-256 of their hashes. Return "" if the config names no file, or if a file is not found.
+    """Return the SHA-256 of the source file that an environment's import path names. If there are several files, return
+    the SHA-256 of the hashes of all files. Return "" if the config names no file, or if a file is not found.
     """
     modules = dict.fromkeys(str(path).partition(":")[0] for key in PATHS if (path := config.spec.get(key)))
     folders = [Path(folder) for folder in _list_folders(config)] if modules else []
@@ -29,7 +29,8 @@ def hash_sources(config: ForeignEnvironment) -> str:
 
 
 def find_module(name: str, folders: Iterable[Path]) -> Path | None:
-    """Return the source file of a module in the first of the folders that has it; None if no folder has it."""
+    """Return the source file of a module in the first folder that contains the module; None if no folder contains
+    it."""
     *packages, last = name.split(".")
     places = list(folders)
     for package in packages:
@@ -47,13 +48,13 @@ def _hash_module(name: str, folders: Sequence[Path]) -> str:
 
 
 def _list_folders(config: ForeignEnvironment) -> list[str]:
-    """Return the folders in which the environment's interpreter looks for modules."""
+    """Return the folders in which the environment's Python interpreter looks for modules."""
     own = [config.folder] if config.folder else []
     return [*own, *(_ask_folders(config.interpreter) if config.interpreter else [path for path in sys.path if path])]
 
 
 def _ask_folders(python: str) -> list[str]:
-    """Ask another interpreter where it looks for modules."""
+    """Start another Python interpreter, and return the folders in which it looks for modules."""
     command = [python, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:

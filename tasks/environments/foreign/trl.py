@@ -1,4 +1,4 @@
-"""Plays episodes in a class that TRL's `environment_factory` takes.
+"""Plays episodes with an environment class that follows the contract of TRL's `environment_factory`.
 
     prompt + tools + reset's text --> ( generate --> tool calls --> results )* --> get_reward, or the run's scorer
 
@@ -27,7 +27,8 @@ class TrlEpisodes(ForeignEpisodes):
         described, text = await self._begin(episode, world)
         if await restore_world(episode, world) is None:
             await open_prompt(episode, described.get("tools") or (), text or "")
-        # a policy without chat template has not learned to end its turn after a call
+        # A policy without a chat template has not learned to end its turn after a tool call, so a stop string ends the
+        # turn.
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None
         while not episode.limit:
@@ -51,7 +52,7 @@ class TrlEpisodes(ForeignEpisodes):
             return self._score_error(failed, progress)
 
     async def _call(self, world: World, turn_id: str, number: int, call: ActionCall) -> str:
-        """Return the result of a tool call, or why it failed, as the policy reads it."""
+        """Call a tool, and return the text that the policy reads: the result, or the reason why the call failed."""
         try:
             return await world.call(call.name, call.arguments, f"{turn_id}.{number}" if turn_id else "")
         except CallFailed as failed:

@@ -1,4 +1,4 @@
-"""The process of one episode, as the event loop sees it: requests with deadlines.
+"""Sends requests with deadlines to the worker process of one episode, from the event loop.
 
 If the process misses a deadline or sends an invalid answer, it is killed with all processes that it has started.
 """
@@ -24,25 +24,25 @@ from rollflow.tasks.environments.limits import ComputedTime
 from rollflow.tasks.scorers.base import LARGEST
 
 CHUNK = 1 << 16
-STATUS_SECONDS = 5.0  # seconds to wait for the wait status of a process that has closed its socket
-OPENING = ("open", "reset")  # requests before the policy has done anything
+STATUS_SECONDS = 5.0  # longest wait for the exit status of a process that has closed its socket
+OPENING = ("open", "reset")  # requests that are sent before the policy's first action
 
 
 class World:
-    """The environment of one episode, in a process of its own. See the module's docstring."""
+    """The environment of one episode, which runs in a worker process of its own. See the module's docstring."""
 
     def __init__(self, guest: Guest, number: int, config: WorldSettings, health: EnvironmentHealth) -> None:
         self._guest, self._number, self._config, self._health = guest, number, config, health
         self._socket: socket.socket | None = None
         self._buffer = bytearray()
-        self.described: Mapping[str, Any] = {}  # what the environment offers, once it is open
+        self.described: Mapping[str, Any] = {}  # what the environment offers (its answer to `open`)
         self._limits, self._used = config.limits, ComputedTime()
 
     async def start(self) -> None:
         """Start the process.
 
         Raises:
-            WorldEnded: the keeper of the processes is gone.
+            WorldEnded: the keeper, which starts the worker processes, is gone.
         """
         try:
             self._socket = await self._guest.open_episode(self._number)
@@ -50,8 +50,8 @@ class World:
             raise WorldEnded(Outcome.UNJUDGED, f"its process did not start ({error})") from None
 
     async def open(self, seed: int, seconds: float | None = None) -> Mapping[str, Any]:
-        """Create the environment, by default within the limits of the episode, and return the description of its
-        tools.
+        """Create the environment and return the description of its tools. By default, the time limits of the episode
+        apply.
         """
         self.described = await self._ask({"do": "open", "seed": seed}, seconds)
         if not _are_tools(self.described.get("tools", [])):
@@ -59,13 +59,13 @@ class World:
         return self.described
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        """Begin the episode with the row of a prompt, and return the first observation."""
+        """Begin the episode with the fields of a prompt (`row`), and return the first observation."""
         self._health.resets += 1
         return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
 
     async def call(self, name: str, arguments: Any, key: str = "", seconds: float | None = None) -> str:
-        """Call a tool, by default within the limits of the episode, and return its result. `key` identifies the call in
-        its run, even after a crash.
+        """Call a tool and return its result. By default, the time limits of the episode apply. `key` identifies the
+        call in its run; a crash of the run does not change it.
 
         Raises:
             CallFailed: the tool has raised an error, which the policy may read.
@@ -75,7 +75,8 @@ class World:
         return self._read_text(answer) or ""
 
     async def step(self, text: str, key: str = "") -> Mapping[str, Any]:
-        """Perform the action that a text of the policy names; see `guest.episode`. `key` is as in `call`."""
+        """Perform the action that a text of the policy names; `guest.episode` describes the answer. `key` is as in
+        `call`."""
         return await self._act({"do": "step", "text": text}, key)
 
     async def reward(self) -> float:
@@ -86,8 +87,8 @@ class World:
         return float(value)
 
     async def take_snapshot(self) -> Mapping[str, Any] | None:
-        """Return the state of the environment, with `data` in Base64; None, with a warning, if the environment cannot
-        give its state.
+        """Return the state of the environment, with `data` in Base64. If the environment cannot return its state, log a
+        warning and return None.
         """
         try:
             answer = await self._ask({"do": "snapshot"})
@@ -99,7 +100,7 @@ class World:
         return answer
 
     async def restore(self, fields: Mapping[str, Any]) -> None:
-        """Return the environment to the state in which a snapshot was taken.
+        """Restore the state that the environment had when a snapshot was taken.
 
         Raises:
             SnapshotRejected: the environment cannot be restored.
@@ -115,18 +116,18 @@ class World:
             await self._ask({"do": "close"}, self._config.close_seconds)
 
     def kill(self) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and all processes that it has started."""
         if self._socket is not None:
             self._guest.kill(self._number)
             self._socket.close()
             self._socket = None
 
     def begin_turn(self) -> None:
-        """Note that the policy has generated a turn."""
+        """Note that the policy has generated a turn, so that the time limit of a turn begins anew."""
         self._used.begin_turn()
 
     async def _act(self, request: Mapping[str, Any], key: str, seconds: float | None = None) -> Mapping[str, Any]:
-        """Do an action. The environment gets the key of the action if it asks for it."""
+        """Do an action. The request contains the action's key if the environment supports such keys."""
         return await self._step({**request, "key": key} if self.described.get("begins_actions") else request, seconds)
 
     async def _step(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
@@ -134,12 +135,12 @@ class World:
         return await self._ask(request, seconds)
 
     async def _ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Mapping[str, Any]:
-        """Send a request and return the answer. By default, the answer may take the time that is left within the limits
-        of the episode."""
+        """Send a request and return the answer. By default, the answer may take as long as the time limits of the
+        episode still allow."""
         what = str(request["do"])
         try:
             line = pack_line(dict(request))
-        except RecursionError:  # the policy may nest the arguments of a call so deeply
+        except RecursionError:  # the policy may have nested the arguments of a call too deeply
             return self._check({"error": "the arguments are nested too deeply"}, what)
         left, late = self._limits.bound_seconds(self._used)
         if seconds is not None:
@@ -185,13 +186,14 @@ class World:
         return text
 
     def _end(self, outcome: Outcome, reason: str) -> WorldEnded:
-        """Kill the process and return the error that says why."""
+        """Kill the process, and return an error with this outcome and reason."""
         self._health.kills += self._socket is not None
         self.kill()
         return WorldEnded(outcome, reason)
 
     def _judge_part(self, answer: Mapping[str, Any], what: str) -> WorldEnded:
-        """Return the error for a part of the environment that has ended, or has to be ended, in this call."""
+        """Return the error if a part of the environment, such as an MCP server, ended during this call or must be
+        ended."""
         status = answer.get("status")
         found = judge_status(status, what) if isinstance(status, int) else None
         self._health.crashes += found is not None
@@ -200,7 +202,7 @@ class World:
         return self._end(found.outcome if found else Outcome.KILLED, f"{answer['lost']}{end}{said}")
 
     async def _find_end(self, what: str) -> WorldEnded:
-        """Return how the process has ended."""
+        """Return the error that says how the process has ended."""
         try:
             status = await asyncio.wait_for(asyncio.shield(self._guest.end_of(self._number)), STATUS_SECONDS)
         except TimeoutError:  # the process closed its socket, and still runs
@@ -231,7 +233,7 @@ class World:
 
 
 def _are_tools(found: Any) -> bool:
-    """Return whether an answer describes tools by a list of schemas, each with a function that has a name."""
+    """Return whether `found` is a list of tool schemas, each with a function that has a name."""
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         return False
     functions = [tool.get("function") for tool in found]

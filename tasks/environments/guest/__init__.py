@@ -1,4 +1,5 @@
-"""The guest: runs a user's environment class in processes of its own; see `keeper`.
+"""The code of the worker processes (called the guest) that run a user's environment class. `keeper` describes the
+processes.
 
 The guest runs in the user's Python interpreter, which may have no packages. These modules therefore import only the
 standard library and each other, and their code is valid in Python 3.9.

@@ -1,8 +1,9 @@
-"""Starts the guest as a script: `python boot.py FD`, where FD is the file descriptor of the control socket.
+"""Starts the worker processes of an environment (the guest) as a script: `python boot.py FD`. FD is the file descriptor
+of the control socket.
 
-The interpreter may have no rollflow, and must not import rollflow's other packages. While the guest's modules are
-imported, empty modules stand for the packages around the guest. Afterwards they are removed, so that an environment can
-import a rollflow that is installed.
+The interpreter may have no rollflow installed, and must not import rollflow's other packages. During the import of the
+guest's modules, empty modules therefore replace the packages that contain the guest. Afterwards the empty modules are
+removed, so that an environment can import an installed rollflow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PACKAGE = "rollflow.tasks.environments.guest"
 
 
 def import_keeper() -> types.ModuleType:
-    """Import the keeper without the packages around the guest."""
+    """Import the module `keeper` without importing the packages that contain it."""
     folder = Path(__file__).resolve().parent
     names = PACKAGE.split(".")
     outer = [".".join(names[: count + 1]) for count in range(len(names))]
@@ -30,5 +31,5 @@ def import_keeper() -> types.ModuleType:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script, whose modules must not hide the user's
+    sys.path.pop(0)  # remove this script's folder, whose modules could hide the user's modules
     import_keeper().run(int(sys.argv[1]))

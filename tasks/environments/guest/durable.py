@@ -2,11 +2,11 @@
 
 A class may have the following parts.
 
-- `snapshot(self) -> bytes` returns the state of an episode after a turn, and `restore(self, data)`, after a reset,
-  returns the object to this state.
-- `begin_action(self, action_key)` is called before an action, and returns the result of the action if it was done
-  before, else None.
-- `can_replay = False` says that actions cannot be done a second time.
+- `snapshot(self) -> bytes` returns the state of an episode after a turn. `restore(self, data)` is called after a reset,
+  and returns the object to this state.
+- `begin_action(self, action_key)` is called before each action. It returns the result if this action was done before,
+  else None.
+- `can_replay = False` means that the environment's actions must not be done a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollflow.tasks.environments.guest.wire import LARGEST_SNAPSHOT, Fields
 
 
 class DurableParts:
-    """The optional methods of a user's object. See the module's docstring."""
+    """The optional methods of a user's environment object. See the module's docstring."""
 
     def __init__(self, own: Any, finish: Callable[[Any], Any] = lambda result: result) -> None:
         """Find the methods of `own`. `finish` waits for the result of an asynchronous method."""
@@ -31,12 +31,12 @@ class DurableParts:
 
     @property
     def names(self) -> set[str]:
-        """The names of the optional methods, which are not offered to the policy as tools."""
+        """The names of the optional methods. The policy cannot call these methods as tools."""
         found = {"snapshot", "restore"} if self.has_snapshots else set()
         return found | ({"begin_action"} if self._begin else set())
 
     def describe(self) -> Fields:
-        """Return what the environment offers, as a part of the answer to `open`."""
+        """Return which optional methods the environment supports, as fields of the answer to `open`."""
         return {
             "has_snapshots": self.has_snapshots,
             "can_replay": getattr(self._own, "can_replay", True) is not False,
@@ -44,7 +44,7 @@ class DurableParts:
         }
 
     def begin_action(self, key: str) -> Any:
-        """Return the result of an action that was done before, or None if the action must be done."""
+        """Return the result of an action if it was done before, or None if the action must be done now."""
         return self._finish(self._begin(key)) if self._begin and key else None
 
     def take_snapshot(self) -> Fields:
@@ -68,7 +68,7 @@ def returns_bytes(method: Any) -> bool:
 
 
 def find_begin(own: Any) -> Callable[[str], Any] | None:
-    """Return the method `begin_action` if it takes an `action_key`. A method of this name without an `action_key` is a
-    tool."""
+    """Return the method `begin_action` if its only argument is `action_key`. A method `begin_action` without the
+    argument `action_key` is an ordinary tool."""
     found: Any = getattr(own, "begin_action", None)
     return found if callable(found) and list(inspect.signature(found).parameters) == ["action_key"] else None

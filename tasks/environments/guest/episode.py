@@ -1,4 +1,4 @@
-"""Serves one episode: answers rollflow's requests, one a line, with the user's environment.
+"""Serves one episode: answers rollflow's requests with the user's environment. Each request is one line.
 
 | request | answer |
 |---|---|
@@ -11,10 +11,10 @@
 | `restore` with the fields of a snapshot | returns the episode to the state; it follows `reset` |
 | `close` | closes the environment |
 
-The answer `{"error": TEXT}` says that the user's code has raised an error. The answer `{"fault": TEXT}` says that the
-environment cannot be used as it is, which no policy can have caused. The answer
-`{"lost": TEXT, "status": NUMBER, "said": TEXT}` says that a part of the environment, such as an MCP server, has ended
-with this wait status, or null if the part must be ended, and what the part has written last.
+The answer `{"error": TEXT}` means that the user's code raised an error. The answer `{"fault": TEXT}` means that the
+environment must be corrected by its user; no policy can have caused this fault. The answer `{"lost": TEXT, "status":
+NUMBER, "said": TEXT}` means that a part of the environment, such as an MCP server, has ended. `status` is its wait
+status, or null if the part still runs and must be ended. `said` is the last text that the part has written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollflow.tasks.environments.guest.mcp import McpGuest
 from rollflow.tasks.environments.guest.trl import TrlGuest
 from rollflow.tasks.environments.guest.wire import EnvironmentFault, Fields, describe_error, pack_line
 
-SEEDS = 2**32  # numpy takes seeds below this number
+SEEDS = 2**32  # numpy accepts only seeds below this number
 
 
 def import_object(path: str) -> Any:
@@ -43,7 +43,7 @@ def import_object(path: str) -> Any:
 
 
 def load_class(spec: Fields) -> dict[str, Any]:
-    """Import all that an environment needs, as the keys of its config name it."""
+    """Import all objects that an environment needs, from the import paths in its config."""
     if spec["folder"] not in ("", *sys.path):
         sys.path.insert(0, spec["folder"])
     if spec.get("id"):
@@ -52,7 +52,8 @@ def load_class(spec: Fields) -> dict[str, Any]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global random generators, whose state is the same in all processes that a template forks."""
+    """Seed the global random generators. Without this, all processes that the template forks would draw equal random
+    numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % SEEDS)

@@ -1,4 +1,4 @@
-"""Adapts an environment with gymnasium's signature: `reset(seed=...)`, `step(action)` and `close()`.
+"""Adapts an environment with the methods of a gymnasium environment: `reset(seed=...)`, `step(action)` and `close()`.
 
 The policy reads an observation as text, and answers with a text that names an action.
 """
@@ -14,12 +14,13 @@ from rollflow.tasks.environments.guest.durable import DurableParts
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields
 
 COLOURED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
-STEPS = "_elapsed_steps"  # attribute in which the wrapper TimeLimit counts steps
+STEPS = "_elapsed_steps"  # attribute in which gymnasium's wrapper TimeLimit counts steps
 WORD = re.compile(r"[^\W_]+(?:[-_'][^\W_]+)*|[^\w\s]")
 
 
 class GymnasiumGuest:
-    """Serves an episode with an environment of gymnasium's signature. See the module's docstring."""
+    """Serves an episode with an environment that has the methods of a gymnasium environment. See the module's
+    docstring."""
 
     def __init__(self, spec: Fields, parts: dict[str, Any]) -> None:
         self._observe, self._act = parts.get("observe"), parts.get("act")
@@ -29,11 +30,11 @@ class GymnasiumGuest:
             self._actions = build_actions(spec["actions"], getattr(self._own, "action_space", None))
 
     def describe(self) -> Fields:
-        """Return that the environment has no tools, and computes its rewards."""
+        """Return the description of an environment without tools that computes its own rewards."""
         return {"tools": [], "has_reward": True, **self._durable.describe()}
 
     def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
-        """Begin the episode; the column `seed` of a prompt's row takes precedence over the seed of the run."""
+        """Begin the episode. If the prompt's row has a column `seed`, it replaces the seed that the run has chosen."""
         found, info = self._own.reset(seed=int(row.get("seed", seed)))
         return {"text": self._describe_state(found, info)}
 
@@ -49,12 +50,12 @@ class GymnasiumGuest:
         return {"text": self._describe_state(found, info), "reward": float(reward), "ended": ended}
 
     def do_snapshot(self) -> Fields:
-        """Return the state of the episode, and the number of steps that each wrapper has counted."""
+        """Return the state of the episode, and the number of steps that each gymnasium wrapper has counted."""
         counted = [getattr(one, STEPS) for one in list_counters(self._own)]
         return {**self._durable.take_snapshot(), "counted": counted}
 
     def do_restore(self, data: str, counted: list[Any]) -> Fields:
-        """Return the episode to the state in which a snapshot was taken."""
+        """Restore the state that the episode had when a snapshot was taken."""
         for number, one in enumerate(list_counters(self._own)):
             setattr(one, STEPS, counted[number])
         return self._durable.restore(data)
@@ -65,7 +66,8 @@ class GymnasiumGuest:
         return {}
 
     def _describe_state(self, found: Any, info: Mapping[str, Any]) -> str:
-        """Return the text of a state: from the user's function, or the rendered text, or the observation itself."""
+        """Return the text of a state: the result of the user's function `observe`, or the rendered text, or the
+        observation as text."""
         if self._observe:
             return str(self._observe(found, info))[:LONGEST_TEXT]
         if getattr(self._own, "render_mode", None) == "ansi":
@@ -75,7 +77,7 @@ class GymnasiumGuest:
 
 
 def list_counters(environment: Any) -> Iterator[Any]:
-    """Yield the wrappers around an environment that count steps, from the outermost on."""
+    """Yield the wrappers of an environment that count steps, beginning with the outermost wrapper."""
     while hasattr(environment, "env"):
         if STEPS in vars(environment):
             yield environment
@@ -83,7 +85,8 @@ def list_counters(environment: Any) -> Iterator[Any]:
 
 
 def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
-    """Create the environment, with the text renderer if the environment has one and the config names no renderer."""
+    """Create the environment. If it can render text (mode "ansi") and the config names no render mode, use this
+    mode."""
     options = dict(spec["options"])
     if parts.get("path"):
         factory = parts["path"]
@@ -105,10 +108,11 @@ def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
 
 
 def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
-    """Return the actions by the words that name them, in lower case; by default the numbers of a discrete space.
+    """Return a mapping of words in lower case to actions. By default, the words are the numbers of a discrete action
+    space.
 
     Raises:
-        EnvironmentFault: the actions are not numbers from 0 on, and the config names none.
+        EnvironmentFault: the action space is not discrete, and the config names no actions.
     """
     if given:
         return {word.lower(): action for word, action in given.items()}
@@ -121,7 +125,7 @@ def build_actions(given: Mapping[str, Any], space: Any) -> dict[str, Any]:
 
 
 def find_action(text: str, actions: Mapping[str, Any]) -> Any:
-    """Return the action whose name ends last in the text; of several such names, the longest one counts.
+    """Return the action that the text names last. If several names end at the same place, the longest name counts.
 
     Raises:
         ValueError: the text names no action.
@@ -129,7 +133,7 @@ def find_action(text: str, actions: Mapping[str, Any]) -> Any:
     said = text.lower()
     found = [(one.end(), len(one.group()), one.group()) for one in WORD.finditer(said) if one.group() in actions]
     for name in actions:
-        if name and name in said and not WORD.fullmatch(name):  # such as "go on", "->" or "-1"
+        if name and name in said and not WORD.fullmatch(name):  # a name like "go on", "->" or "-1"
             found.append((said.rfind(name) + len(name), len(name), name))
     if not found:
         raise ValueError("no action; the actions are " + ", ".join(actions))
@@ -137,5 +141,5 @@ def find_action(text: str, actions: Mapping[str, Any]) -> Any:
 
 
 def mark_colours(text: str) -> str:
-    """Write coloured text of a terminal in brackets, because a policy sees no colours."""
+    """Replace terminal colour codes by brackets around the coloured text, because the policy sees no colours."""
     return COLOURED.sub(r"[\1]", text)

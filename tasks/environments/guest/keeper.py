@@ -1,4 +1,5 @@
-"""Keeps the processes of one environment: the first process of the guest, which runs no code of the user.
+"""Starts and ends the worker processes of one environment. The keeper is the first of these processes, and runs no code
+of the user.
 
     rollflow --control socket--> keeper --> template     imports the user's class once
         |                          |            `.fork
@@ -31,8 +32,8 @@ from rollflow.tasks.environments.guest.wire import Fields, describe_error, recei
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SOON = 0.001  # seconds between two checks of the parent of a new episode
-OOM_SCORE = "500"  # makes the kernel prefer episodes to rollflow's own processes when memory is short
-Start = tuple[Fields, list[int]]  # a packet that starts an episode, with the socket for the episode
+OOM_SCORE = "500"  # when memory is short, the kernel kills episodes before rollflow's own processes
+Start = tuple[Fields, list[int]]  # a request to start an episode, with the episode's socket
 
 
 class GuestKeeper:
@@ -42,12 +43,12 @@ class GuestKeeper:
         self._control = control
         self._spec, _ = receive_packet(control)
         self._pid = os.getpid()
-        self._template = 0  # process id of the template; 0 if it must be started
-        self._link: socket.socket | None = None  # connection with the template
-        self._is_safe = True  # True if the template may be forked
+        self._template = 0  # process id of the template; 0 if no template is running
+        self._link: socket.socket | None = None  # connection to the template process
+        self._is_safe = True  # False if forking the template is unsafe because it has threads
         self._is_ready = False
         self._episodes: dict[int, int] = {}  # number of an episode -> its process id
-        self._doomed: set[int] = set()  # episodes to kill as soon as they are born
+        self._doomed: set[int] = set()  # episodes to kill as soon as the template has started them
         self._waiting: list[Start] = []  # episodes that the template has not been asked to start
         self._asked: dict[int, Start] = {}  # episodes that the template has been asked to start
         self._child, self._wakeup = os.pipe()
@@ -57,7 +58,7 @@ class GuestKeeper:
         signal.set_wakeup_fd(self._wakeup)
 
     def serve(self) -> None:
-        """Start and end processes until rollflow is gone."""
+        """Start and end worker processes until rollflow is gone."""
         self._start_template()
         while True:
             links: list[Any] = [self._link] if self._link else []
@@ -73,7 +74,7 @@ class GuestKeeper:
             self._forward()
 
     def do_start(self, message: Fields, fds: list[int]) -> None:
-        """Start the process of an episode, which gets the socket of the packet."""
+        """Start the process of an episode, and pass the socket in `fds` to the process."""
         if self._is_safe:
             self._waiting.append((message, fds))
             if not self._link:
@@ -93,7 +94,7 @@ class GuestKeeper:
             self._doomed.add(message["number"])
 
     def kill_all(self) -> None:
-        """Kill all processes of the guest but the keeper, until none is left."""
+        """Kill all worker processes except the keeper, and repeat this until no such process is left."""
         signal.set_wakeup_fd(-1)
         while list_children(self._pid):
             for pid in list_children(self._pid):
@@ -112,7 +113,7 @@ class GuestKeeper:
         self._template, self._link = pid, ours
 
     def _read_template(self) -> None:
-        """Read which episodes the template has started, and whether the template is ready."""
+        """Read the template's messages: which episodes it has started, and whether it is ready."""
         while self._link:
             try:
                 message, _ = receive_packet(self._link)
@@ -135,7 +136,7 @@ class GuestKeeper:
                     self._kill_tree(self._template)
 
     def _forward(self) -> None:
-        """Ask the template to start the episodes that wait, as far as the connection has room."""
+        """Ask the template to start the waiting episodes, until the connection's buffer is full."""
         while self._waiting and self._link:
             message, fds = self._waiting[0]
             try:
@@ -148,8 +149,8 @@ class GuestKeeper:
             self._asked[message["number"]] = self._waiting.pop(0)
 
     def _lose_template(self) -> None:
-        """Have the next template start the episodes that an ended template has not started; give up an episode after
-        the second try."""
+        """After the end of the template, let a new template start the episodes that are not yet started. An episode
+        whose start fails twice is given up."""
         assert self._link is not None
         self._link.close()
         self._link = None
@@ -165,10 +166,10 @@ class GuestKeeper:
             self.do_start(message, fds)
 
     def _reap(self) -> None:
-        """Collect ended processes, and kill what ended episodes have left behind.
+        """Collect the exit statuses of ended processes, and kill processes that ended episodes have left behind.
 
-        An episode is announced before it becomes a child of the keeper, so each child that is listed here and has not
-        been announced was left behind.
+        The template announces an episode before the episode becomes a child of the keeper. A child that was not
+        announced was therefore left behind by an ended episode.
         """
         children, ended = list_children(self._pid), set()
         self._read_template()
@@ -192,13 +193,14 @@ class GuestKeeper:
             send_packet(self._control, {"ended": number, "status": status})
 
     def _tell_ready(self, message: Fields) -> None:
-        """Tell rollflow once that episodes can start, or why not."""
+        """Report to rollflow, once, that episodes can start, or why they cannot start."""
         if not self._is_ready:
             self._is_ready = True
             send_packet(self._control, {"ready": True, **message})
 
     def _become_template(self, link: socket.socket) -> None:
-        """Import the class, and fork a process for each episode. No error may lead back to the code of the keeper."""
+        """Run the template process: import the user's class, and fork a process for each episode. No error may return
+        control to the code of the keeper."""
         with contextlib.suppress(BaseException):
             self._leave()
             end_with_parent(self._pid)
@@ -214,12 +216,13 @@ class GuestKeeper:
                 if not middle:
                     self._fork_episode(message["number"], fds[0], link)
                 os.close(fds[0])
-                if os.waitpid(middle, 0)[1]:  # the machine has no room for a process
+                if os.waitpid(middle, 0)[1]:  # the machine could not create another process
                     break
         os._exit(0)
 
     def _fork_episode(self, number: int, fd: int, link: socket.socket) -> None:
-        """Fork the process of an episode, announce the process to the keeper, and end, so that the keeper adopts it."""
+        """Fork the process of an episode, announce it to the keeper, and end this process, so that the keeper becomes
+        the parent of the episode's process."""
         with contextlib.suppress(OSError):
             pid = os.fork()
             if not pid:
@@ -229,7 +232,8 @@ class GuestKeeper:
         os._exit(1)
 
     def _become_episode(self, fd: int, link: socket.socket | None) -> None:
-        """Serve one episode, as a child of the keeper, and end. No error may lead back to the code of the keeper."""
+        """Serve one episode, as a child of the keeper, and end. No error may return control to the code of the
+        keeper."""
         with contextlib.suppress(BaseException):
             if link:
                 link.close()
@@ -247,7 +251,7 @@ class GuestKeeper:
         os._exit(0)
 
     def _leave(self) -> None:
-        """Release in a forked process what only the keeper needs."""
+        """Close in a forked process all files and handlers that only the keeper needs."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
@@ -261,7 +265,7 @@ class GuestKeeper:
             self._link.close()
 
     def _kill_tree(self, pid: int) -> None:
-        """Kill a process, its group and its descendants."""
+        """Kill a process, its process group and all its descendants."""
         found = [pid]
         for one in found:
             found += list_children(one)  # the loop also visits the ids that are appended here
@@ -288,14 +292,14 @@ def kill_group(pid: int) -> None:
 
 
 def describe_status(status: int) -> str:
-    """Return how a process ended, from its wait status."""
+    """Return a text that says how a process ended, from its wait status."""
     if os.WIFSIGNALED(status):
         return f"by signal {os.WTERMSIG(status)}"
     return f"with exit code {os.WEXITSTATUS(status)}"
 
 
 def set_process_option(option: int, value: int) -> None:
-    """Set an option of this process by `prctl`."""
+    """Set an option of this process with the system call `prctl`."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -309,7 +313,8 @@ def end_with_parent(parent: int) -> None:
 def run(control: int) -> None:
     """Run the keeper; `control` is the file descriptor of the socket to rollflow."""
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
-    # `select` takes no file descriptor above 1023, which a busy rollflow may have chosen
+    # Duplicate the file descriptor, because `select` accepts no number above 1023 and rollflow may have passed a larger
+    # one.
     connection = socket.socket(fileno=os.dup(control))
     os.close(control)
     keeper = GuestKeeper(connection)

@@ -25,18 +25,18 @@ from rollflow.tasks.environments.guest.wire import LONGEST_LINE, LONGEST_TEXT, M
 
 PROTOCOL = "2025-11-25"
 CHUNK = 1 << 16
-MOST_PAGES = 100  # largest number of answers to `tools/list`
-END_SECONDS = 2.0  # seconds that a server may take to end after it has closed its output
+MOST_PAGES = 100  # largest number of requests `tools/list` for all tools of a server
+END_SECONDS = 2.0  # longest wait for the end of a server that has closed its output
 METHOD_NOT_FOUND = -32601
-SHOWN = 120  # bytes of an invalid line, and of the server's standard error, in the reason
-# environment variables that a server inherits; others may hold secrets of the run
+SHOWN = 120  # number of bytes of a server's output that an error message quotes
+# environment variables that a server inherits; other variables may contain secrets of the run
 INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER", MARK)
 
 
 class ServerEnded(Exception):
     """Raised if a server has ended or has written an invalid message.
 
-    `status` is the wait status of a server that has ended, and `said` is the end of its standard error.
+    `status` is the server's wait status, if it has ended. `said` is the end of the server's standard error.
     """
 
     def __init__(self, reason: str, status: int | None, said: str) -> None:
@@ -49,7 +49,8 @@ class RequestRefused(Exception):
 
 
 class McpConnection:
-    """A running MCP server, and the messages that are exchanged with it. See the module's docstring."""
+    """A running MCP server, and the connection over which messages are exchanged with it. See the module's
+    docstring."""
 
     def __init__(self, spec: Fields) -> None:
         """Start the server.
@@ -79,7 +80,7 @@ class McpConnection:
         for fd in (self._input, self._output, self._errors):
             os.set_blocking(fd, False)
         self._unsent, self._unread = bytearray(), bytearray()
-        self._said = b""  # end of what the server wrote to its standard error
+        self._said = b""  # last bytes that the server wrote to its standard error
         self._number = 0
 
     def ask(self, method: str, params: Fields) -> Fields:
@@ -95,7 +96,7 @@ class McpConnection:
             message = self._receive()
             if "method" in message:
                 self._answer(message)
-            elif message.get("id") in (self._number, None):  # no id: the server could not read the request
+            elif message.get("id") in (self._number, None):  # no id means: the server could not read the request
                 return self._read_result(message)
 
     def notify(self, method: str) -> None:
@@ -103,7 +104,7 @@ class McpConnection:
         self._send({"method": method})
 
     def close(self) -> None:
-        """Close the input of the server, so that the server ends by itself, and wait for its end."""
+        """Close the input of the server, so that the server ends itself, and wait for its end."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -121,7 +122,7 @@ class McpConnection:
         return result
 
     def _answer(self, request: Mapping[str, Any]) -> None:
-        """Answer a request of the server; a notification gets no answer."""
+        """Answer a request of the server; do nothing if the message is a notification."""
         if "id" not in request:
             return
         if request["method"] == "ping":
@@ -131,7 +132,7 @@ class McpConnection:
             self._send({"id": request["id"], "error": error})
 
     def _send(self, message: Fields) -> None:
-        """Queue a message, which is written while the client waits for the next message of the server."""
+        """Queue a message. It is written while `_receive` waits for the next message of the server."""
         self._unsent += json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
         self._write()
 
@@ -161,7 +162,8 @@ class McpConnection:
         return message
 
     def _pump(self, writes: list[int]) -> bool:
-        """Wait until the server can read or has written; return False if it has closed its output."""
+        """Wait until the server can read or has written something, and exchange bytes; return False if the server has
+        closed its output."""
         errors = [] if self._errors is None else [self._errors]
         ready, writable, _ = select.select([self._output, *errors], writes, [])
         if writable:
@@ -178,7 +180,8 @@ class McpConnection:
         return True
 
     def _write(self) -> None:
-        """Write as much as the server takes; if the server has closed its input, its end is noticed by its output."""
+        """Write as many queued bytes as the server accepts. If the server has closed its input, do nothing: the end of
+        its output will show that it has ended."""
         try:
             del self._unsent[: os.write(self._input, self._unsent)]
         except BlockingIOError:
@@ -194,7 +197,7 @@ class McpConnection:
             return b""
 
     def _find_end(self) -> ServerEnded:
-        """Return how the server has ended."""
+        """Return an error that says how the server has ended."""
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -202,7 +205,8 @@ class McpConnection:
         return self._fail("has ended", -code if code < 0 else code << 8)
 
     def _fail(self, what: str, status: int | None = None) -> ServerEnded:
-        """Return the error of a server that cannot be used any more, with the end of its standard error."""
+        """Return the error for a server that cannot be used any more; it quotes the end of the server's standard
+        error."""
         if self._errors is not None:
             self._said = (self._said + self._read(self._errors))[-SHOWN:]
         said = " ".join(self._said.decode(errors="replace").split())
@@ -235,7 +239,7 @@ class McpGuest:
         return {"tools": tools, "has_reward": False}
 
     def do_call(self, name: str, arguments: Any) -> Fields:
-        """Call a tool of the server. The policy reads an error as the result of the call."""
+        """Call a tool of the server. If the call fails, the policy reads the error as the result."""
         try:
             params = {"name": name[len(self._prefix) :], "arguments": arguments}
             result = self._server.ask("tools/call", params)
@@ -251,7 +255,7 @@ class McpGuest:
         return {}
 
     def _list_tools(self) -> list[Any]:
-        """Return all tools of the server, which may give them in several answers."""
+        """Return all tools of the server, which may list them in several answers."""
         tools: list[Any] = []
         params: Fields = {}
         for _ in range(MOST_PAGES):
@@ -265,7 +269,7 @@ class McpGuest:
 
 
 def convert_tool(tool: Any, prefix: str) -> Fields:
-    """Return the schema of a server's tool in the form of chat templates.
+    """Return the schema of a server's tool in the format that chat templates use.
 
     Raises:
         EnvironmentFault: the tool has no name or no schema.
@@ -280,7 +284,7 @@ def convert_tool(tool: Any, prefix: str) -> Fields:
 
 
 def read_result(result: Mapping[str, Any]) -> str:
-    """Return the text of a tool's result. Content that is not text is named by its type."""
+    """Return the text of a tool's result. For content that is not text, only the type is named."""
     content = result.get("content")
     texts = [read_part(part) for part in content] if isinstance(content, list) else []
     if not texts and "structuredContent" in result:

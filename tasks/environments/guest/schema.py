@@ -1,7 +1,7 @@
-"""Builds the JSON schema of a tool from a function's annotations and docstring, in the form of chat templates.
+"""Builds the JSON schema of a tool from a function's annotations and docstring, in the format that chat templates use.
 
-The docstring is in Google's style: a summary, then a section `Args:` with one entry for each argument. An entry may end
-with `(choices: ["a", "b"])`.
+The docstring must follow Google's style: a summary, then a section `Args:` with one entry for each argument. An entry
+may end with `(choices: ["a", "b"])`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_hints(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def split_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its summary, and the description of each argument."""
+    """Split a docstring into its summary and the descriptions of the arguments."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, current, indent = "", "", 0
@@ -86,10 +86,10 @@ def split_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def read_description(text: str) -> Fields:
-    """Return the description of an argument, and the choices that the description ends with.
+    """Return the description of an argument, and the choices that stand at the end of the description.
 
     Raises:
-        EnvironmentFault: the choices are no JSON.
+        EnvironmentFault: the choices are not valid JSON.
     """
     found = CHOICES.search(text)
     if not found:

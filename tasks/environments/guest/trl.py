@@ -15,7 +15,7 @@ from rollflow.tasks.environments.guest.durable import DurableParts
 from rollflow.tasks.environments.guest.schema import build_schema
 from rollflow.tasks.environments.guest.wire import LONGEST_TEXT, EnvironmentFault, Fields, describe_error
 
-LONGEST_NAME = 100  # largest number of characters of a wrong name that the policy reads
+LONGEST_NAME = 100  # largest number of characters of a wrong tool name in an error message
 
 
 class TrlGuest:
@@ -41,7 +41,7 @@ class TrlGuest:
         return {"tools": tools, "has_reward": has_reward, **self._durable.describe()}
 
     def do_reset(self, row: Mapping[str, Any], seed: int) -> Fields:
-        """Begin the episode with the columns of a prompt's row."""
+        """Begin the episode: call `reset` with the columns of a prompt's row."""
         found = self._finish(self._own.reset(**select_arguments(self._own.reset, row)))
         return {"text": None if found is None else read_content(found)}
 
@@ -71,11 +71,11 @@ class TrlGuest:
         return self._durable.take_snapshot()
 
     def do_restore(self, data: str) -> Fields:
-        """Return the episode to the state in which a snapshot was taken."""
+        """Restore the state that the episode had when a snapshot was taken."""
         return self._durable.restore(data)
 
     def do_close(self) -> Fields:
-        """End the episode; the contract has no method to call."""
+        """End the episode. TRL's contract has no method for this, so nothing is called."""
         return {}
 
     def _finish(self, result: Any) -> Any:
@@ -84,7 +84,7 @@ class TrlGuest:
 
 
 def select_arguments(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that a function takes."""
+    """Return the columns of a row that are arguments of a function."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return dict(row)
@@ -102,4 +102,4 @@ def read_content(found: Any) -> str:
         if others:
             raise EnvironmentFault(f"the environment returns content of type {others[0]!r}, and a policy reads text")
         return "".join(str(one.get("text", "")) for one in found)[:LONGEST_TEXT]
-    return str(found)[:LONGEST_TEXT]  # as TRL writes results that are not text
+    return str(found)[:LONGEST_TEXT]  # TRL converts other results to text in the same way

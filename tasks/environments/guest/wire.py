@@ -1,4 +1,5 @@
-"""Sends and receives the messages of the guest: JSON objects, one a line or one a packet."""
+"""Encodes, sends and receives the messages between rollflow and an environment's worker processes (the guest). A
+message is a JSON object in one line or one packet."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ import json
 import socket
 from typing import Any
 
-MARK = "ROLLFLOW_GUEST"  # environment variable with the mark of the guest that a process belongs to
-LONGEST_LINE = 1 << 24  # largest size of a message in bytes
-LONGEST_PACKET = 1 << 16  # largest size of a message on the control socket in bytes
+MARK = "ROLLFLOW_GUEST"  # environment variable that marks all processes of one guest
+LONGEST_LINE = 1 << 24  # largest number of bytes of a message on an episode's socket
+LONGEST_PACKET = 1 << 16  # largest number of bytes of a message on the control socket
 LONGEST_TEXT = 1 << 20  # largest number of characters of an observation or of a tool's result
-LONGEST_ERROR = 500  # largest number of characters of an error's text
+LONGEST_ERROR = 500  # largest number of characters of an error message
 LARGEST_SNAPSHOT = 1 << 23  # largest number of bytes of a snapshot
 
 Fields = dict[str, Any]
 
 
 class EnvironmentFault(Exception):
-    """Raised if an environment cannot be used as it is, which no policy can have caused."""
+    """Raised if an environment must be corrected by its user. No policy can have caused this error."""
 
 
 def pack_line(fields: Fields) -> bytes:
@@ -41,7 +42,7 @@ def receive_packet(connection: socket.socket) -> tuple[Fields, list[int]]:
     """Receive a packet with at most one file descriptor.
 
     Raises:
-        EOFError: the peer is gone.
+        EOFError: the process at the other end is gone.
     """
     data, ancillary, _, _ = connection.recvmsg(LONGEST_PACKET, socket.CMSG_SPACE(array.array("i", [0]).itemsize))
     fds = array.array("i")

@@ -1,5 +1,5 @@
-"""The environment `tools`: the policy answers a question with the help of tools.
+"""Defines the environment `tools`, in which the policy answers a question with the help of tools.
 
-`play` plays an episode. `python_session` is the Python tool, `mcp` are the tools of MCP servers, and `places` opens the
-tools of an episode and closes them.
+`play` plays an episode. `python_session` defines the Python tool, `mcp` defines the tools of MCP servers, and `places`
+opens and closes the tools of an episode.
 """

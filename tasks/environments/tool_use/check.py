@@ -1,4 +1,4 @@
-"""Lists the tools of a config, and checks, before a run begins, that the MCP servers start and list their tools."""
+"""Lists the tools of a config, and checks before a run begins that the MCP servers start."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from rollflow.tasks.environments.tool_use.places import ToolPlaces
 
 
 def check_tools(config: ToolsEnvironment) -> None:
-    """Start the MCP servers, as an episode does, within the deadlines of the config, and end them.
+    """Start the MCP servers as an episode does, and end them. The deadlines of the config apply.
 
     Raises:
-        ConfigError: a server does not start, or offers no usable tools; the message says what the user must change.
+        ConfigError: an MCP server does not start, or offers no usable tools; the message says what the user must
+            change.
     """
     for name, server in config.mcp.items():
         key, program = f"environment.mcp.{name}", server.command[0]
@@ -35,11 +36,12 @@ def check_tools(config: ToolsEnvironment) -> None:
 
 
 def list_schemas(config: ToolsEnvironment) -> list[Mapping[str, Any]]:
-    """Return the schemas of the tools in the order in which an episode offers them. The MCP servers are started for
-    this, and ended.
+    """Return the schemas of the tools in the order in which an episode offers them. To list their tools, the MCP
+    servers are started and ended.
 
     Raises:
-        ConfigError: a server does not start, or offers no usable tools; the message says what the user must change.
+        ConfigError: an MCP server does not start, or offers no usable tools; the message says what the user must
+            change.
     """
     try:
         return run_apart(_open(config))

@@ -12,19 +12,19 @@ from rollflow.tasks.environments.limits_config import LimitedEnvironment, Parall
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, SECRET_NAME, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RunCodeSandbox, SandboxConfig
 
-LEAST_CHARACTERS = 64  # a shortened result needs room for the sentence that says so
+LEAST_CHARACTERS = 64  # smallest limit that leaves room for the note that a result was shortened
 
 
 class PythonTool(Section):
-    """The tool `python`: a Python session in a sandbox, whose variables are kept from call to call."""
+    """The tool `python`: a Python session in a sandbox, which keeps its variables between calls."""
 
     sandbox: SandboxConfig = BubblewrapSandbox()
     seconds: float = Field(
         10.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one call of the tool python; after that the code is interrupted, and the "
-        "policy reads why",
+        description="seconds allowed for one call of the tool python; if the call takes longer, the code is "
+        "interrupted, and the policy reads the reason",
     )
 
     @model_validator(mode="after")
@@ -36,7 +36,7 @@ class PythonTool(Section):
 
 
 class McpServer(Section):
-    """An MCP server, which each episode starts for itself, and whose tools the policy may call."""
+    """An MCP server whose tools the policy may call. Each episode starts its own process of the server."""
 
     command: tuple[str, ...] = Field(
         min_length=1,
@@ -44,40 +44,51 @@ class McpServer(Section):
         "the server must speak MCP over its standard input and output",
     )
     env: dict[str, str] = Field(
-        default_factory=dict, description="environment variables of an MCP server; it inherits only PATH, HOME and such"
+        default_factory=dict,
+        description="additional environment variables of an MCP server; from the run, the server inherits only PATH, "
+        "HOME and a few others",
     )
     pass_env: tuple[str, ...] = Field(
-        (), description="names of the run's environment variables that an MCP server inherits, e.g. that of a token"
+        (),
+        description="names of further environment variables that an MCP server inherits from the run, e.g. a variable "
+        "with an access token",
     )
-    folder: str = Field("", description="absolute path of the working folder of an MCP server; default: the run's")
+    folder: str = Field(
+        "", description="absolute path of the working folder of an MCP server; default: the working folder of the run"
+    )
     prefix: str = Field(
-        "", description="text before the names of an MCP server's tools, so that the names differ from those of others"
+        "",
+        description="text that is put before the names of an MCP server's tools, so that no two tools have the same "
+        "name",
     )
     start_seconds: float = Field(
         60.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for the start of an MCP server and the list of its tools; after that it is killed",
+        description="seconds allowed for the start of an MCP server and the list of its tools; a slower server is "
+        "killed",
     )
     seconds: float = Field(
         30.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one call of an MCP server's tool; after that the server is killed, and the "
-        "episode ends",
+        description="seconds allowed for one call of an MCP server's tool; if the call takes longer, the server is "
+        "killed, and the episode ends",
     )
 
 
 class ToolsEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBase):
     """An environment in which the policy answers a question with the help of tools."""
 
-    replaces_prompts: ClassVar[bool] = True  # a chat template writes the tools before the question
+    replaces_prompts: ClassVar[bool] = True  # the chat template adds the tools to the prompt
 
     kind: Literal["tools"] = Field(
         "tools", description="environment in which the policy calls tools, and the run's scorer scores its last answer"
     )
     python: PythonTool | None = Field(
-        None, description="tool that runs Python code in a sandbox; an empty table takes all defaults; default: no tool"
+        None,
+        description="tool that runs Python code in a sandbox; an empty table selects the tool with its default "
+        "settings; default: the policy has no Python tool",
     )
     mcp: dict[str, McpServer] = Field(
         default_factory=dict, description="MCP servers by name, whose tools the policy may call"
@@ -100,7 +111,7 @@ class ToolsEnvironment(ParallelEnvironment, LimitedEnvironment, EnvironmentBase)
 
 
 def _check_server(key: str, server: McpServer) -> None:
-    """Reject paths that depend on the working folder, and secrets, which would be stored with the config."""
+    """Reject relative paths, and reject secrets, because they would be stored with the config."""
     for name, path in (("command", server.command[0]), ("folder", server.folder)):
         if path and (name == "folder" or "/" in path) and not Path(path).is_absolute():
             refuse(f"{key}.{name}", path, "the processes of a run have other working folders; write an absolute path")

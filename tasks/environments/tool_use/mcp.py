@@ -1,7 +1,7 @@
-"""The tools of MCP servers. Each episode has servers of its own, each in a worker process (see `guest.mcp`).
+"""The tools of MCP servers. Each episode starts its own MCP servers, each from a worker process (see `guest.mcp`).
 
-A server that hangs, crashes or writes an invalid message costs only its episode, as `foreign.faults` says. After an
-episode, all processes that its servers have started are killed.
+A server that hangs, crashes or writes an invalid message ends only its own episode, as `foreign.faults` describes.
+After an episode, all processes that the episode's servers have started are killed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tool_use.config import McpServer
 from rollflow.tasks.environments.tool_use.offered import OfferedTool
 
-CLOSE_SECONDS = 2.0  # seconds that a server may take to end by itself after its episode
+CLOSE_SECONDS = 2.0  # seconds that a server may take to end itself after its episode
 
 
 @dataclass(frozen=True)
 class McpSettings:
-    """The settings of the worker processes of an MCP server, as `foreign.settings` describes them."""
+    """The settings of the worker processes that run an MCP server. `foreign.settings` describes each setting."""
 
     server: McpServer
     at_once: int
@@ -42,7 +42,7 @@ class McpSettings:
 
     @property
     def start_seconds(self) -> float:
-        """Deadline of the start of the worker processes."""
+        """Seconds allowed for the start of the worker processes."""
         return self.server.start_seconds
 
 
@@ -71,12 +71,12 @@ class McpSession:
         """Call a tool of the server, and return its result.
 
         Raises:
-            CallFailed: the server has refused the call, or its tool has failed.
+            CallFailed: the server has refused the call, or the tool has failed.
             WorldEnded: the server had to be killed, or has ended.
         """
         try:
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-        except (ValueError, RecursionError) as error:  # a server could not read the call
+        except (ValueError, RecursionError) as error:  # a server could not read such a call
             raise CallFailed(f"the arguments are not valid JSON ({error})") from None
         try:
             return await self._world.call(name, arguments, seconds=self._server.seconds)
@@ -89,7 +89,8 @@ class McpSession:
 
 @contextlib.asynccontextmanager
 async def open_session(name: str, server: McpServer, pool: WorldPool) -> AsyncIterator[McpSession]:
-    """Start the worker process for the server of an episode; end the server and the process after the block.
+    """Start a worker process for the server of an episode. At the end of the `async with` block, end the server and the
+    process.
 
     Raises:
         WorldEnded: no process can be started.

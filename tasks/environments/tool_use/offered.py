@@ -1,4 +1,4 @@
-"""Defines a tool as an episode offers it to the policy."""
+"""Defines a tool that an episode offers to the policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ LEFT_OUT = "\n... {} characters are left out ...\n"
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool of one episode: its schema in the form of chat templates, and a function that calls the tool.
+    """A tool of one episode: its schema in the format that chat templates use, and a function that calls the tool.
 
     The function takes the arguments of a call, and returns the text that the policy reads. The function raises
-    `CallFailed` if the policy may read why the call failed, and `WorldEnded` if the episode cannot continue.
+    `CallFailed` if the call failed and the policy reads the reason. It raises `WorldEnded` if the episode cannot
+    continue.
     """
 
     schema: Mapping[str, Any]
@@ -29,12 +30,12 @@ class OfferedTool:
 
 
 def make_readable(text: str, most: int) -> str:
-    """Return a result as the policy reads it: text that UTF-8 can encode, of at most `most` characters."""
+    """Return a tool's result as text that UTF-8 can encode, shortened to at most `most` characters."""
     return shorten_result(make_storable(text, len(text)), most)
 
 
 def shorten_result(text: str, most: int) -> str:
-    """Return a text of at most `most` characters: the beginning and the end of a longer text."""
+    """Shorten a text to at most `most` characters: keep its beginning and its end."""
     if len(text) <= most:
         return text
     kept = most - len(LEFT_OUT.format(len(text)))

@@ -1,6 +1,7 @@
-"""The live episodes of the environment `tools`, each with tools of its own: at most `at_once` at a time.
+"""Opens and closes the tools of each episode of the environment `tools`. At most `at_once` episodes run at the same
+time.
 
-However an episode ends, its tools are closed before its place is free.
+However an episode ends, its tools are closed before the next waiting episode begins.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rollflow.tasks.sandboxes.base import Sandboxes
 
 
 class ToolPlaces:
-    """The places of episodes on one event loop, and what their tools share. See the module's docstring."""
+    """Limits the number of episodes on one event loop, and owns the sandboxes and worker processes that their tools
+    share. See the module's docstring."""
 
     def __init__(self, config: ToolsEnvironment, health: EnvironmentHealth) -> None:
         self._config, self._health = config, health
@@ -36,7 +38,8 @@ class ToolPlaces:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Mapping[str, OfferedTool]]:
-        """Wait for a place, and open the tools of an episode, by name; close them after the block.
+        """Wait until another episode may begin, and yield its open tools by name. The tools are closed at the end of
+        the `async with` block.
 
         Raises:
             WorldEnded: a tool cannot be opened.
@@ -59,7 +62,7 @@ class ToolPlaces:
             await sandboxes.close()
 
     async def _open_tools(self, stack: contextlib.AsyncExitStack) -> list[OfferedTool]:
-        """Open the tools of an episode, which `stack` closes."""
+        """Open the tools of an episode, and register them with `stack`, which closes them."""
         tools = list[OfferedTool]()
         if self._config.python is not None:
             session = PythonSession(self._config.python, self._sandboxes, self._health)

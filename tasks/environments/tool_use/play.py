@@ -57,19 +57,19 @@ class ToolEpisodes(Environment):
         if answer is None or isinstance(answer, Score):
             return answer
         self.health.count_success()
-        return await episode.judge(answer)  # the tools are closed: their place must not wait for a judge
+        return await episode.judge(answer)  # scored only now, so that a judge delays no waiting episode
 
     async def close(self) -> None:
-        """End all that the tools have started."""
+        """End all processes and sandboxes that the tools have started."""
         if self._places is not None:
             await self._places.close()
 
     async def _act(self, tools: Mapping[str, OfferedTool], action: Action) -> list[str]:
-        """Do the calls of a turn in order, and return what the policy reads."""
+        """Execute the tool calls of a turn in order, and return the texts that the policy reads."""
         return await perform_calls(action, partial(self._call, tools))
 
     async def _call(self, tools: Mapping[str, OfferedTool], _number: int, call: ActionCall) -> str:
-        """Call a tool, and return its result or why the call failed."""
+        """Call a tool, and return its result, or the reason why the call failed."""
         tool = tools.get(call.name)
         if tool is None:
             text = f"error: there is no tool {call.name[:LONGEST_NAME]!r}; the tools are {', '.join(tools)}"
@@ -81,7 +81,7 @@ class ToolEpisodes(Environment):
         return make_readable(text, self._config.result_characters)
 
     def _find_places(self) -> ToolPlaces:
-        """Return the places of the running event loop."""
+        """Return the `ToolPlaces` of the running event loop; create them if there are none."""
         if self._places is None or self._places.loop is not asyncio.get_running_loop():
             self._places = ToolPlaces(self._config, self.health)
         return self._places
@@ -90,13 +90,15 @@ class ToolEpisodes(Environment):
 async def converse(
     episode: Episode, schemas: Sequence[Mapping[str, Any]], act: Callable[[Action], Awaitable[Sequence[str]]]
 ) -> Sequence[int] | Score | None:
-    """Let the policy call tools until it answers, and return the tokens of the answer; return None if the episode is
-    not wanted any more or has reached a limit.
+    """Let the policy call tools until it answers without a call, and return the tokens of the answer. Return None if
+    the episode is not wanted any more or has reached a limit.
 
-    `schemas` are those of the tools. `act` does the calls of a turn, and returns what the policy reads.
+    `schemas` are the schemas of the tools. The function `act` executes the calls of a turn, and returns the texts that
+    the policy reads.
     """
     await open_prompt(episode, schemas, "")
-    # a policy without chat template has not learned to end its turn after a call
+    # A policy without a chat template has not learned to end its turn after a tool call, so a stop string ends the
+    # turn.
     stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
     while (made := await episode.generate(stop=stop)) is not None:
         action = episode.read_action(made.tokens)

@@ -1,8 +1,8 @@
-"""The tool `python`: a Python session in a sandbox of its own for each episode.
+"""The tool `python`: each episode has its own Python session in its own sandbox.
 
-The sandbox is created at the first call, so that an episode without a call needs none. If code of the policy ends the
-session or the sandbox, the result of the call tells the policy, and the next call has a working session. A sandbox that
-fails for another reason ends the episode, which is then unjudged.
+The sandbox is created at the first call, so an episode without calls needs no sandbox. If the policy's code ends the
+session or the sandbox, the result of the call says so, and the next call gets a new session. If a sandbox fails for
+another reason, the episode ends and is unjudged.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class PythonSession:
 
     @property
     def tool(self) -> OfferedTool:
-        """The tool as the policy sees it."""
+        """The tool that is offered to the policy: its schema and the method `run`."""
         return OfferedTool(SCHEMA, self.run)
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """Run the code of a call, and return what the policy reads.
 
         Raises:
-            CallFailed: the arguments are not those of the tool.
+            CallFailed: the arguments do not fit the tool.
             WorldEnded: the sandbox failed.
         """
         code = arguments.get("code")
@@ -81,20 +81,20 @@ class PythonSession:
             session = await self._open()
             found = await session.run(code, self._seconds)
             if found.lost and self._workspace is not None and not await self._workspace.is_alive():
-                await self.close()  # the code has ended its own sandbox, so the next call needs another one
+                await self.close()  # the code has ended its own sandbox, so the next call needs a new sandbox
         except (SandboxFailed, ConfigError, OSError) as error:
             raise await self._judge_failure(error) from None
         self._health.seconds += found.seconds
         return describe_run(found, self._seconds)
 
     async def close(self) -> None:
-        """Kill all that the session has started, and delete its files."""
+        """Kill all processes that the session has started, and delete its files."""
         workspace, self._workspace, self._session = self._workspace, None, None
         if workspace is not None:
             await workspace.close()
 
     async def _open(self) -> SandboxSession:
-        """Return the session of the episode; open the session and its sandbox if there is none."""
+        """Return the session of the episode; if there is none, open a session and its sandbox."""
         if self._workspace is None:
             self._workspace = await (await self._sandboxes.get()).open_workspace()
         if self._session is None:
@@ -102,7 +102,8 @@ class PythonSession:
         return self._session
 
     async def _judge_failure(self, error: Exception) -> WorldEnded:
-        """Return the error that ends the episode. Only without isolation can code of the policy end its sandbox."""
+        """Return the error that ends the episode. The policy can have ended the sandbox only if the sandbox is not
+        isolated."""
         lost = isinstance(error, SandboxLost)
         isolated = lost and Capability.ISOLATION in (await self._sandboxes.get()).capabilities
         outcome = Outcome.KILLED if lost and not isolated else Outcome.UNJUDGED
@@ -110,7 +111,8 @@ class PythonSession:
 
 
 def describe_run(found: SessionResult, seconds: float) -> str:
-    """Return what the policy reads of a run: its output, and why it was stopped or lost its variables."""
+    """Return the text that the policy reads after its code has run: the output, and why the code was stopped or the
+    variables were lost."""
     text = found.output.decode(errors="replace")
     notes = list[str]()
     if found.end is not ProgramEnd.EXITED:
