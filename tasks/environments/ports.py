@@ -20,8 +20,8 @@ from rollflow.storage.records import Prompt
 from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
-# `role` and `content`. If a message has the text `frame`, a policy without chat template reads the content in place of
-# the "{}" in `frame`.
+# A message has a `role` and a `content`. If it also has a `frame`, a policy without chat template reads the text
+# `frame`, in which "{}" is replaced by the content.
 Message = Mapping[str, str]
 
 

@@ -2,7 +2,7 @@
 module `base` defines the interface of all learners.
 
 `build_learner` chooses the learner class from the configuration, and imports only that learner's module. Imports take
-most of a learner's start-up time, and a run whose learner process died waits until the new learner has started. This
+most of a learner's start-up time. A run whose learner process died must wait until the new learner has started. This
 module does not import torch, so that a process that only starts the learner's Ray actor does not import torch either.
 """
 

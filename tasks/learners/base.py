@@ -6,14 +6,14 @@ a loss or a gradient contains a NaN or an infinity, `step` raises `NotFinite` be
 version may take several optimizer steps. If an error occurs between two optimizer steps, `load` restores the state
 before the first step.
 
-The learner's state is everything that `load` needs to continue training without a difference. The state includes the
-optimizer's state, the states of random generators, and the step count. The learner's weights are ordinary Hugging Face
-safetensors files, in which tied tensors are stored once. Names of weight files begin with `weights/`, and names of
-state files do not.
+The learner's state contains everything that `load` needs to continue training with bit-identical results. The state
+includes the optimizer's state, the states of random generators, and the step count. The learner's weights are ordinary
+Hugging Face safetensors files, in which tied tensors are stored once. Names of weight files begin with `weights/`, and
+names of state files do not.
 
 `load` gets a mapping of file names to files, reads one file after the other, and keeps no file in memory. The mapping
-may read a file only when `load` asks for that file. If files belong to another kind of learner or to another model,
-`load` raises `Corrupt` with a message of one sentence, and the learner stays unchanged.
+may read each file only when `load` asks for it. If files belong to another kind of learner or to another model, `load`
+raises `Corrupt` with a message of one sentence, and the learner stays unchanged.
 
 The content of a weight or state file is given as bytes, or as a sequence of buffers to be joined. The buffers of a
 weight or state file are views of the learner's tensors. The buffers of a file stay valid until the next `load`, or
@@ -43,13 +43,13 @@ WaitForPublish = Callable[[], None]
 
 
 def no_wait() -> None:
-    """Return at once. The function `no_wait` is the argument `settle` of a train step that need not wait until the
-    previous policy version is stored."""
+    """Return at once. Pass `no_wait` as the argument `settle` of a train step that need not wait until the previous
+    policy version is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerStart:
-    """The values that a learner starts with, in addition to the configuration section `[train]`."""
+    """The values with which a learner starts, in addition to the configuration section `[train]`."""
 
     folder: Path  # the policy's folder, in the format of Hugging Face
     # If `trained` is True, the learner starts with the folder's weights. If not, only its architecture is used.
@@ -80,7 +80,7 @@ class Learner(Protocol):
         Args:
             settle: `step` calls this function, perhaps several times, before it changes a stored tensor. The function
                 `settle` returns as soon as stored tensors may change, that is, when the previous policy version is
-                stored. If the function `settle` raises an error, `step` ends, and no stored tensor is changed.
+                stored. If `settle` raises an error, `step` ends without changing a stored tensor.
 
         Raises:
             NotFinite: the batch, the loss or the gradient contains a NaN or an infinity. The error message names the

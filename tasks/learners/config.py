@@ -22,8 +22,8 @@ class CriticConfig(Section):
 
     model: Literal["own", "head"] = Field(
         "own",
-        description="architecture of the critic. own: a second copy of the policy with its own weights; head: one "
-        "linear layer on the policy's hidden states",
+        description="architecture of the critic. own: the critic is a second copy of the policy with its own weights; "
+        "head: the critic is one linear layer on the policy's hidden states",
     )
     learning_rate: float = Field(
         1e-3,
@@ -48,7 +48,7 @@ class ReferenceConfig(Section):
         0,
         ge=0,
         description="number of policy versions after which the reference policy is replaced by the newest policy "
-        "version; 0: the reference policy is always version 0",
+        "version; if 0, the reference policy is always version 0",
     )
 
 
@@ -63,8 +63,8 @@ class Lora(Section):
     )
     targets: tuple[str, ...] = Field(
         (),
-        description='names, or ends of names, of the linear layers that get a LoRA adapter, e.g. ["q_proj"]; empty: '
-        "all linear layers of the decoder",
+        description='names, or ends of names, of the linear layers that get a LoRA adapter, e.g. ["q_proj"]; if '
+        "the list is empty, all linear layers of the decoder get an adapter",
     )
 
 
@@ -84,8 +84,8 @@ class TrainBase(Section):
     warmup_versions: int = Field(
         5,
         ge=0,
-        description="number of policy versions over which the learning rate rises linearly to learning_rate; 0: no "
-        "warm-up",
+        description="number of policy versions over which the learning rate rises linearly to learning_rate; if 0, "
+        "there is no warm-up",
     )
     schedule: Literal["constant", "linear"] = Field(
         "constant",
@@ -93,7 +93,9 @@ class TrainBase(Section):
         "learning_rate; linear: the learning rate falls in proportion to the number of remaining policy versions, "
         "to at least a tenth of learning_rate",
     )
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of the AdamW optimizer; 0: no weight decay")
+    weight_decay: float = Field(
+        0.0, ge=0, description="weight decay of the AdamW optimizer; if 0, there is no weight decay"
+    )
     betas: tuple[float, float] = Field(
         (0.9, 0.95),
         description="AdamW's two decay rates: the first for the running average of the gradient, the second for the "
@@ -107,8 +109,8 @@ class TrainBase(Section):
     no_signal_versions: int = Field(
         3,
         gt=0,
-        description="number of consecutive policy versions in which all advantages are 0 before the action of the "
-        "key no_signal is taken",
+        description="number of consecutive policy versions in which all advantages are 0, after which the action of "
+        "the key no_signal is taken",
     )
     max_grad_norm: float = Field(
         1.0,
@@ -117,8 +119,8 @@ class TrainBase(Section):
     )
     master_dtype: Literal["float32", "policy"] = Field(
         "float32",
-        description="data type of the optimizer's copy of the weights and of AdamW's moments. float32: always "
-        "float32; policy: the data type in policy.dtype",
+        description="data type of the optimizer's copy of the weights and of AdamW's moments. float32: always float32; "
+        "policy: the data type of the policy (policy.dtype)",
     )
     minibatches: int = Field(
         1,
@@ -128,8 +130,8 @@ class TrainBase(Section):
     )
     share_prompts: bool = Field(
         True,
-        description="whether the forward pass computes each prompt once for all responses to the prompt, where that "
-        "saves work; false: each response is computed together with its prompt",
+        description="whether the forward pass computes a prompt only once for all its responses, where that saves "
+        "work; if false, the prompt is computed again for each response",
     )
     checkpoint_activations: bool = Field(
         False,
@@ -148,8 +150,9 @@ class TrainBase(Section):
     )
     attention: Literal["exact", "default"] = Field(
         "exact",
-        description="implementation of attention. exact: one that computes everything in the policy's config, such "
-        "as a soft cap of the attention scores; default: the implementation that the library transformers chooses",
+        description="implementation of attention. exact: an implementation that follows every option of the policy's "
+        "config, such as a soft cap of the attention scores; default: the implementation that the library transformers "
+        "chooses",
     )
     advantage_dtype: Literal["float64", "float32"] = Field(
         "float64", description="data type in which advantages are computed from rewards"
@@ -219,8 +222,8 @@ class TorchTrain(TrainBase):
     )
     sharded: bool = Field(
         False,
-        description="whether each learner process (rank) has only a shard of the weights, gradients and optimizer "
-        "moments, as in torch's FSDP2; false: each rank has all of them",
+        description="whether each learner process (rank) stores only a shard of the weights, gradients and optimizer "
+        "moments (torch's FSDP2); if false, each rank stores all of them",
     )
 
     @model_validator(mode="after")
@@ -259,8 +262,8 @@ class DeepSpeedTrain(TrainBase):
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
-        description="what DeepSpeed keeps in CPU memory. none: nothing; optimizer: the optimizer's copy of the "
-        "weights and its moments; all (only with zero = 3): the policy's weights, too",
+        description="what DeepSpeed keeps in CPU memory. none: nothing; optimizer: the optimizer's moments and its "
+        "copy of the weights; all (only with zero = 3): also the policy's weights",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -298,15 +301,15 @@ class DeepSpeedTrain(TrainBase):
 
 
 def with_ranks(train: TrainConfig, ranks: int) -> TrainConfig:
-    """Return a configuration for the same training by `ranks` processes on one machine. If `ranks` is 1, the result is
-    the configuration of the torch learner without sharding."""
+    """Return a configuration for the same training by `ranks` processes on one machine. If `ranks` is 1, return a
+    configuration of the torch learner without sharding."""
     given = train.model_dump() | {"ranks": ranks, "multi_node": False}
     if ranks > 1:
         return type(train).model_validate(given)
     return TorchTrain.model_validate({name: given[name] for name in TrainBase.model_fields})
 
 
-# The keys of DeepSpeed's configuration that the learner sets -> the rollflow keys from which their values come.
+# Maps each key of DeepSpeed's configuration that the learner sets to the rollflow key that determines its value.
 OURS = {
     "train_batch_size": "train.ranks",
     "train_micro_batch_size_per_gpu": "train.micro_tokens",

@@ -1,11 +1,12 @@
-"""Diagnostics of one policy version's updates, also computed separately for tokens of each age (staleness).
+"""Computes diagnostics of the updates of one policy version, for all tokens and separately for tokens of each age
+(staleness).
 
 In shapes, M is the number of tokens of a micro-batch. All metrics are computed over the tokens that contribute to the
 gradient, and each token counts once. A token's age is the number of the policy version being trained, minus the number
-of the policy version that sampled the token. The age `OLDEST` also stands for all higher ages. If a metric covers
-tokens of one age only, the metric's name ends in `_age_<age>`. A metric without `_age_` in its name covers tokens of
-all ages. The importance ratio of a token is pi/mu, the token's probability under the trained policy divided by its
-probability when it was sampled.
+of the policy version that sampled the token. The age `OLDEST` also includes all higher ages. If a metric covers tokens
+of one age only, the metric's name ends in `_age_<age>`. A metric without `_age_` in its name covers tokens of all ages.
+The importance ratio of a token is pi/mu, the token's probability under the trained policy divided by its probability
+when it was sampled.
 
 - `ratio_mean`, `ratio_max`, `ratio_p1` and `ratio_p99` are the mean, the maximum and two percentiles of the importance
   ratio. The ratio is 1 for tokens that an exact inference engine sampled from the newest policy version.
@@ -41,17 +42,18 @@ COLUMNS = 6  # number of values that `Diagnostics.add` stores for each token
 
 
 class Diagnostics:
-    """Collects values of the tokens that a policy version is trained on, from which the diagnostics of the update are
-    computed.
+    """Collects values of the tokens that a policy version is trained on. The diagnostics are computed from these
+    values.
 
-    Collected values stay on the device until the policy version is trained, because reading a value waits for the
+    Collected values stay on the device until the policy version is trained, because reading a value would wait for the
     device.
     """
 
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        # `_added` has for each micro-batch the values of its tokens, the divergences, and True before the first update.
+        # `_added` stores three things for each micro-batch: the values of its tokens, the divergences, and whether the
+        # first update is still to come.
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []
         self._found: list[np.ndarray] = []  # token values of each micro-batch, in the order of the calls of `add`
         self._gaps: list[np.ndarray] = []

@@ -1,4 +1,5 @@
-"""Returns freed memory to the operating system, because the C library would keep it while weights are published."""
+"""Returns freed memory to the operating system. Otherwise, the C library would keep this memory while weights are
+published."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANY = 2**28  # size of weights, in bytes, from which returning freed memory is worth the time
+MANY = 2**28  # smallest size of the weights, in bytes, for which returning freed memory is worth the time
 
 
 def release_memory(weights: Iterable[Tensor]) -> None:

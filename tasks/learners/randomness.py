@@ -1,9 +1,9 @@
 """Sets random generators and torch's deterministic algorithms, so that a learner's results can be reproduced.
 
-On a single CPU thread, torch gives the same bits with and without the option `deterministic`. On a GPU, torch may add
-up numbers in a different order each time, for example in `index_add` and in the gradients of embeddings and attention.
-If the option `deterministic` is set, torch uses only algorithms that add in a fixed order, and raises an error if an
-operation has no such algorithm.
+On a single CPU thread, torch's results are bit-identical with and without the option `deterministic`. On a GPU, torch
+may add up numbers in a different order each time, for example in `index_add` and in the gradients of embeddings and
+attention. If the option `deterministic` is set, torch uses only algorithms that add in a fixed order, and raises an
+error if an operation has no such algorithm.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def random_state(config: TrainBase, device: torch.device) -> dict[str, Tensor]:
 
 
 def random_like(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the random generator states that `saved` should contain, each by name with a tensor of the right shape."""
+    """Return placeholders of the random generator states that `saved` should contain: a tensor of the right shape for
+    each name."""
     found = {RNG: torch.get_rng_state()}
     return found | ({DEVICE_RNG: saved[DEVICE_RNG]} if DEVICE_RNG in saved else {})
 

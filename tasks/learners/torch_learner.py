@@ -54,8 +54,8 @@ def load_model(folder: Path, dtype: str, *, trained: bool, blank: bool = False, 
     """Load a causal language model from a Hugging Face folder, with or without its weights.
 
     If `trained` is set, the folder's weights are loaded. If `trained` is not set, new weights are initialized. If
-    `blank` is set, weights stay uninitialized, and most of their memory is allocated only when they are written.
-    `attention` is the value of the option `train.attention`.
+    `blank` is set, the weights stay uninitialized, and most of their memory is allocated only when the weights are
+    written. `attention` is the value of the option `train.attention`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -125,8 +125,8 @@ class TorchLearner(TrainedModels):
         return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 
     def _minibatches(self, data: BatchRows) -> list[list[int]]:
-        """Divide the batch into minibatches: return the rows of each minibatch. Groups of responses to one prompt stay
-        together, and are assigned to the minibatches in turn."""
+        """Divide the batch into minibatches: return the rows of each minibatch. All responses to a prompt stay in one
+        minibatch. The prompts are assigned to the minibatches in turn."""
         parts = self.config.minibatches
         return [[r for r, g in enumerate(data.groups) if g % parts == part] for part in range(parts)]
 
@@ -184,7 +184,7 @@ class TorchLearner(TrainedModels):
     def take(self, weights: Files, state: Files) -> None:
         """Load files that the method `check` has accepted; keep no file in memory.
 
-        Files whose names begin with the same prefix must follow each other.
+        Files whose names begin with the same prefix must come one after the other.
         """
         drawn: dict[str, Tensor] = {}
         self.policy.take(tensors_of(weights))
@@ -213,8 +213,8 @@ class TorchLearner(TrainedModels):
             del tensor  # free the file's memory before the next file is read
 
     def _roles(self) -> list[tuple[str, Critic | Reference]]:
-        """Return the models other than the policy that have a state (critic and reference policy), each with the prefix
-        of its file names."""
+        """Return the models with a state of their own (critic and reference policy), each with the prefix of its file
+        names."""
         found = (CRITIC, self.critic), (REFERENCE, self.reference)
         return [(stem, role) for stem, role in found if role is not None]
 

@@ -1,5 +1,5 @@
-"""The updates that make a new policy version. Each update takes an optimizer step of the policy on a minibatch, then an
-optimizer step of the critic if there is one.
+"""Computes the updates that turn one policy version into the next. Each update takes an optimizer step of the policy on
+a minibatch, then an optimizer step of the critic if there is one.
 
 In shapes, R is the number of rows, B the number of tokens with loss mask 1 in the batch, M the number of such tokens in
 a part of a micro-batch, N the number of tokens in a micro-batch that have a loss, and H the hidden size.
@@ -27,7 +27,7 @@ from rollflow.tasks.objectives.packing import MicroBatch
 from rollflow.tasks.objectives.rows import BatchRows
 from rollflow.tasks.policies.device import send
 
-LossOf = Callable[[Tensor], Tensor]  # returns the loss of some tokens, given the hidden states that predict them
+LossOf = Callable[[Tensor], Tensor]  # returns the loss of tokens, given the hidden states that predict these tokens
 
 
 class Updates:
@@ -41,8 +41,8 @@ class Updates:
         self.settle = settle
 
     def take_step(self, part: list[int]) -> dict[str, float]:
-        """Take one optimizer step of the policy, and one of the critic if there is a critic, on the rows of one
-        minibatch."""
+        """Take one optimizer step of the policy on the rows of one minibatch, and one optimizer step of the critic if
+        there is a critic."""
         return self._update(part) | self._update_critic(part)
 
     def _update(self, part: list[int]) -> dict[str, float]:
@@ -66,7 +66,7 @@ class Updates:
         return found
 
     def observe(self, part: list[int]) -> ObservationLoss | None:
-        """Return the loss of the environment's tokens in a minibatch; None if they are not trained on."""
+        """Return the loss of the environment's tokens in a minibatch; None if these tokens are not trained on."""
         if self.data.observed is None:
             return None
         return ObservationLoss(self.roles.config.objective, self.token_logprobs, self.data, part, self.device)
@@ -77,7 +77,8 @@ class Updates:
         return self.roles.select_rows(part, counts_R if observed is None else counts_R | (observed.counts > 0))
 
     def drop_idle(self, micros: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches without the sampled tokens of rows that run only for the tokens of the environment."""
+        """Yield the micro-batches. If only the environment's tokens of a row are trained on, leave out the row's
+        sampled tokens."""
         idle = self.data.observed is not None and not self.roles.objective.every_row
         for micro in micros:
             yield micro.keep_rows(torch.from_numpy(self.before.signal_R)) if idle else micro

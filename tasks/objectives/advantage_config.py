@@ -1,4 +1,4 @@
-"""The section `advantage` of `[train.objective]`, which says how rewards become advantages.
+"""Defines the config section `[train.objective.advantage]`, which determines how advantages are computed from rewards.
 
 The formulas are in `advantages.py`, `step_advantages.py`, `turn_advantages.py` and `gae.py`. The module
 `advantage_config` imports only pydantic, and not torch.
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from rollflow.tasks.objectives.surrogate_config import HEAVIEST
 from rollflow.tasks.runtime.sections import Section, refuse
 
-SCALES = {  # baseline -> allowed scales; other scales would divide by almost zero if rewards are equal
+SCALES = {  # maps a baseline to its allowed scales; any other scale would divide by almost zero if rewards are equal
     "none": ("none", "whiten"),
     "batch": ("none", "batch", "whiten"),
 }
@@ -24,33 +24,35 @@ class Advantage(Section):
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
-        description="what is subtracted from a reward. none: nothing; group: the mean reward of all responses to "
-        "the prompt; leave-one-out: that of the other responses to the prompt; batch: that of the batch; critic: "
-        "the critic's estimate for each token",
+        description="number that is subtracted from a reward. none: nothing; group: the mean reward of all responses "
+        "to the prompt; leave-one-out: the mean reward of the other responses to the prompt; batch: the mean reward of "
+        "the batch; critic: the critic's estimate for each token",
     )
     scale: Literal["none", "group", "batch", "whiten"] = Field(
         "group",
-        description="what advantages are divided by. none: nothing; group: the standard deviation of rewards of the "
-        "same prompt; batch: that of the batch; whiten: that over all tokens, after the mean is subtracted",
+        description="number by which advantages are divided. none: nothing; group: the standard deviation of the "
+        "rewards of the same prompt; batch: the standard deviation of the advantages of the batch; whiten: as batch, "
+        "but the mean over all tokens is subtracted first",
     )
     credit: Literal["episode", "turn", "state"] = Field(
         "episode",
-        description="rewards that a turn of an episode gets credit for. episode: those of the whole episode; turn: its "
-        "own and all later rewards; state: both, where turns that acted in the same state are compared (GiGPO)",
+        description="rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: "
+        "the turn's own reward and all later rewards; state: all rewards of the episode, and in addition a comparison "
+        "of the turn with turns that acted in the same state (GiGPO)",
     )
     state_weight: float = Field(
         1.0,
         ge=0,
         le=HEAVIEST,
-        description='omega of GiGPO, with credit = "state": weight of the comparison of turns that acted in the same '
-        "state, beside the comparison of episodes",
+        description="weight of the comparison of turns that acted in the same state, relative to the comparison of "
+        'episodes (omega of GiGPO); used only with credit = "state"',
     )
     gamma: float = Field(
         1.0,
         gt=0,
         le=1,
-        description='gamma, the discount of later rewards: per token with a critic, per turn with credit = "turn" or '
-        '"state"; 1: no discount',
+        description="gamma, the factor by which later rewards are discounted: per token with a critic, per turn with "
+        'credit = "turn" or "state"; with 1, there is no discount',
     )
     gae_lambda: float = Field(
         1.0,
@@ -64,21 +66,22 @@ class Advantage(Section):
         0.0,
         ge=0,
         le=1,
-        description="share of engine.max_new_tokens, at its end, over which a penalty for the length of a response "
-        "rises linearly from 0 to 1; 0: no length penalty",
+        description="the penalty for the length of a response rises linearly from 0 to 1 over this last share of "
+        "engine.max_new_tokens; if 0, there is no length penalty",
     )
     positive_weight: float = Field(
         1.0,
         ge=0,
         le=HEAVIEST,
-        description="factor by which positive advantages are multiplied; 0: responses with a positive advantage are "
+        description="factor by which positive advantages are multiplied; if 0, responses with a positive advantage are "
         "not trained on",
     )
     negative_weight: float = Field(
         1.0,
         ge=0,
         le=HEAVIEST,
-        description="factor by which negative advantages are multiplied; below 1, stale batches are more stable",
+        description="factor by which negative advantages are multiplied; a factor below 1 makes training on stale "
+        "batches more stable",
     )
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ def compute_advantages(
     that the policy may sample in one response. `branches_R` is True for each trajectory that is a branch, which means
     that it begins with the same tokens as another trajectory of its group and was split off from it. A branch gets an
     advantage, but does not count in the mean and the standard deviation of its group. An episode therefore counts once,
-    however many branches it has. If all rewards of a group (or of the batch, if rewards are compared over the batch)
+    however many branches it has. If all rewards that are compared with each other (those of a group, or of the batch)
     are equal, the advantages are exactly zero.
     """
     shaped_R = shape_rewards(part, rewards_R, tokens_R, longest)
@@ -43,7 +43,8 @@ def shape_rewards(part: Advantage, rewards_R: Tensor, tokens_R: Tensor, longest:
 
 
 def weigh_signs(part: Advantage, found: Tensor) -> Tensor:
-    """Multiply each advantage by the configured factor for positive or for negative advantages."""
+    """Multiply each positive advantage by the factor `positive_weight`, and each negative advantage by
+    `negative_weight`."""
     return torch.where(found < 0, found * part.negative_weight, found * part.positive_weight)
 
 
@@ -91,7 +92,7 @@ def subtract_baseline(
 
 
 def _subtract_group_mean(rewards_R: Tensor, groups_R: Tensor, episodes_R: Tensor) -> Tensor:
-    """Subtract from each reward the mean reward of its group, in which branches do not count."""
+    """Subtract from each reward the mean reward of its group. Branches do not count in the mean."""
     count_G = torch.bincount(groups_R[episodes_R]).to(rewards_R.dtype)
     mean_G = torch.zeros_like(count_G).index_add_(0, groups_R[episodes_R], rewards_R[episodes_R]) / count_G
     return torch.where(groups_differ(rewards_R, groups_R), rewards_R - mean_G[groups_R], 0.0)
@@ -134,7 +135,7 @@ def _all_equal(found: Tensor, weight: Tensor) -> bool:
 def groups_differ(rewards_R: Tensor, groups_R: Tensor) -> Tensor:
     """Return for each trajectory whether the rewards of its group are not all equal.
 
-    Rewards are compared with each other and not with their mean, because the mean may be rounded.
+    Rewards are not compared with their mean, because the mean may be rounded.
     """
     groups = int(groups_R.max()) + 1 if len(groups_R) else 0
     empty_G = rewards_R.new_zeros(groups)

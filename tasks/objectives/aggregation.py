@@ -7,11 +7,12 @@ from torch import Tensor
 
 
 def row_weights(tokens_R: Tensor, aggregation: str, longest: int, episodes_R: Tensor | None = None) -> Tensor:
-    """Return the weight, as float64, that each row's tokens get in the sum of losses over a minibatch.
+    """Return for each row the weight (float64) of its tokens in the sum of losses over a minibatch.
 
-    `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch. The number includes tokens
-    whose loss is set to zero by a clip or a correction. A row without tokens with loss mask 1 does not count as a row.
-    `episodes_R` has the same number for all rows of an episode, which count as one row; None if each row is an episode.
+    `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch. Tokens whose loss is set to
+    zero by a clip or a correction are counted, too. A row without tokens with loss mask 1 does not count as a row.
+    `episodes_R` gives the number of each row's episode; all rows of an episode count as one row. It is None if each row
+    is an episode.
     """
     if episodes_R is not None:
         _, of_R = torch.unique(episodes_R, return_inverse=True)

@@ -13,9 +13,9 @@ the other rows of the batch, nor on the order of rows. The same tokens give bit-
 can be replayed. A row whose advantage is zero contributes nothing to the gradient and is skipped, unless the objective
 sets `every_row`.
 
-An objective gets whole rows, unless it sets `by_token`. An objective with `by_token` set may get some tokens of a row
-at a time, so that memory holds fewer logits. The attribute `by_token` is not inherited, so a class that changes the
-loss must set `by_token` again.
+An objective gets whole rows, unless its attribute `by_token` is set. An objective with `by_token` set may get only some
+tokens of a row in one call, so that fewer logits are in memory. The attribute `by_token` is not inherited, so a class
+that changes the loss must set `by_token` again.
 
 `tests/contracts/test_objectives.py` tests each sentence of this docstring for all objectives.
 """
@@ -50,7 +50,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of each token, and whether the token's ratio was clipped or corrected."""
+    """The loss of each token, and whether the probability ratio of the token was clipped or corrected."""
 
     loss_M: Tensor
     clipped_M: Tensor  # bool: True if the token's ratio was clipped
@@ -72,6 +72,6 @@ class Objective(Protocol):
         """Return the loss of each token."""
 
     def keep(self, proximal_B: Tensor, behaviour_B: Tensor) -> Tensor:
-        """Return for each token of the batch with loss mask 1 whether its loss counts. The learner calls the method
-        `keep` before a policy version's first update."""
+        """Return for each token with loss mask 1 in the batch whether the token's loss counts. The learner calls the
+        method `keep` before a policy version's first update."""
         return torch.ones_like(proximal_B, dtype=torch.bool)

@@ -1,10 +1,11 @@
-"""The configuration section `[train.objective]`, which defines the loss as a combination of parts (ratio, surrogate,
-correction, advantage, penalties).
+"""Defines the configuration section `[train.objective]`. It describes the loss as a combination of parts (ratio,
+surrogate, correction, advantage, penalties).
 
-A part of an objective is a subsection of a few keys. The part's formula and paper are documented beside the code that
-computes the formula. The key `kind` names a preset objective (see `presets.py`). Parts and keys of an objective that
-the recipe (the run's TOML file) leaves out are taken from the preset. The configuration that is recorded with a run
-contains every key of every part of the objective. The module `objectives.config` imports only pydantic, and not torch.
+A part of an objective is a subsection of a few keys. The formula and the paper of each part are documented beside the
+code that computes the formula. The key `kind` names a preset objective (see `presets.py`). Parts and keys of an
+objective that the recipe (the run's TOML file) leaves out are taken from the preset. The configuration that is recorded
+with a run contains every key of every part of the objective. The module `objectives.config` imports only pydantic, and
+not torch.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ class Correction(Section):
     )
     level: Level = Field(
         "token",
-        description="level at which the probability ratio that weights the loss is computed: for each token, or for "
-        "each response, as in train.objective.ratio.level",
+        description="level at which the probability ratio of the correction is computed: for each token, or for each "
+        "response, as in train.objective.ratio.level",
     )
-    low: float = Field(0.0, ge=0, le=UNBOUNDED, description="smallest allowed ratio of the off-policy correction")
-    high: float = Field(UNBOUNDED, gt=0, le=UNBOUNDED, description="largest allowed ratio of the off-policy correction")
+    low: float = Field(
+        0.0, ge=0, le=UNBOUNDED, description="smallest allowed probability ratio of the off-policy correction"
+    )
+    high: float = Field(
+        UNBOUNDED, gt=0, le=UNBOUNDED, description="largest allowed probability ratio of the off-policy correction"
+    )
     weigh: bool = Field(
         True,
         description='with outside = "mask": whether the loss of each token that is kept is multiplied by its '
@@ -99,7 +104,9 @@ class Penalties(Section):
         description="where the KL penalty is applied. loss: it is added to the loss of each token; reward: it is "
         "subtracted from the reward of each response",
     )
-    kl_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the KL penalty; 0: no KL penalty")
+    kl_weight: float = Field(
+        0.0, ge=0, le=HEAVIEST, description="weight of the KL penalty; if 0, there is no KL penalty"
+    )
     kl_target: float | None = Field(
         None,
         gt=0,
@@ -110,9 +117,12 @@ class Penalties(Section):
         0.1,
         gt=0,
         le=1,
-        description="speed at which kl_weight follows kl_target: at most kl_gain / 5 per policy version",
+        description="speed at which kl_weight is adapted to kl_target: after each policy version, kl_weight changes by "
+        "at most the fraction kl_gain / 5",
     )
-    entropy_weight: float = Field(0.0, ge=0, le=HEAVIEST, description="weight of the entropy bonus; 0: no bonus")
+    entropy_weight: float = Field(
+        0.0, ge=0, le=HEAVIEST, description="weight of the entropy bonus; if 0, there is no bonus"
+    )
 
     @model_validator(mode="after")
     def _measures_something(self) -> Self:
@@ -123,7 +133,7 @@ class Penalties(Section):
             cure = "kl_target adapts kl_weight, which is 0; set kl_weight, for example to 0.01"
             refuse("train.objective.penalties.kl_target", self.kl_target, cure)
         for name, counts_with in KL_COUNTS_WITH.items():
-            # An explicit KL weight of 0 is allowed, because a sweep over KL weights may include 0.
+            # A KL weight of 0 that the user has set is allowed, because a sweep over KL weights may include 0.
             value, given = getattr(self, name), self.model_fields_set
             if value != type(self).model_fields[name].default and counts_with not in given:
                 cure = f"this key has no effect without {counts_with}; remove it, or set {counts_with}, too"
@@ -137,21 +147,21 @@ class Penalties(Section):
 
 
 class ObjectiveBase(Section):
-    """Options that all objectives have."""
+    """Options that all kinds of objectives share."""
 
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="how token losses are averaged. token-mean: over all tokens; the other values average over "
-        "responses, where each response counts with the mean of its token losses, their sum, or (constant) their "
-        "sum divided by engine.max_new_tokens",
+        description="how token losses are averaged. token-mean: mean over all tokens; the other values average over "
+        "responses. sequence-mean: a response counts with the mean of its token losses; sequence-sum: with their sum; "
+        "constant: with their sum divided by engine.max_new_tokens",
     )
     observation_weight: float = Field(
         0.0,
         ge=0,
         le=HEAVIEST,
         description="weight of the observation loss, the cross-entropy of the tokens that the environment adds (ECHO); "
-        "0: no such loss",
+        "if 0, there is no such loss",
     )
 
 
@@ -195,8 +205,8 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def trains_tokens(self) -> bool:
-        """True if each token can have an advantage of its own. The gradient of a clipped ratio of a whole response is
-        the same for all tokens of the response.
+        """True if each token can have an advantage of its own. With a clipped ratio of the whole response, this is not
+        possible, because the gradient is then the same for all tokens of the response.
         """
         return self.ratio.level == "token" or not isinstance(self.surrogate, Clip | BinaryTv)
 
@@ -216,7 +226,7 @@ ObjectiveConfig = Annotated[PartsObjective | ImportObjective, Field(discriminato
 
 
 def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the objective parts of the recipe into those of the preset, key by key. A part in the recipe that has
+    """Merge the recipe's parts of an objective into the preset's parts, key by key. A part in the recipe that has
     another `kind` than the preset's part replaces the preset's whole part."""
     found = dict(preset)
     for name, value in given.items():
@@ -227,11 +237,12 @@ def _merge_parts(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
     return found
 
 
-NO_STATES = ("trl", "timed")  # kinds of environment that name no states of turns
+NO_STATES = ("trl", "timed")  # kinds of environments that never name the state in which a turn acts
 
 
 def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator[PydanticCustomError]:
-    """Yield the errors of an objective that needs other turns, or other rewards of turns, than the environment has."""
+    """Yield the errors of an objective that does not fit the environment: it needs turns or states that the environment
+    does not have, or it cannot use the rewards of turns."""
     kind, credit = str(getattr(environment, "kind", "")), objective.advantage.credit
     cure = 'episodes of environment.kind = "single-turn" have one turn; remove the key, or choose another environment'
     for key, value, plain in (
@@ -255,10 +266,9 @@ def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator
             yield refusal(f"environment.{key}", given, cure)
 
 
-# Keys that the configuration of a recorded run has for an objective.
-# If an objective has all keys of `RECORDED`, keys without an effect are not rejected, so that the recorded run can be
-# replayed.
-# A form also sends every key, so `check_new` repeats the important checks when a run is created.
+# The keys that a recorded run's configuration contains for an objective. If all these keys are present, keys without an
+# effect are not rejected, so that the recorded run can be replayed. A form also sends every key, so `check_new` repeats
+# the important checks when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 
@@ -284,7 +294,7 @@ def _check_counts(correction: Correction, given: Any) -> None:
 def _check_ratio(objective: PartsObjective, given: Any) -> None:
     """Reject a key of the section `ratio` that is set but has no effect.
 
-    If the surrogate loss uses no ratio, only the key `to` may have an effect, because a correction may use it.
+    If the surrogate loss uses no ratio, only the key `to` can have an effect, because a correction may use this key.
     """
     if objective.ratio_counts or not isinstance(given, Mapping):
         return
@@ -299,7 +309,7 @@ def _check_ratio(objective: PartsObjective, given: Any) -> None:
 
 
 def check_new(objective: ObjectiveConfig) -> None:
-    """Reject settings of an objective that would train something other than they say. Call `check_new` only for new
+    """Reject settings of an objective that would not train what they seem to say. Call `check_new` only for new
     runs."""
     if isinstance(objective, PartsObjective):
         _check_length(objective)
@@ -344,7 +354,7 @@ def _check_k1(penalties: Penalties) -> None:
 
 
 def _set_only(section: Section, given: Mapping[str, Any]) -> None:
-    """Mark the given fields as the only fields that the user has set in a section and its subsections."""
+    """Mark only the given fields of a section and its subsections as set by the user."""
     section.__pydantic_fields_set__.intersection_update(given)
     for name, value in given.items():
         part = getattr(section, name, None)
@@ -352,7 +362,7 @@ def _set_only(section: Section, given: Mapping[str, Any]) -> None:
             _set_only(part, value)
 
 
-# Keys of older configurations -> (part of the objective, key). Runs recorded with these keys can be replayed.
+# Maps keys of older configurations to (part of the objective, key), so that runs with these keys can be replayed.
 EARLIER = {
     "clip_low": ("surrogate", "low"),
     "clip_high": ("surrogate", "high"),

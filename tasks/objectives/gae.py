@@ -1,7 +1,7 @@
-"""Generalized advantage estimation: advantages of tokens from a critic's values (Schulman et al. 2016).
+"""Generalized advantage estimation (Schulman et al. 2016): computes the advantages of tokens from a critic's values.
 
 Shapes: R is the number of trajectories, and B the number of tokens that the policy sampled, one trajectory after the
-other. Only tokens that the policy sampled count as time steps. Tokens that an environment wrote are left out. The
+other. Only tokens that the policy sampled count as time steps. Tokens that the environment added are left out. The
 critic's value after a trajectory's last token is taken to be zero.
 """
 
@@ -16,8 +16,9 @@ from rollflow.tasks.objectives.advantages import weigh_signs, whiten
 
 
 def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Tensor:
-    """Return the reward of each token: minus the token's price, plus, at a trajectory's last token, the trajectory's
-    reward. The price of a token is its KL penalty minus its own reward, if it has one.
+    """Return the reward of each token: its price with a minus sign. The last token of a trajectory also gets the
+    trajectory's reward. The price of a token is its KL penalty. If the token has a reward of its own, this reward is
+    subtracted from the price.
 
     `starts` gives the index of each trajectory's first token among the B tokens of the batch, and B as its last
     element.
@@ -29,8 +30,7 @@ def token_rewards(rewards_R: Tensor, price_B: Tensor, starts: np.ndarray) -> Ten
 
 
 def token_advantages(part: Advantage, rewards_B: Tensor, values_B: Tensor, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return the advantage and the return of each token in float64. The returns of the tokens are the critic's training
-    targets.
+    """Return the advantage and the return of each token in float64. The critic is trained to predict the returns.
 
     The advantage at token t is A_t = d_t + gamma lambda A_t+1, where d_t = r_t + gamma V_t+1 - V_t, r_t is the token's
     reward and V_t the critic's value. The return at token t is A_t + V_t, where A_t is the advantage before whitening

@@ -1,5 +1,5 @@
-"""A wrapper of a user-defined objective: imports a class that derives from `Objective` and creates it with its
-options."""
+"""Wraps a user-defined objective: imports a class that derives from `Objective`, and creates an object with the
+configured options."""
 
 from __future__ import annotations
 

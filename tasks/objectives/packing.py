@@ -24,7 +24,7 @@ class ObservedTargets:
 
     where: tuple[Tensor, Tensor]  # (O,), (O,): line and position of the token before each token
     targets: Tensor  # (O,) int64: the tokens
-    row_O: Tensor  # int64: number of the row of the batch that each token belongs to
+    row_O: Tensor  # int64: the row of the batch to which each token belongs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class MicroBatch:
     tokens: Tensor  # (L, T) int64
     where: tuple[Tensor, Tensor]  # (M,), (M,): line and position of the token before each token with loss mask 1
     targets: Tensor  # (M,) int64: the tokens with loss mask 1
-    row_M: Tensor  # int64: number of the row of the batch that each token with loss mask 1 belongs to
+    row_M: Tensor  # int64: the row of the batch to which each token with loss mask 1 belongs
     among: Tensor  # (M,) int64: index of each token among the batch's B tokens with loss mask 1
     positions: Tensor | None = None  # (L, T) int64: position of each token in its row; None if no row shares a prompt
     part: Tensor | None = None  # (L, T) int64: see `Packing.part`; None if no row shares a prompt
@@ -46,15 +46,15 @@ class MicroBatch:
 
     @property
     def predicting(self) -> tuple[Tensor, Tensor]:
-        """Lines and positions of the hidden states that predict the M tokens with loss mask 1, then those that predict
-        the O tokens of the environment."""
+        """Lines and positions of the hidden states that predict tokens: first the M tokens with loss mask 1, then the O
+        tokens of the environment."""
         if self.observed is None:
             return self.where
         return torch.cat([self.where[0], self.observed.where[0]]), torch.cat([self.where[1], self.observed.where[1]])
 
     def keep_rows(self, kept_R: Tensor) -> MicroBatch:
         """Return the micro-batch without the tokens with loss mask 1 of rows for which `kept_R` is False. The tokens of
-        the environment stay."""
+        the environment are kept."""
         kept_M = kept_R[self.row_M]
         return replace(
             self,
@@ -90,7 +90,7 @@ def build_mask(part: Tensor) -> Tensor:
     """Return the attention mask, of shape (L, 1, T, T). An element of the mask is True if the token of the third axis
     attends to the token of the last axis.
 
-    Padding attends to padding, because a softmax over no token would give NaN.
+    Padding attends to padding, because a softmax over no tokens would give NaN.
     """
     asks, asked = part[:, :, None], part[:, None, :]
     before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool, device=part.device).tril_()

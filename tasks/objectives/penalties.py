@@ -1,5 +1,5 @@
-"""KL penalties per token, which are added to the loss or subtracted from the reward. A KL penalty does not depend on
-the token's advantage. Shapes: M tokens."""
+"""Computes KL penalties of tokens. A KL penalty is added to the loss or subtracted from the reward. A KL penalty does
+not depend on the token's advantage. Shapes: M tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from rollflow.tasks.objectives.config import Penalties
 from rollflow.tasks.objectives.ratios import BOUND
 
-STEP = 0.2  # largest relative error of the divergence that is used when the KL weight is adapted
+STEP = 0.2  # limit to which the relative error of the divergence is clipped when the KL weight is adapted
 
 
 def kl_estimate(penalties: Penalties, new_M: Tensor, old_M: Tensor) -> Tensor:

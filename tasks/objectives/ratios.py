@@ -1,4 +1,4 @@
-"""Probability ratios of two policies over the same tokens, computed from log-probs in nats. In shapes, M is the number
+"""Computes probability ratios of two policies for the same tokens, from log-probs in nats. In shapes, M is the number
 of tokens, which make up whole rows (trajectories)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A batch as flat numpy arrays, which objectives and learners use, read from the batch's Arrow columns.
+"""Reads a batch from its Arrow columns into flat numpy arrays, which objectives and learners use.
 
 Shapes: R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch.
 """
@@ -21,7 +21,7 @@ class ObservedTokens:
     """The tokens of a batch that the environment added after the policy's tokens."""
 
     indices: np.ndarray  # int64, O: indices of the tokens in the tokens of all rows
-    starts: np.ndarray  # int64, R + 1: place in `indices` at which each row begins
+    starts: np.ndarray  # int64, R + 1: position in `indices` at which each row begins
 
     @property
     def counts(self) -> np.ndarray:
@@ -31,11 +31,11 @@ class ObservedTokens:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """A whole batch as flat arrays, with the offset of each row (trajectory). An array is a view of an Arrow buffer,
-    and not a copy, if the array's data type allows a view.
+    """A whole batch as flat arrays, with the offset of each row (trajectory). If the data type allows it, an array is a
+    view of an Arrow buffer and not a copy.
 
-    B is the number of tokens with loss mask 1 in the batch. Values for the B tokens with loss mask 1 are a flat array
-    or tensor of length B, one row of the batch after the other.
+    B is the number of tokens with loss mask 1 in the batch. Values of the B tokens with loss mask 1 are stored in a
+    flat array or tensor of length B, one row of the batch after the other.
     """
 
     tokens: np.ndarray  # int32, tokens of all rows
@@ -44,18 +44,19 @@ class BatchRows:
     starts: np.ndarray  # int64, R + 1: index at which each row begins in flat arrays of B values
     behaviour: np.ndarray  # float32, B: log-probs in nats under the policy that sampled the token
     versions: np.ndarray  # int32, B: policy version that sampled each token
-    groups: np.ndarray  # int64, R: number of each row's group of responses to one prompt in one role, from 0
+    groups: np.ndarray  # int64, R: number of each row's group, from 0; a group has the same prompt and the same role
     rewards: np.ndarray  # float32, R: reward of each row
     # int64, R: number of each row's episode, from 0; None: each row is an episode of its own. The rows of an episode
-    # are its branches in the order of time, and each sampled token belongs to one of them. Each role of an episode
+    # are its branches in the order of time, and each sampled token belongs to one branch. Each role of an episode
     # counts as an episode of its own, so that it has its own returns and baseline.
     episodes: np.ndarray | None = None
-    # float32, B: reward of each token besides the row's reward, NaN if the token has none; None: no token has one
+    # float32, B: reward of each token besides the row's reward; NaN for a token without reward. None if no token has a
+    # reward.
     token_rewards: np.ndarray | None = None
     # int64, U: indices in `tokens` at which the recorded turns begin; a row without recorded turns is a single turn
     turn_starts: np.ndarray | None = None
-    turn_states: np.ndarray | None = None  # int64, U: hash of the state in which each turn acted; 0 if it has no name
-    observed: ObservedTokens | None = None  # None: the learner does not train on tokens of the environment
+    turn_states: np.ndarray | None = None  # int64, U: hash of the state of each turn; 0 if the state has no name
+    observed: ObservedTokens | None = None  # None if tokens of the environment are not trained on
 
     @classmethod
     def of(cls, batch: TrajectoryBatch) -> BatchRows:
@@ -104,12 +105,13 @@ class BatchRows:
 
     @property
     def rows(self) -> np.ndarray:
-        """Number of the row of the batch to which each token with loss mask 1 belongs."""
+        """Row number of each token with loss mask 1."""
         return np.repeat(np.arange(len(self.rewards)), self.masked_tokens)
 
     def with_observed(self) -> BatchRows:
-        """Return the batch with its observed tokens: the tokens that the policy did not sample, after the first token
-        with loss mask 1 in their row. Tokens before this token belong to the prompt or to the context of a branch."""
+        """Return the batch with its observed tokens. A token is observed if it comes after the first token with loss
+        mask 1 of its row, and the policy did not sample it. Tokens before the first token with loss mask 1 belong to
+        the prompt or to the context of a branch."""
         last = self.offsets[1:] - 1
         first = (
             last
@@ -129,7 +131,7 @@ class BatchRows:
         return found
 
     def order_by_episode(self) -> EpisodeOrder:
-        """Return the order of the tokens with loss mask 1 in which the tokens of an episode follow each other."""
+        """Return an order of the tokens with loss mask 1 in which all tokens of an episode are adjacent."""
         if self.episodes is None:
             rows = np.arange(len(self.rewards))
             return EpisodeOrder(np.arange(len(self.chosen)), self.starts, rows, rows)
@@ -145,7 +147,7 @@ class EpisodeOrder:
     """The tokens of a batch with loss mask 1, ordered by episode. In shapes, E is the number of episodes."""
 
     tokens: np.ndarray  # int64, B: indices of the tokens, one episode after the other
-    starts: np.ndarray  # int64, E + 1: place in `tokens` at which each episode begins
+    starts: np.ndarray  # int64, E + 1: position in `tokens` at which each episode begins
     first: np.ndarray  # int64, E: first row of each episode
     last: np.ndarray  # int64, E: last row of each episode
 
@@ -154,7 +156,7 @@ def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
     """Return the number of the episode of each row; None if no row is a branch.
 
     Raises:
-        Corrupt: a branch does not follow the row that it branches off.
+        Corrupt: a branch does not come after the row from which it was split off.
     """
     column = batch.optional("branch")
     if column is None:
@@ -171,9 +173,9 @@ def _number_episodes(batch: TrajectoryBatch) -> np.ndarray | None:
 
 
 def _split_roles(batch: TrajectoryBatch, numbers_R: np.ndarray) -> np.ndarray:
-    """Return other numbers, from 0, with which two rows have the same number only if they also have the same role.
+    """Return new numbers, from 0. Two rows get the same number only if their old numbers and their roles are equal.
 
-    The numbers of a role follow each other, so that a minibatch has groups of all roles.
+    The numbers of a role are consecutive, so that each minibatch contains groups of all roles.
     """
     if batch.optional("role") is None:
         return numbers_R
@@ -184,7 +186,7 @@ def _split_roles(batch: TrajectoryBatch, numbers_R: np.ndarray) -> np.ndarray:
 
 
 def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray | None:
-    """Return the indices of the tokens at which recorded turns begin; None if no turns are recorded."""
+    """Return the indices of the tokens at which the recorded turns begin; None if no turns are recorded."""
     column = batch.optional("turn_starts")
     if column is None:
         return None
@@ -193,7 +195,7 @@ def _read_turn_starts(batch: TrajectoryBatch, offsets: np.ndarray) -> np.ndarray
 
 
 def _read_turn_states(batch: TrajectoryBatch) -> np.ndarray | None:
-    """Return the state of each recorded turn, 0 for a turn whose state has no name; None if no state has a name."""
+    """Return the state of each recorded turn; 0 if the state has no name. Return None if no state has a name."""
     column, starts = batch.optional("turn_states"), batch.optional("turn_starts")
     if column is None or starts is None:
         return None
@@ -204,13 +206,14 @@ def _read_turn_states(batch: TrajectoryBatch) -> np.ndarray | None:
 
 
 def _count_values(lists: pa.Array) -> np.ndarray:
-    """Return the number of values of each list; 0 for a null."""
+    """Return the number of values of each list; 0 if the list is null."""
     lengths = np.diff(view_numbers(lists.offsets)).astype(np.int64)  # Arrow's `fill_null` would import pandas
     return np.where(view_numbers(lists.is_valid()), lengths, 0)
 
 
 def _read_token_rewards(batch: TrajectoryBatch, offsets: np.ndarray, chosen: np.ndarray) -> np.ndarray | None:
-    """Return the rewards of the chosen tokens, NaN for tokens without a reward; None if no row has token rewards."""
+    """Return the rewards of the tokens with loss mask 1; NaN for a token without reward. Return None if no row has
+    token rewards."""
     column = batch.optional("token_rewards")
     if column is None:
         return None

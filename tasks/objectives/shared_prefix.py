@@ -21,7 +21,7 @@ import numpy as np
 
 from rollflow.tasks.objectives.rows import BatchRows
 
-PAIRS = 6  # per token, a layer without attention costs as much as attention over PAIRS x width pairs of tokens
+PAIRS = 6  # for each token, the rest of a layer costs as much as attention over PAIRS x width pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def _single_line(data: BatchRows, row: int) -> PackedSequence:
 
 
 def _pack_group(data: BatchRows, rows: list[int], most: int, width: int) -> Iterator[PackedSequence]:
-    """Pack the rows of one group into lines (packed sequences), and yield the lines. A row joins the line of the
-    previous row if the joint line costs less computation than two lines."""
+    """Pack the rows of one group into lines (packed sequences), and yield the lines. A row is added to the line of the
+    previous row if one line costs less computation than two lines."""
     prompt, line = _shared_prompt(data, rows), _single_line(data, rows[0])
     for row in rows[1:]:
         own = int(data.lengths[row]) - prompt
@@ -72,8 +72,8 @@ def _saves_work(length: int, own: int, prompt: int, pairs: int) -> bool:
 
 
 def _shared_prompt(data: BatchRows, rows: list[int]) -> int:
-    """Return the number of leading tokens that are equal in all rows and that the policy did not sample, that is, the
-    length of the shared prompt."""
+    """Return the length of the shared prompt: the number of leading tokens that are equal in all rows and that the
+    policy did not sample."""
     if len(rows) < 2:
         return 0
     firsts = [data.chosen[data.starts[r]] if data.masked_tokens[r] else data.offsets[r + 1] for r in rows]
@@ -88,7 +88,7 @@ class PlacedTokens:
 
     at: tuple[np.ndarray, np.ndarray]  # (N,), (N,): line and position of the token before each token
     among: np.ndarray  # (N,): index of each token among the batch's tokens of this kind
-    row: np.ndarray  # (N,): row of the batch that each token belongs to
+    row: np.ndarray  # (N,): row of the batch to which each token belongs
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ class _PlacedRow(NamedTuple):
 
 
 def _place_tokens(indices: np.ndarray, starts: np.ndarray, placed: Sequence[_PlacedRow]) -> PlacedTokens:
-    """Find the tokens of placed rows in their lines. `indices` are the indices of tokens in the batch, and `starts` the
-    place in `indices` at which each row begins."""
+    """Find the tokens of placed rows in their lines. `indices` are the indices of tokens in the batch, and `starts`
+    gives the position in `indices` at which each row begins."""
     at_line, at_place, among, of_row = [], [], [], []
     for one in placed:
         own = np.arange(starts[one.row], starts[one.row + 1])

@@ -1,7 +1,7 @@
-"""Advantages of tokens from rewards of tokens or steps, without a critic (for a critic, see `gae`).
+"""Computes the advantages of tokens from rewards of tokens or steps, without a critic. (With a critic, see `gae`.)
 
-A step is a token with a reward of its own, besides the reward of the whole response, which is given at its last token.
-The advantage of a token contains only rewards of steps that end at this token or later.
+A step is a token with a reward of its own. The reward of the whole response is separate, and is given at the last token
+of the response. The advantage of a token contains only the rewards of steps that end at this token or later.
 
     baseline       advantage of token t; R is the reward of the response, and s_u the reward of the step ending at u
     none           R + sum over u >= t of s_u: the return-to-go (Williams 1992)
@@ -80,8 +80,8 @@ def sum_following(values_B: Tensor, order: EpisodeOrder) -> Tensor:
 
 
 def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
-    """Subtract from each step reward the baseline of its group, and divide by the deviation of its group if
-    `part.scale` says so."""
+    """Subtract from each step reward the baseline of its group. If `part.scale` is "group", divide by the standard
+    deviation of the group."""
     group_S = groups_E[episode_S]
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0
     count_G, mean_G = _mean_by(group_S, rewards_S, groups)
@@ -98,8 +98,9 @@ def _normalize_steps(part: Advantage, rewards_S: Tensor, episode_S: Tensor, grou
 
 
 def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> Tensor:
-    """Return for each step the average of the mean step rewards of the other episodes in its group. Episodes without
-    steps do not count. If no other episode has steps, return the step's own reward, so that the step has no effect."""
+    """Return for each step a baseline: the mean step reward of each other episode of the group, averaged over these
+    episodes. Episodes without steps do not count. If no other episode has steps, the baseline is the step's own reward,
+    so that the step has no effect."""
     count_E, mean_E = _mean_by(episode_S, rewards_S, len(groups_E))
     counts_E = count_E > 0
     groups = int(groups_E.max()) + 1 if len(groups_E) else 0
@@ -110,7 +111,6 @@ def _mean_of_others(rewards_S: Tensor, episode_S: Tensor, groups_E: Tensor) -> T
 
 
 def _mean_by(index_N: Tensor, values_N: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return for each index below `size` the number and the mean of the values with this index; the mean of no values
-    is 0."""
+    """Return for each index below `size` how many values have this index, and their mean (0 if there are none)."""
     count = torch.bincount(index_N, minlength=size).double()
     return count, torch.zeros(size, dtype=torch.float64).index_add_(0, index_N, values_N) / count.clamp(min=1)

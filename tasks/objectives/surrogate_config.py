@@ -1,4 +1,4 @@
-"""The sections `ratio` and `surrogate` of `[train.objective]`, which define the loss of each token.
+"""Defines the config sections `ratio` and `surrogate` of `[train.objective]`, which determine the loss of each token.
 
 The formulas of ratios and surrogate losses are in `ratios.py` and `surrogates.py`. In this module, A is the advantage,
 pi the trained policy, and mu the policy that the key `ratio.to` names. The module `surrogate_config` imports only
@@ -67,8 +67,8 @@ class Clip(Section):
 
 
 class PolicyGradient(Section):
-    """Options of the policy-gradient loss (REINFORCE): the log-prob of a token times its advantage, weighted by the
-    clamped probability ratio. No gradient flows through the weight.
+    """Options of the policy-gradient loss (REINFORCE): the log-prob of a token times its advantage, multiplied by a
+    weight. The weight is the clamped probability ratio. No gradient flows through the weight.
     """
 
     kind: Literal["policy-gradient"] = Field(
@@ -78,12 +78,12 @@ class PolicyGradient(Section):
     )
     positive: Range = Field(
         (1.0, 1.0),
-        description="range to which the probability ratio is clamped if the advantage is positive; [1, 1]: every "
+        description="range to which the probability ratio is clamped if the advantage is positive; with [1, 1], every "
         "weight is 1",
     )
     negative: Range = Field(
         (1.0, 1.0),
-        description="range to which the probability ratio is clamped if the advantage is 0 or negative; [1, 1]: "
+        description="range to which the probability ratio is clamped if the advantage is 0 or negative; with [1, 1], "
         "every weight is 1",
     )
 
@@ -102,8 +102,8 @@ class PolicyGradient(Section):
 
 
 class BinaryTv(Section):
-    """Options of the binary total-variation loss: the advantage times the probability ratio, for those tokens whose
-    probability is still close to that under the older policy.
+    """Options of the binary total-variation loss: the advantage times the probability ratio. Only tokens whose
+    probability is still close to their probability under the older policy count.
     """
 
     kind: Literal["binary-tv"] = Field(

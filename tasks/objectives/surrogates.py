@@ -1,4 +1,4 @@
-"""Surrogate losses: the loss of each token, computed from its probability ratio r, its advantage A and its log-prob.
+"""Computes surrogate losses: the loss of each token, from its probability ratio r, its advantage A and its log-prob.
 Shapes: M tokens."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from rollflow.tasks.objectives.surrogate_config import BinaryTv, Clip, Kimi, Pol
 
 
 def surrogate_loss(part: Surrogate, ratio: Ratio, tokens: MaskedTokens, old_M: Tensor) -> TokenLoss:
-    """Return the surrogate loss of each token. `old_M` are the log-probs under the older policy of the ratio."""
+    """Return the surrogate loss of each token. `old_M` are the log-probs under the older policy (the denominator of the
+    ratio)."""
     match part:
         case Clip():
             return clip_loss(part, log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level).exp(), tokens.advantage_M)
@@ -45,8 +46,8 @@ def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedToken
 
     If positive and negative advantages have the same range, and the range begins at 0, the loss is that of TIS (Yao et
     al. 2025) and CISPO (MiniMax 2025). If the range of the weight w is [1, 1] for A > 0 and [0, 1] for other A, the
-    loss is that of TOPR (Le Roux et al. 2025). A token does not count as clipped if the range of its weight w is a
-    single number.
+    loss is that of TOPR (Le Roux et al. 2025). If the range of the weight w is a single number, no token counts as
+    clipped.
     """
     advantage_M = tokens.advantage_M
     good_M = advantage_M > 0
@@ -58,7 +59,8 @@ def policy_gradient_loss(part: PolicyGradient, ratio: Ratio, tokens: MaskedToken
 
 
 def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
-    """Return the loss -r A, or zero for tokens whose probability has moved too far from that under the older policy.
+    """Return the loss -r A; zero for a token whose probability has moved too far from its probability under the older
+    policy.
 
     A token's move is pi - mu, the difference of its probabilities under the trained policy and under the older policy.
     A token with A > 0 has moved too far if pi - mu > high, and a token with A < 0 has moved too far if pi - mu < -low.
@@ -72,7 +74,8 @@ def binary_tv_loss(part: BinaryTv, tokens: MaskedTokens, old_M: Tensor, ratio: R
 def kimi_loss(part: Kimi, tokens: MaskedTokens, old_M: Tensor, ratio: Ratio) -> TokenLoss:
     """Return Kimi's loss -A log pi + tau/2 (log r)^2 (Kimi Team 2025).
 
-    If r is the ratio of a whole response, each token's share of (log r)^2 is log r times the token's own log-ratio.
+    If r is the ratio of a whole response, (log r)^2 is divided among the tokens: each token gets log r times its own
+    log-ratio.
     """
     whole_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, ratio.level)
     own_M = log_ratio(tokens.logp_M, old_M, tokens.row_M, "token")

@@ -1,4 +1,4 @@
-"""Says which objectives can use the rewards of tokens, steps and turns. This module imports no torch."""
+"""Checks whether an objective can use the rewards of tokens, steps and turns. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollflow.tasks.objectives.config import ObjectiveConfig, PartsObjective
 
 
 def check_token_rewards(objective: ObjectiveConfig) -> None:
-    """Raise `ConfigError` if an objective cannot train single tokens by their own rewards, because it would train each
+    """Raise `ConfigError` if an objective cannot train tokens by their own rewards. Such an objective would train each
     token by the mean advantage of the response.
     """
     if isinstance(objective, PartsObjective) and not objective.trains_tokens:

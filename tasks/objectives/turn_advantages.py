@@ -1,7 +1,7 @@
-"""Advantages of turns: every token of a turn gets credit for the rewards of this turn and of later turns.
+"""Computes the advantages of turns. Every token of a turn gets credit for the rewards of this turn and of later turns.
 
-An episode has the turns k = 1 to K, in all of its branches together. The reward r_k of a turn is the sum of the rewards
-of its tokens, minus their KL penalties; the last turn gets the reward of the whole episode, too. The return of a turn
+An episode has the turns k = 1 to K, counted over all of its branches. The reward r_k of a turn is the sum of its
+tokens' rewards, minus their KL penalties. The last turn also gets the reward of the whole episode. The return of a turn
 is G_k = r_k + gamma G_k+1, with one factor gamma for each turn, as in ROLL and verl-agent.
 
     credit  baseline         advantage of a token in turn k
@@ -40,7 +40,7 @@ from rollflow.tasks.objectives.rows import BatchRows
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of a batch that have tokens with loss mask 1, in the order of the batch."""
+    """The turns of a batch that contain tokens with loss mask 1, in the order of the batch."""
 
     of_tokens: np.ndarray  # int64, B: turn of each token with loss mask 1
     episodes: np.ndarray  # int64, T: episode of each turn
@@ -77,8 +77,8 @@ def _count_up(episodes: np.ndarray) -> np.ndarray:
 def compute_turn_advantages(part: Advantage, shaped_R: Tensor, data: BatchRows, price_B: Tensor) -> Tensor:
     """Return the advantage of each token in float64.
 
-    `shaped_R` are the rewards of the trajectories, minus their penalties for length. The reward of an episode is that
-    of its last branch. `price_B` is the KL penalty of each token.
+    `shaped_R` are the rewards of the trajectories, minus their penalties for length. The reward of an episode is the
+    reward of its last branch. `price_B` is the KL penalty of each token.
     """
     turns, order = find_turns(data), data.order_by_episode()
     final_E = shaped_R.double()[torch.from_numpy(order.last)]
@@ -113,8 +113,8 @@ def discount_returns(rewards: Sequence[float], episodes: Sequence[int], gamma: f
 
 
 def _sum_rewards(turns: Turns, data: BatchRows, price_B: Tensor, final_E: Tensor) -> Tensor:
-    """Return the reward of each turn: the rewards of its tokens minus their KL penalties; the last turn of an episode
-    gets the reward of the episode, too."""
+    """Return the reward of each turn: its tokens' rewards minus their KL penalties. The last turn of an episode also
+    gets the reward of the episode."""
     paid_B = -price_B.double().numpy()
     if data.token_rewards is not None:
         paid_B = paid_B + np.nan_to_num(data.token_rewards.astype(np.float64))
@@ -125,16 +125,16 @@ def _sum_rewards(turns: Turns, data: BatchRows, price_B: Tensor, final_E: Tensor
 
 
 def _compare(part: Advantage, values_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Subtract from each value the baseline of its group, and divide by the deviation of its group if `part.scale` says
-    so."""
+    """Subtract from each value the baseline of its group. If `part.scale` is "group", divide by the standard deviation
+    of the group."""
     ones_N, all_N = torch.ones_like(values_N), torch.ones_like(groups_N, dtype=torch.bool)
     centred_N = subtract_baseline(part, values_N, groups_N, ones_N, all_N)
     return scale_advantages(part, values_N, centred_N, groups_N, ones_N, all_N) if part.scale == "group" else centred_N
 
 
 def _name_states(states: np.ndarray) -> np.ndarray:
-    """Return a number for each turn; turns have the same number if they acted in the same state, and that state has a
-    name."""
+    """Return a number for each turn. Two turns have the same number only if they acted in the same state and this state
+    has a name."""
     alone = states == UNNAMED_STATE
     found = np.unique(states, return_inverse=True)[1] + len(states)
     found[alone] = np.arange(len(states))[alone]

@@ -1,1 +1,2 @@
-"""The policy, which is the language model that a run trains: folder, tokenizer, model head and cold start."""
+"""Contains the code for the policy, the language model that a run trains: folder, tokenizer, model head and cold
+start."""

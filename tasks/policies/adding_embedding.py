@@ -3,8 +3,8 @@
 For each micro-batch, autograd allocates a gradient for the whole vocabulary, although only the rows of the
 micro-batch's tokens are not zero. Autograd then adds the new gradient to the parameter's `grad`, which takes the memory
 of two gradients. The gradients that this module computes equal autograd's bit for bit, unless the embedding shares its
-weight with the last layer. If the embedding and the last layer share a weight, gradients are summed in another order
-than autograd's.
+weight with the last layer. If the embedding and the last layer share a weight, gradients are summed in a different
+order than by autograd.
 
 Shapes: T is the number of tokens, U the number of distinct tokens, H the number of hidden features, and V the size of
 the vocabulary.
@@ -24,7 +24,8 @@ LEAST_BYTES = 2**22  # smallest embedding, in bytes, for which this module is us
 
 
 class AddingEmbedding:
-    """Wraps the input embedding of `model`. An embedding that is not a plain `nn.Embedding` is left to autograd."""
+    """Wraps the input embedding of `model`. If the embedding is not a plain `nn.Embedding`, autograd computes its
+    gradient as usual."""
 
     def __init__(self, model: Any) -> None:
         found: Any = None
@@ -56,7 +57,7 @@ class AddingEmbedding:
 class _AccumulateRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, ids: Tensor, embedding: nn.Embedding) -> Tensor:
-        # autograd does not see the weight, so the weight's hooks do not run
+        # autograd does not track the weight, so the weight's hooks do not run
         ctx.weight_VH = embedding.weight
         ctx.padding = embedding.padding_idx
         ctx.save_for_backward(ids)

@@ -1,4 +1,4 @@
-"""Adds the gradient of a model's last layer in place, some rows at a time.
+"""Computes the gradient of a model's last layer in pieces of some rows, and adds each piece in place.
 
 For each call, autograd allocates a whole gradient and adds it to the parameter's `grad`, which takes the memory of two
 gradients. With a vocabulary of 151,936 tokens, one gradient of the last layer is larger than the logits of many tokens.
@@ -62,7 +62,7 @@ class AddingLinear(nn.Module):
 class _AccumulateLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, linear: nn.Linear) -> Tensor:
-        ctx.weight_VH = linear.weight  # autograd does not see the weight, so the weight's hooks do not run
+        ctx.weight_VH = linear.weight  # autograd does not track the weight, so its hooks do not run
         ctx.save_for_backward(given)
         return nn.functional.linear(given, linear.weight)
 

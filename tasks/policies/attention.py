@@ -11,8 +11,8 @@ from typing import Any
 
 
 def choose_attention(config: Any) -> str | None:
-    """Return the attention implementation to request from transformers for a config, or None if transformers' default
-    is exact.
+    """Return the attention implementation to request from transformers for this config, or None if the default
+    implementation is exact.
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return None if capped is None else "eager"

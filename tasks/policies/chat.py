@@ -20,7 +20,7 @@ QUESTION, ANSWER = "What is the colour of snow?", "xylophone"  # test texts, whi
 SYSTEM = "You answer."
 Tool = Mapping[str, Any]  # the JSON schema of a function that the policy may call
 THOUGHT, THINKS, ENDS_THOUGHT = "White, I guess.", "<think>\n", "\n</think>\n\n"
-# a difference that changes every field of a date and time
+# Adding this duration changes every field of a date and time.
 ANOTHER_TIME = timedelta(days=400, hours=1, minutes=1, seconds=1)
 
 
@@ -47,14 +47,15 @@ class ChatTemplate:
         """Return whether the chat template writes the schemas of tools into the prompt."""
         with_tools, without = self.render_messages(messages, tools), self.render_messages(messages)
         names = [str(tool["function"]["name"]) for tool in tools]
-        return all(with_tools.count(name) > without.count(name) for name in names)  # a question may have a name, too
+        return all(with_tools.count(name) > without.count(name) for name in names)  # the question may name a tool, too
 
     def render(self, text: str, system: str | None) -> str:
         """Return the prompt of a question as text."""
         return cast(str, _attempt(system, lambda: self._apply(list_messages(text, system), tokenize=False)))
 
     def render_after_answer(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text that the chat template writes for `messages` between two answers of the policy.
+        """Return the text that the chat template writes between two answers of the policy if `messages` come between
+        them.
 
         Raises:
             ConfigError: the chat template rejects the messages, or does not render answers unchanged.
@@ -77,10 +78,10 @@ class ChatTemplate:
         return cast(str, _attempt(None, lambda: self._apply(messages, tokenize=False, tools=tools)))
 
     def keeps_answer(self, roles: tuple[str, ...], *, thinks: bool) -> bool:
-        """Return whether the chat template leaves an answer as it was generated if messages of these roles follow.
+        """Return whether the chat template leaves an answer unchanged if messages of these roles follow.
 
-        With `thinks`, the answer has a thought in <think> tags, which some chat templates remove from earlier turns.
-        The chat template is tried once for each sequence of roles.
+        With `thinks`, the answer contains a thought in <think> tags. Some chat templates remove thoughts from earlier
+        turns. The chat template is tried once for each sequence of roles.
         """
         if (roles, thinks) not in self._keeps:
             try:
@@ -114,7 +115,7 @@ class ChatTemplate:
         try:
             rendered = self.render(QUESTION, system)
         except ConfigError:
-            # raises its own error if the template also rejects a chat without system message
+            # Without a system message, the template may fail with another error, which is then raised.
             self.render(QUESTION, None)
             raise
         if QUESTION not in rendered:

@@ -1,16 +1,16 @@
-"""Cold start: trains a small new policy on demonstrations until the policy answers some questions correctly, but not
-all.
+"""Cold start: trains a small new policy on demonstrations until the policy answers some, but not all, questions
+correctly.
 
-The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. In the
-demonstration of an episode with several turns, the loss leaves out the tokens that the environment adds. During cold
-start, the policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two
-measurements, the policy's accuracy may rise by twenty percentage points, depending on rounding errors. The supervised
-training ends when a measured accuracy reaches the target accuracy. After the supervised training, a bisection between
-the weights at the last two measurements finds weights with about the target accuracy.
+The policy is trained with teacher forcing on questions and answers, with a loss on the answers' tokens only. If a
+demonstration has several turns, the loss leaves out the tokens that the environment adds. During cold start, the
+policy's accuracy is measured on the held-out questions, as in the run's evaluations. Between two measurements, the
+policy's accuracy may rise by twenty percentage points, depending on rounding errors. The supervised training ends when
+a measured accuracy reaches the target accuracy. After the supervised training, a bisection between the weights at the
+last two measurements finds weights with about the target accuracy.
 
 If the prompts have several domains (kinds of task), the target is for the mean accuracy of the domains. After each
-measurement, a domain gets demonstrations in proportion to the distance between its accuracy and the target accuracy, so
-that hard domains are trained more than easy ones.
+measurement, a domain whose accuracy is further below the target gets more demonstrations. Hard domains are therefore
+trained more than easy domains.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class HeldOutAccuracy:
 
     @classmethod
     def of(cls, domains: Mapping[str, Sequence[bool]], shares: Mapping[str, float]) -> HeldOutAccuracy:
-        """Compute the accuracy from whether each response was right. Without shares, all responses have equal
-        weight.
+        """Compute the accuracies from the results of all responses (right or wrong). Without shares, all responses have
+        equal weight.
         """
         found = {domain: sum(right) / len(right) for domain, right in domains.items()}
         if not shares:
@@ -107,8 +107,8 @@ def _approach_target(
     accuracy: Measure,
     report: Callable[[float], None],
 ) -> float:
-    """Move the weights of `model` towards the weights `before` until the accuracy falls to about `target`; return the
-    accuracy.
+    """Move the weights of `model` towards the weights `before` until the accuracy has fallen to about `target`; return
+    the accuracy.
 
     `found` is the accuracy of `model` before the call.
     """
@@ -137,8 +137,8 @@ def _blend(model: Any, before: Sequence[Tensor], after: Sequence[Tensor], share:
 
 
 def answer_loss(decoder: Any, head: LMHead, shown: Sequence[Demonstration]) -> Tensor:
-    """Return the mean cross-entropy of the tokens that the policy generates in demonstrations, in nats, under the model
-    that `decoder` and `head` make up.
+    """Return the mean cross-entropy, in nats, of the trained tokens of demonstrations under the model that consists of
+    `decoder` and `head`.
     """
     longest = max(len(one.prompt) + len(one.response) for one in shown)
     tokens = torch.zeros((len(shown), longest), dtype=torch.long)

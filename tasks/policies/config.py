@@ -1,4 +1,4 @@
-"""The `[policy]` section of a run's TOML file, which names the policy to train: an existing model or a cold start."""
+"""Defines the config section `[policy]`, which names the policy to train: an existing model or a cold start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rollflow.tasks.runtime.sections import Section
 
 
 class ColdStart(Section):
-    """A small new Llama policy. Before the run, it is trained on demonstrations (supervised training) until it reaches
-    a target accuracy.
+    """A small new Llama policy. Before the run, the new model is trained on demonstrations (supervised training) until
+    it reaches a target accuracy.
     """
 
     hidden_size: int = Field(
@@ -23,7 +23,8 @@ class ColdStart(Section):
     vocabulary: int = Field(
         320,
         ge=258,
-        description="number of tokens in the vocabulary of the byte-level BPE tokenizer; 258: each byte is a token",
+        description="number of tokens in the vocabulary of the byte-level BPE tokenizer; with 258, each byte is a "
+        "token",
     )
     chat_template: str | None = Field(
         None,
@@ -38,7 +39,7 @@ class ColdStart(Section):
         gt=0,
         lt=1,
         description="accuracy on held-out questions at which the supervised training ends; with several prompt "
-        "sources it is the mean of their accuracies, and sources that are further below the target get more "
+        "sources, the mean of their accuracies counts, and sources that are further below the target get more "
         "demonstrations",
     )
     max_steps: int = Field(

@@ -1,4 +1,5 @@
-"""Computes a policy's context length, and the length of the prompt that probes weight updates, from `config.json`.
+"""Computes from `config.json` a policy's context length, and the length of the probe (the prompt that checks weight
+updates).
 
 This module imports neither torch nor transformers, so that it is imported quickly.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 from rollflow.storage.errors import ConfigError
 
-# config.json keys that hold the context length, which differ between architectures
+# keys of config.json that may contain the context length; the key depends on the architecture
 NAMES = (
     "max_position_embeddings",
     "n_positions",
@@ -22,9 +23,10 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-# smallest number of tokens of the weight-update probe, and by how many tokens the probe exceeds a sliding window
+# The probe for weight updates has at least this number of tokens. It is longer than a sliding window by the same
+# number.
 PROBE = 32
-# largest number of tokens of the weight-update probe; a longer probe would take longer than a training step
+# The probe for weight updates has at most this number of tokens. A longer probe would take longer than a training step.
 LONGEST_PROBE = 8448
 
 
@@ -33,9 +35,8 @@ def context_length(config: Mapping[str, Any]) -> int:
     equal log-probs.
 
     Linear RoPE scaling multiplies the context length by the scaling factor. With LongRoPE, the context length is at
-    most the model's original context length, because the scaling factors change at that length. With dynamic RoPE
-    scaling, the context length is the length in the config, because in longer sequences a log-prob depends on later
-    tokens.
+    most the model's original context length, because the scaling factors change there. With dynamic RoPE scaling, the
+    context length is the length in the config. In longer sequences, a log-prob would depend on later tokens.
 
     Raises:
         ConfigError: the config names no context length.
@@ -63,8 +64,8 @@ def context_length(config: Mapping[str, Any]) -> int:
 def probe_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens of the prompt that checks an engine's weights after a weight update.
 
-    The probe prompt is longer than the policy's sliding window and than the length from which RoPE positions are
-    scaled. The probe prompt is no longer than the policy's context, and no longer than `LONGEST_PROBE`.
+    The probe prompt is longer than the policy's sliding window, and longer than the sequence length above which RoPE
+    positions are scaled. The probe prompt is no longer than the policy's context, and no longer than `LONGEST_PROBE`.
     """
     text = text_config(config)
     windows = [_window(text)]
@@ -101,7 +102,7 @@ def _window(text: Mapping[str, Any]) -> Any:
 
 
 def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the RoPE scalings in the config, of which there may be one for each kind of layer."""
+    """Yield the RoPE scalings in the config. There may be one scaling for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         found = text.get(name)
         if isinstance(found, Mapping):
@@ -110,6 +111,6 @@ def _scalings(text: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _original_length(text: Mapping[str, Any], scaling: Mapping[str, Any]) -> int | None:
-    """Return the sequence length from which RoPE positions are scaled, or None if the config does not say."""
+    """Return the sequence length above which RoPE positions are scaled, or None if the config does not name it."""
     found = scaling.get(ORIGINAL, text.get(ORIGINAL))
     return found if type(found) is int and found > 0 else None

@@ -1,7 +1,7 @@
-"""Demonstrations for the supervised training of a new policy (cold start), as tokens.
+"""Tokenizes the demonstrations for the supervised training of a new policy (cold start).
 
-A demonstration is a prompt and the right response. The demonstration of an episode with several turns also has the
-tokens that the environment adds, on which the policy is not trained.
+A demonstration is a prompt with a correct response. The demonstration of an episode with several turns also contains
+the tokens that the environment adds. The policy is not trained on these tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 
 POOL = 20_000  # number of demonstrations from which batches are drawn
-LEAST = 0.1  # smallest distance of a domain from the target accuracy, as a share of the target
+LEAST = 0.1  # smallest distance to the target accuracy with which a domain counts, as a share of the target
 
 
 class Demonstration(NamedTuple):
-    """The tokens of a demonstration. `sampled` says for each token of the response if the policy is trained on the
-    token; if `sampled` is empty, the policy is trained on the whole response.
+    """The tokens of a demonstration. For each token of the response, `sampled` is True if the policy is trained on the
+    token. If `sampled` is empty, the policy is trained on the whole response.
     """
 
     prompt: Sequence[int]
@@ -28,7 +28,8 @@ class Demonstration(NamedTuple):
     sampled: Sequence[bool] = ()
 
 
-# Returns the demonstrations of a question: one, or one for each context if the chat template changes earlier answers.
+# Returns the demonstrations of a question. If the chat template changes earlier answers, there is one demonstration for
+# each context; otherwise, there is one demonstration.
 Encode = Callable[[Prompt, Question], Sequence[Demonstration]]
 
 
@@ -41,8 +42,8 @@ class DemonstrationPool:
         self._made: dict[tuple[int, int], Sequence[Demonstration]] = {}
 
     def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
-        """Draw demonstrations of each prompt source in proportion to the source's share and the distance of its domain
-        from the target accuracy.
+        """From now on, draw demonstrations of each prompt source in proportion to the source's share, multiplied by the
+        distance of its domain from the target accuracy.
         """
         self._weights = [
             config.share * max(target - accuracies.get(config.domain, 0.0), LEAST * target)

@@ -31,7 +31,7 @@ def turn_off_cudnn_attention() -> None:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU's pageable memory to `device`, without waiting for earlier work of the device.
+    """Copy a tensor from the CPU's pageable memory to `device`. Do not wait for earlier work of the device.
 
     The tensor may be changed as soon as `send` returns.
     """

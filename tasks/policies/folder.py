@@ -112,7 +112,7 @@ def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
 
 
 def find_policy(path: str, download: bool = True, key: str = "policy.path") -> Path | None:
-    """Return the local folder of a policy; a model on the Hugging Face hub has its folder in the hub's cache.
+    """Return the local folder of a policy. For a model on the Hugging Face hub, this is a folder in the hub's cache.
 
     If a model is not in the hub's cache, the function downloads the model, or returns None with `download=False`.
     """
@@ -183,18 +183,17 @@ def _check_complete(path: str, folder: Path, key: str) -> Path:
 
 
 def copy_folder(path: str, key: str = "policy.path") -> dict[str, bytes]:
-    """Read the files of an existing policy that a run copies into its policy folder, which are all files but the
-    weights.
-    """
+    """Read the files of an existing policy that a run copies into its policy folder: all files except the weights."""
     folder = resolve_policy(path, key)
     return {name: (folder / name).read_bytes() for name in COPIED if (folder / name).exists()}
 
 
 def set_dtype(files: dict[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Return the files of a policy folder with `dtype`, the data type of training, in config.json.
+    """Return the files of a policy folder after setting the data type in config.json to `dtype`, the data type of
+    training.
 
     Tools other than rollflow, such as vLLM, load weights in the data type that config.json names. A tool that loads
-    weights in a data type other than that of training would give different log-probs.
+    weights in another data type than the learner would compute different log-probs.
     """
     try:
         config = dict(json.loads(files["config.json"]))

@@ -31,7 +31,7 @@ HALF = 0.05  # largest accepted difference of log-probs, in nats, for data types
 
 
 class _FixedDecoder(nn.Module):
-    """A module that stands in for a model's decoder and returns a given output."""
+    """A module that replaces a model's decoder, and always returns the given output."""
 
     output: Any = None
 
@@ -46,7 +46,7 @@ class LMHead:
     vocabulary: int  # number of logits per token
 
     def __init__(self, model: Any, *, judged: bool = True) -> None:
-        """Find the language-model head of `model`, and test the head on a few tokens.
+        """Find the language-model head of `model`, and test the head with a few tokens.
 
         `judged` says whether to compare log-probs, and must be False for a model without weights.
 
@@ -61,7 +61,7 @@ class LMHead:
             self._linear = _replace_last_layer(self._head, model.get_output_embeddings())
             off = self._probe_model(model, decoder)
         except torch.OutOfMemoryError:
-            raise  # running out of memory is not the fault of the model
+            raise  # running out of memory does not mean that the model is unsuitable
         except Exception as error:  # the model's code may raise any error here
             raise _refusal(model, f"{type(error).__name__}: {error}") from error
         if judged and off > NEAR.get(model.dtype, HALF):
@@ -80,7 +80,7 @@ class LMHead:
     def add_in_place(self) -> Iterator[None]:
         """Let backward passes in a `with` block add the last layer's gradient in place.
 
-        See `AddingLinear`. Autograd computes the gradient of a last layer that is small or has a bias.
+        See `AddingLinear`. If the last layer is small or has a bias, autograd computes its gradient as usual.
         """
         if self._linear is None or not self._linear.gains:
             yield
@@ -90,8 +90,8 @@ class LMHead:
 
     @torch.no_grad()
     def _probe_model(self, model: Any, decoder: Any) -> float:
-        """Record the type and width of the model's output; return the largest log-prob difference between head and
-        model, in nats.
+        """Record the data type and the width of the model's output; return the largest difference, in nats, between
+        log-probs of the head and of the model.
 
         The log-probs that the head computes are compared with the log-probs of the model's whole forward pass.
         """

@@ -12,8 +12,8 @@ OPTIONAL = ("sklearn", "scipy", "accelerate")
 def disable_optional_libraries() -> None:
     """Make transformers treat the libraries in `OPTIONAL` as not installed for the rest of this process.
 
-    The libraries in `OPTIONAL` stay disabled, because a transformers module that was imported without a library fails
-    if it finds the library later.
+    The libraries in `OPTIONAL` stay disabled: a transformers module that was imported without a library fails if it
+    finds the library later.
     """
     import transformers.utils
 

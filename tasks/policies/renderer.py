@@ -10,16 +10,16 @@ from rollflow.storage.records import Prompt
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.policies.tokens.control_text import CUT
 
-CONTENT = "{}"  # the place of the content in the frame of a message
+CONTENT = "{}"  # marks where the content is inserted into the frame of a message
 
 
 class PolicyRenderer:
     """Renders the messages that follow a response, with the chat template or as plain text.
 
-    Only the new messages are tokenized; the tokens of the earlier response stay as the policy generated them. An end
-    token that the chat template writes between response and messages is not repeated if the response already ends with
-    it. The text of a control token in a message, in a tool's schema or in an observation never becomes this token (see
-    `control_text`); only the chat template and the answers of the policy have control tokens.
+    Only the new messages are tokenized; the tokens of the earlier response stay unchanged. An end token that the chat
+    template writes between response and messages is not repeated if the response already ends with it. If a message, a
+    tool's schema or an observation contains the text of a control token, the text never becomes this token (see
+    `control_text`). Only the chat template and the policy's answers may contain control tokens.
     """
 
     def __init__(self, tokenizer: PolicyTokenizer, chat_domains: Collection[str]) -> None:
@@ -27,7 +27,8 @@ class PolicyRenderer:
         self._tokenizer, self._chat_domains = tokenizer, frozenset(chat_domains)
 
     def render(self, prompt: Prompt, response: Sequence[int], messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-        """Return the tokens of `messages`, to append to the tokens `response` before the policy answers again.
+        """Return the tokens of `messages`. The caller appends them to the tokens `response` before the policy answers
+        again.
 
         Raises:
             ConfigError: the chat template rejects the messages.
@@ -38,9 +39,10 @@ class PolicyRenderer:
         return tokens[1:] if len(response) and list(tokens[:1]) == [response[-1]] else tokens
 
     def render_opening(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str) -> Sequence[int]:
-        """Return the tokens of a prompt with a text at the end of the last user message, and with the tools' schemas.
+        """Return the tokens of a prompt after a text was added to the last user message, and the tools' schemas were
+        added.
 
-        The tools are written as text if there is no chat template, or if it ignores tools.
+        If there is no chat template, or if it ignores tools, the tools are described in plain text.
 
         Raises:
             ConfigError: the chat template rejects the tools.
@@ -60,7 +62,7 @@ class PolicyRenderer:
         return self._encode(template.render_messages(messages, marked))
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Return whether the prompt and the messages after it are rendered with the chat template."""
+        """Return whether the chat template renders the prompt and the messages after it."""
         return prompt.domain in self._chat_domains
 
     def rewrite(
@@ -70,11 +72,11 @@ class PolicyRenderer:
         recent: Sequence[Mapping[str, str]],
         messages: Sequence[Mapping[str, str]],
     ) -> Sequence[int] | None:
-        """Return the tokens of the whole conversation after the prompt, if the chat template changes a recent answer
-        because `messages` follow; None if the answers stay as they were generated.
+        """If the chat template changes a recent answer because `messages` follow, return the new tokens of the whole
+        conversation after the prompt. Return None if all recent answers stay unchanged.
 
-        `earlier` and `recent` are the messages after the prompt. The answers among the earlier messages stand in the
-        context as the chat template has rewritten them.
+        `earlier` and `recent` are the messages after the prompt. In the context, the chat template has already
+        rewritten the answers among the `earlier` messages.
 
         Raises:
             ConfigError: the chat template rejects the messages.
@@ -90,19 +92,20 @@ class PolicyRenderer:
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
         later = [*self._cut_messages(spoken, answers=True), *self._cut_messages(messages)]
         whole = template.render_messages([*prompt.messages, *later])
-        # some chat templates begin a thought in the prompt, which cannot be taken back
+        # Some chat templates begin a thought in the prompt. The prompt cannot be changed any more, so nothing is
+        # rewritten.
         return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
     def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:
-        """Return an answer without the end of the turn, which the chat template writes itself."""
+        """Return an answer without the end-of-turn token, which the chat template writes itself."""
         end = self._tokenizer.turn_end
         if end is None or message["role"] != "assistant":
             return message
         return {**message, "content": message["content"].removesuffix(self._tokenizer.decode([end]))}
 
     def _cut_messages(self, messages: Sequence[Mapping[str, str]], *, answers: bool = False) -> list[Mapping[str, str]]:
-        """Return messages with marks in the text of control tokens. With `answers`, messages of the assistant are
-        answers of the policy, which may have control tokens."""
+        """Return messages in which marks split each text of a control token. With `answers`, messages of the assistant
+        stay unchanged, because the policy's answers may contain control tokens."""
         cut = self._tokenizer.cut_message
         keeps = [answers and one["role"] == "assistant" for one in messages]
         contents = [one["content"] if kept else cut(one["content"]) for one, kept in zip(messages, keeps, strict=True)]
@@ -112,7 +115,8 @@ class PolicyRenderer:
         ]
 
     def _write_plain(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the text of messages without chat template, with marks in the text of control tokens."""
+        """Return the plain text of messages (without chat template), in which marks split each text of a control
+        token."""
         if not any("frame" in one for one in messages):
             return self._tokenizer.cut_control("".join(one["content"] for one in messages))
         cut = self._tokenizer.cut_message
@@ -120,7 +124,7 @@ class PolicyRenderer:
         return "".join(before + content + after for (before, _, after), content in framed)
 
     def _encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text; the pieces between its marks are tokenized apart."""
+        """Return the tokens of a text. The pieces between its marks are tokenized separately."""
         return [token for piece in text.split(CUT) for token in self._tokenizer.encode_response(piece)]
 
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:
@@ -129,14 +133,15 @@ class PolicyRenderer:
 
 
 def describe_tools(tools: Sequence[Mapping[str, Any]], cut: Callable[[str], str] = str) -> str:
-    """Return the text that tells a policy of its tools where the chat template does not. `cut` changes the schemas."""
+    """Return a text that describes the tools to a policy whose chat template does not describe them. `cut` changes the
+    schemas."""
     listed = cut("\n".join(json.dumps(tool["function"]) for tool in tools))
     call = '<tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>'
     return f"\nTools:\n{listed}\nTo call a tool, write {call}\n"
 
 
 def cut_values(value: Any, cut: Callable[[str], str]) -> Any:
-    """Return a JSON value whose strings and names are changed by `cut`."""
+    """Return a JSON value in which the function `cut` has changed all strings and names."""
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, Mapping):

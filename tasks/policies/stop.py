@@ -46,7 +46,7 @@ def config_ends(config: Mapping[str, Any]) -> list[int]:
 def tokenizer_end(folder: Path) -> list[int]:
     """Return a list with the id of the tokenizer's end token, or an empty list if there is none.
 
-    The function returns an empty list, too, if the end token is not in the tokenizer's vocabulary.
+    The list is also empty if the end token is not in the tokenizer's vocabulary.
     """
     name = read_token(folder, "eos_token")
     tokens = json.loads((folder / "tokenizer.json").read_text()) if name else {}

@@ -103,8 +103,8 @@ def _check_names(file: Path) -> list[str]:
 
 
 def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str, Any]]:
-    """Load the model on `device`; return the model and transformers' loading info. The device "meta" loads no
-    values.
+    """Load the model on `device`; return the model and transformers' loading info. On the device "meta", no values are
+    loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +134,8 @@ def _load_names(folder: Path, dtype: str, device: str) -> tuple[Any, Mapping[str
 
 
 def _check_ties(model: Any, where: Mapping[str, Path]) -> None:
-    """Reject tied tensors whose stored values differ, because engines would use the same values for both."""
+    """Reject two tied tensors whose stored values differ, because engines would use the same values for both
+    tensors."""
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in where and source in where:
             pairs = zip(_pieces(where[target], target), _pieces(where[source], source), strict=True)
@@ -172,7 +173,8 @@ def _pieces(file: Path, name: str) -> Iterator[Tensor]:
 
 
 def _try_model(folder: Path, dtype: str, empty: Any) -> None:
-    """Run a small model as the learner and an engine run it; reject a model with NaN or infinite logits."""
+    """Run a small model in the same way as the learner and an engine; reject the model if its logits contain a NaN or
+    an infinity."""
     if sum(tensor.nbytes for tensor in empty.parameters()) > TRIED_BYTES:
         return
     model, _ = _load_names(folder, dtype, "cpu")

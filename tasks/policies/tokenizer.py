@@ -1,8 +1,8 @@
-"""The tokenizer of a policy, which uses the library `tokenizers` for text and `transformers` for chat templates.
+"""Defines the tokenizer of a policy. It uses the library `tokenizers` for text, and `transformers` for chat templates.
 
 Tools other than rollflow, such as vLLM, open a policy folder with transformers' `AutoTokenizer`. For some model types,
 `AutoTokenizer` builds a tokenizer that differs from `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s
-tokenizer with the one in `tokenizer.json`. A policy is neither trained nor exported if `AutoTokenizer` and
+tokenizer with the tokenizer in `tokenizer.json`. A policy is neither trained nor exported if `AutoTokenizer` and
 `tokenizer.json` give different tokenizers.
 """
 
@@ -30,7 +30,8 @@ from rollflow.tasks.prompts.base import Asked
 
 # pieces of text that two tokenizers may encode differently, alone or in combination
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
-# number of characters from which other threads run during the tokenization: only `encode_batch` releases Python's lock
+# A text with at least this number of characters is tokenized by `encode_batch`, which releases Python's lock, so that
+# other threads run meanwhile.
 LONG = 10_000
 
 
@@ -41,8 +42,8 @@ class PolicyTokenizer:
         """Open the tokenizer, and fix the time that the chat template reads at `now`, in seconds since the Unix epoch.
 
         By default, `now` is the current time. With `single_start`, a prompt begins with at most one start token and
-        does not end with an end token. Without `single_start`, which runs of older versions of rollflow need, a prompt
-        has all tokens that the tokenizer adds, and the context length is `max_position_embeddings`.
+        does not end with an end token. Without `single_start`, a prompt has all tokens that the tokenizer adds, and the
+        context length is `max_position_embeddings`. Runs of older versions of rollflow need this.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -80,14 +81,16 @@ class PolicyTokenizer:
         return list(self._fast.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def cut_control(self, text: str) -> str:
-        """Return a text with marks, at which it must be split before it is tokenized, so that it has no control token.
+        """Return a text with marks. If the text is split at the marks before it is tokenized, its tokens contain no
+        control token.
 
         See `control_text`.
         """
         return self._control.cut(text)
 
     def cut_message(self, text: str) -> str:
-        """Do the same as `cut_control` for a message, which other messages or a template's text may adjoin."""
+        """Do the same as `cut_control` for a message. Other messages or a template's text may stand directly before or
+        after it."""
         return self._control.cut_message(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -105,11 +108,11 @@ class PolicyTokenizer:
         return self.decode(tokens[:-1] if ended else tokens)
 
     def find_tokens(self, tokens: Sequence[int], positions: Sequence[int], special: bool = True) -> list[int]:
-        """Return the index of the token with which the decoded response (`decode_response`) has as many characters as a
-        position says, for each position.
+        """Return for each position, which is a number of characters, the index of the token with which the decoded
+        response (`decode_response`) reaches this number of characters.
 
-        A token that ends within a character does not count the character. A byte that belongs to no character counts
-        at a token soon after it. If a response does not get that many characters, the index is that of the last token.
+        If a token ends within a character, the character does not count for this token. An invalid byte may count only
+        at a token soon after it. If the response has fewer characters, the index is that of the last token.
         """
         whole = str(self._fast.decode(list(tokens), skip_special_tokens=not special))
 
@@ -139,7 +142,7 @@ class PolicyTokenizer:
     def context(self) -> int:
         """Context length: the largest total number of tokens of a prompt and its response."""
         if not self._single_start and type(named := self._config.get("max_position_embeddings")) is int:
-            return named  # an older run chose its prompts by this context length
+            return named  # older runs selected their prompts with this context length
         return context_length(self._config)
 
     @property
@@ -210,8 +213,8 @@ class PolicyTokenizer:
     def _ends(self) -> frozenset[int]:
         """End tokens of the tokenizer and of config.json. No prompt may end with one of these tokens.
 
-        A prompt may end with an end token of generation_config.json, where some chat models also list the token that
-        begins an answer.
+        A prompt may end with an end token of generation_config.json, because some chat models also list there the token
+        that begins an answer.
         """
         return frozenset([*tokenizer_end(self.folder), *config_ends(self._config)])
 
@@ -281,7 +284,7 @@ def _open_as_others(folder: Path) -> Any:
 def find_other_reading(folder: Path, texts: Iterable[str] = ()) -> str | None:
     """Describe how `AutoTokenizer`'s tokenizer differs from tokenizer.json, or return None.
 
-    The function compares the vocabulary of `AutoTokenizer`'s tokenizer with that of tokenizer.json. The function also
+    The function compares the vocabularies of `AutoTokenizer`'s tokenizer and of tokenizer.json. The function also
     compares how both tokenizers encode and decode `texts`, special tokens and combinations of `PIECES`.
 
     Raises:

@@ -53,7 +53,7 @@ def check_config(folder: Path) -> None:
     """Reject a config.json that transformers cannot read, or whose sliding window is not a number of tokens.
 
     Raises:
-        ConfigError: config.json is invalid; the message has the invalid value, or the reason that transformers gives.
+        ConfigError: config.json is invalid; the message names the invalid value, or quotes transformers' reason.
     """
     from transformers import AutoConfig
 

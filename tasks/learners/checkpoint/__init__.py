@@ -1,1 +1,1 @@
-"""Conversion between files and a learner's weights and state."""
+"""Converts a learner's weights and state to files, and files to weights and state."""

@@ -1,5 +1,5 @@
 """Checkpoint files of a sharded learner. The shards of a file are gathered from the ranks only when the file is read,
-so that memory holds few files.
+so that few files are in memory at the same time.
 
 `stage_files` lets several ranks gather and store checkpoint files at the same time.
 """

@@ -1,4 +1,5 @@
-"""Safetensors files, written as a header and views of the tensors, so that publishing weights copies no tensor.
+"""Writes and reads safetensors files. A file is written as a header and views of the tensors, so that publishing
+weights copies no tensor.
 
 A safetensors file holds at most `shard_bytes` bytes of tensors. A tensor larger than `shard_bytes` bytes gets a file of
 its own. File names are those of Hugging Face: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with

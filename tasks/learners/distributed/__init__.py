@@ -1,2 +1,3 @@
-"""Ranks of a learner (data-parallel training processes): how they add up tensors, how they communicate, and how a batch
-is divided among them. No module of the package `learners.distributed` depends on a model."""
+"""Contains the code for several ranks (data-parallel processes) of a learner: how they add up tensors, how they
+communicate, and how a batch is divided among them. No module of the package `learners.distributed` contains code for a
+certain model."""

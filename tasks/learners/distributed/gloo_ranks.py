@@ -1,8 +1,8 @@
-"""Ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. A learner does not
-use torch's DistributedDataParallel (DDP). DDP averages gradients over ranks, but a learner needs sums, because its
-losses are weighted over the whole minibatch. DDP hooks into the model's forward pass, but a learner runs the model's
-decoder and head separately. DDP waits for a backward pass of every rank, but in a learner a rank may have no rows of
-the batch to train on.
+"""Implements ranks (training processes) that add up tensors on CPUs with gloo, and gradients on GPUs with NCCL. A
+learner does not use torch's DistributedDataParallel (DDP). DDP averages gradients over ranks, but a learner needs sums,
+because its losses are weighted over the whole minibatch. DDP hooks into the model's forward pass, but a learner runs
+the model's decoder and head separately. DDP waits for a backward pass of every rank, but in a learner a rank may have
+no rows of the batch to train on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollflow.tasks.learners.distributed.ranks import Piece, RankLost, Ranks
 HOST = "127.0.0.1"  # default address, for ranks that all run on one machine
 BUCKET = 2**23  # largest number of float32 elements in one all-reduce (32 MiB)
 STORE_SECONDS = 60.0  # longest wait, in seconds, for an answer of the TCP store
-START_SECONDS = 120.0  # longest time, in seconds, that started ranks wait for each other
+START_SECONDS = 120.0  # longest time, in seconds, for which started ranks wait for each other
 
 
 class GlooRanks(Ranks):
@@ -153,7 +153,7 @@ class GlooRanks(Ranks):
 
     @cached_property
     def _on_gpus(self) -> Any:
-        """The NCCL group for tensors on GPUs; all ranks must read this property at the same time."""
+        """The NCCL process group for tensors on GPUs. All ranks must read this property at the same time."""
         from torch.distributed import ProcessGroupNCCL  # builds of torch without CUDA do not have this class
 
         begin_backend(torch.device("cuda"), self.host, blocking=True)

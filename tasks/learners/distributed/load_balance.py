@@ -16,7 +16,7 @@ def deal_pieces(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Divide pieces of work among ranks: return for each rank the indices of its pieces, in ascending order. `lengths`
     gives the number of tokens of each piece."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    # `loads` is a heap, so that the rank with the smallest load comes first.
+    # `loads` is a heap whose first entry is the rank with the smallest load.
     loads = [(0, rank) for rank in range(ranks)]
     for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
         load, rank = loads[0]

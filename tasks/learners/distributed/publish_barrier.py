@@ -1,5 +1,5 @@
-"""A barrier of all ranks in each train step: no rank changes a stored tensor until the first rank reports that the
-previous policy version is stored.
+"""Defines a barrier of all ranks in each train step. No rank changes a stored tensor until the first rank reports that
+the previous policy version is stored.
 
     first rank: settle() ...... WAIT ...... WAIT ...... GO_ON or STOP
     other rank:                 reads each message, and then goes on or stops
@@ -41,8 +41,8 @@ class StepStopped(Exception):
 
 
 def wait_published(ranks: GlooRanks, settle: WaitForPublish) -> None:
-    """Call `settle` on the first rank, which waits until the previous policy version is stored, and tell the other
-    ranks the result."""
+    """On the first rank, call `settle`, which waits until the previous policy version is stored, and report the result
+    to the other ranks."""
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
         while wait([job], ranks.seconds / TIMES).not_done:

@@ -13,7 +13,7 @@ import torch
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.runtime.node import find_interface
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable with the GPUs of a process, which CUDA reads at its first use
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment variable that lists the GPUs of a process; CUDA reads it once
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # library that adds up tensors over ranks, by device type
 
 
@@ -44,8 +44,8 @@ def begin_backend(device: torch.device, host: str, *, blocking: bool) -> str:
     """Return the backend of a process group for tensors on `device`, and set the backend's environment variables.
 
     Call this function just before the process group is created. The members of the process group listen only on the
-    network interface that has the address `host`. If an NCCL operation exceeds its time limit, NCCL raises an error if
-    `blocking` is set, and ends the process if not.
+    network interface that has the address `host`. When an NCCL operation exceeds its time limit, NCCL raises an error
+    if `blocking` is set; otherwise, NCCL ends the process.
     """
     name = interface_of(host)
     os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}

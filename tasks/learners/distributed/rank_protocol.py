@@ -1,5 +1,5 @@
-"""The protocol between a learner's first rank and its other ranks: how the ranks connect, which commands the first rank
-sends, and how ranks end."""
+"""Defines the protocol between a learner's first rank and its other ranks: how they connect, which commands the first
+rank sends, and how ranks end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LoadState:
     """Load weights and state. The fields `weights` and `state` map a file's name to the file's size in bytes; the
     contents of the files follow the message.
 
-    `width` is the width (hidden size) of the model's layers, or None if this model's responses do not share a prompt.
-    All ranks use the first rank's `width`, because all ranks must pack a batch into the same lines (packed sequences).
+    `width` is the hidden size of the model's layers, or None if the responses of this model cannot share a prompt. All
+    ranks use the first rank's `width`, because every rank must pack the batch into the same lines (packed sequences).
     """
 
     weights: Mapping[str, int]

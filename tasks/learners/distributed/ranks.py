@@ -2,8 +2,8 @@
 
 Each rank has a copy of the whole model and takes the same optimizer steps. Each rank runs its own lines of the batch (a
 line is a sequence of one or several packed rows), and the results of all ranks are added up. Gradients, losses and
-log-probs are those of the whole batch, no matter how the batch is divided among ranks. All ranks have bit-identical
-weights after an optimizer step.
+log-probs do not depend on how the batch is divided among ranks. All ranks have bit-identical weights after an optimizer
+step.
 
     rank 0:  own lines --> gradient --+             +--> clip, AdamW
     rank 1:  own lines --> gradient --+--> sum -----+--> clip, AdamW
@@ -41,8 +41,8 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """The interface of a learner's ranks, implemented here for a learner with a single rank, which adds nothing up.
-    Subclasses of `Ranks` implement the methods for several ranks."""
+    """The interface of a learner's ranks, implemented here for a single rank, which has nothing to add up. Subclasses
+    of `Ranks` implement the methods for several ranks."""
 
     rank, count = 0, 1
 

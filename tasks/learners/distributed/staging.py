@@ -1,4 +1,4 @@
-"""Storing of the checkpoint files of a policy version by all ranks of a sharded learner at the same time.
+"""Lets all ranks of a sharded learner store the checkpoint files of a policy version at the same time.
 
     first rank: ask --> gather, on rank r --> next file, for rank r + 1 ....... r's report --> the version's log entry
     rank r:     ....... gather --> put --> report size and sha256
@@ -41,8 +41,8 @@ POLL_SECONDS = 0.02
 
 
 class Staging:
-    """The first rank's side of storing the files of a policy version. Several threads may call `put` at the same
-    time."""
+    """Runs on the first rank, and lets all ranks store the files of a policy version. Several threads may call `put` at
+    the same time."""
 
     def __init__(
         self, ranks: GlooRanks, sizes: Mapping[str, tuple[int, bool]], most: int, gather: Callable[[SendFile], Data]
@@ -106,8 +106,8 @@ class Staging:
 
 
 def stage(ranks: GlooRanks, place: Place, data: Data) -> None:
-    """Store a file from a rank other than the first. Report the file's size and sha256, or the object store's error, to
-    the first rank."""
+    """Store a file from a rank other than the first. Report the file's size and SHA-256, or the error of the object
+    store, to the first rank."""
     store: Store = ranks.store
     with ThreadPoolExecutor(1, "staging") as thread:
         job = thread.submit(put_object, place.store, place.path, data)
@@ -134,7 +134,7 @@ class _FileSlots:
         """Reserve a rank's memory for one file while the `with` block runs. If `alone` is set, the rank has no other
         file in memory while the `with` block runs."""
         places = HELD if alone else 1
-        with self._door:  # one caller at a time acquires slots, so that two callers cannot block each other
+        with self._door:  # only one caller acquires slots at a time, so that two callers cannot deadlock
             for _ in range(places):
                 self._free.acquire()
         try:
@@ -147,7 +147,7 @@ _numbers = count()
 
 
 def _answer_key(place: Place) -> str:
-    """Return the key of the TCP store under which a rank reports what it stored."""
+    """Return the key of the TCP store under which a rank reports the file that it stored."""
     return f"stored/{place.number}"
 
 

@@ -15,7 +15,7 @@ from rollflow.storage.errors import ConfigError
 def recompute_layers(decoder: Any) -> None:
     """Make each layer of the decoder run again in the backward pass.
 
-    A layer that is recomputed gives the same bits, because dropout is off and the layer draws no random numbers. The
+    A recomputed layer gives bit-identical results, because dropout is off and the layer draws no random numbers. The
     activation checkpointing of transformers is not used, because it needs training mode, which would turn dropout on.
 
     Raises:

@@ -3,7 +3,7 @@
 
 When a run trains its first policy version, the critic is a copy of the policy, with a new head that outputs zero. With
 the option `model = "head"`, the critic is only a head on the policy's hidden states. The critic is trained on every row
-of the batch, after the policy was updated on the same rows. The critic's training targets are the returns that
+of the batch, after the policy was updated on the same rows. The critic is trained to predict the returns that
 `objectives/gae.py` computes. The critic's weights and AdamW moments are part of the learner's state.
 
 In shapes, M is the number of tokens with loss mask 1 in a micro-batch, B the number of such tokens in a batch, and H
@@ -39,7 +39,8 @@ class ValueHead(nn.Module):
 
 
 class Critic:
-    """The critic: a model that estimates, before each token, the reward still to come. See the module's docstring."""
+    """The critic: a model that estimates, before each token, the reward that the rest of the response will get. See the
+    module's docstring."""
 
     def __init__(self, policy: Any, config: TrainBase) -> None:
         self._policy, self._config, self._dtype = policy, config.critic, policy.dtype
@@ -89,7 +90,8 @@ class Critic:
         return {**self._weights(), **self.optimized.tensors()} if self.begun else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `saved` is empty or has the same tensors as this critic by name, shape and type."""
+        """Raise `Corrupt` if `saved` is not empty and its tensors differ from this critic's tensors in name, shape or
+        type."""
         if saved:
             check_fit(
                 "the critic's state",
@@ -130,8 +132,8 @@ class Critic:
 
 
 def value_loss(value_M: Tensor, old_M: Tensor, return_M: Tensor, clip: float) -> Tensor:
-    """Return for each token half of the larger squared error of two estimates: the critic's value and the clipped
-    value.
+    """Return the loss of each token: half of the squared error of the critic's value or of the clipped value, whichever
+    is larger.
 
     The clipped value differs by at most `clip` from the value that the critic estimated before the update. The first
     PPO code (Schulman et al. 2017), verl and TRL clip values in this way.

@@ -1,4 +1,4 @@
-"""LoRA: trains a small adapter beside each linear layer of the policy, whose own weights stay fixed.
+"""Implements LoRA: a small adapter beside each linear layer is trained, and the policy's own weights stay fixed.
 
     y = W x + (alpha / rank) B A x        W (out, in) is fixed; A (rank, in) and B (out, rank) are trained
 
@@ -42,8 +42,8 @@ ADAPTER = "adapter/"  # prefix of the names of the LoRA adapter's tensors in the
 
 
 class LoraPolicy(TrainedPolicy):
-    """A policy of which only a LoRA adapter is trained. The function `first` returns the weights with which the run
-    began, by Hugging Face name."""
+    """A policy with a LoRA adapter. Only the adapter is trained. The function `first` returns the weights with which
+    the run began, by Hugging Face name."""
 
     def __init__(self, model: Any, config: TrainBase, first: Callable[[], Mapping[str, Tensor]]) -> None:
         assert config.lora is not None
@@ -136,15 +136,14 @@ class LoraPolicy(TrainedPolicy):
         """Return the weight of a layer as it is published: the weight `base` plus the product of the LoRA adapter's
         matrices.
 
-        Where the LoRA adapter adds zero, the published weight is `base` bit for bit, because adding zero would turn -0
-        into +0.
+        Where the LoRA adapter adds zero, `base` is returned unchanged, because adding zero would turn -0 into +0.
         """
         part = self._part(layer)
         return torch.where(part == 0, base, (base.float() + part).to(base.dtype))
 
     @torch.no_grad()
     def _warn_of_rounding(self, bases: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
-        """Log once by how much rounding changes the published weights, as a share of what the LoRA adapter adds."""
+        """Log once how much rounding changes the published weights, as a share of the change by the LoRA adapter."""
         if self._warned or self.model.dtype == torch.float32:
             return
         added = lost = 0.0
@@ -163,7 +162,7 @@ class LoraPolicy(TrainedPolicy):
             )
 
     def _part(self, layer: Any) -> Tensor:
-        """Return what the LoRA adapter adds to a layer's weight, in float32 with shape (out, in)."""
+        """Return the matrix that the LoRA adapter adds to a layer's weight, in float32 with shape (out, in)."""
         found: Tensor = self._scale * (layer.lora_B[NAME].weight.float() @ layer.lora_A[NAME].weight.float())
         return found
 
@@ -218,7 +217,7 @@ def _add_adapters(model: Any, config: Lora, kind: torch.dtype) -> dict[str, Any]
     """
     decoder = model.get_decoder()
     chosen = _choose_layers([name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)], config)
-    held = nn.Module()  # a module without a model's config, because with that config peft would choose other layers
+    held = nn.Module()  # a module without the model's config, which would make peft choose other layers
     held.decoder = decoder
     inject_adapter_in_model(LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen), held)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

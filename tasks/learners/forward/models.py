@@ -80,8 +80,8 @@ class TrainedModels:
         self._add_roles()
 
     def try_model(self) -> None:
-        """Test whether the model can be trained. Call this function after a learner that was created without weights
-        (`blank`) has loaded its weights. The model of a learner that is created with weights is tested when the learner
+        """Test whether the model can be trained. If a learner was created without weights (`blank`), call `try_model`
+        after its weights are loaded. The model of a learner that is created with weights is tested when the learner
         starts.
 
         Raises:
@@ -122,8 +122,8 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.
 
-        The method `begin` changes no stored tensors except those of the reference policy, which it changes after it has
-        called `settle`. The method `begin` may also create the critic, whose tensors are not stored yet.
+        The only stored tensors that `begin` changes are those of the reference policy. Before it changes them, it calls
+        `settle`. The method `begin` may also create the critic, whose tensors are not stored yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:
@@ -157,8 +157,8 @@ class TrainedModels:
 
     @torch.no_grad()
     def compute_tokens(self, data: BatchRows, rows: Sequence[int], of: Callable[[MicroBatch], Tensor]) -> Tensor:
-        """Run the function `of` on the tokens of `rows` with loss mask 1; return values for all B tokens, zero for
-        tokens of other rows."""
+        """Run the function `of` on the tokens of `rows` with loss mask 1. Return a value for each of the B tokens; for
+        tokens of other rows, the value is zero."""
         found_B = torch.zeros(len(data.chosen))
         for micro in self.micros(data, rows):
             found_B[micro.among] = of(micro).float().cpu()
@@ -166,11 +166,11 @@ class TrainedModels:
         return found_B
 
     def own_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Return the policy's log-probs of the micro-batch's tokens with loss mask 1."""
+        """Return the policy's log-probs of those tokens of the micro-batch that have loss mask 1."""
         return self._token_logprobs(micro, self.token_logprobs)
 
     def reference_logprobs(self, micro: MicroBatch) -> Tensor:
-        """Return the frozen reference's log-probs of the micro-batch's tokens with loss mask 1."""
+        """Return the reference policy's log-probs of those tokens of the micro-batch that have loss mask 1."""
         assert self.reference is not None
         return self._token_logprobs(micro, self.reference.token_logprobs)
 

@@ -1,12 +1,13 @@
 """The observation loss: the policy also learns to predict the tokens that the environment adds, such as tool output.
 
 The loss of a minibatch is the loss of the policy's tokens + weight x L, where L is the mean of -log pi over the tokens
-of the environment in the minibatch. With the aggregation `sequence-mean`, L is the mean of the means of trajectories,
-as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free), whose weight is 0.05.
+of the environment in the minibatch. With the aggregation `sequence-mean`, each trajectory has a mean, and L is the mean
+of these means, as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free). ECHO uses the weight
+0.05.
 
-The forward pass of the policy's tokens also predicts the tokens of the environment, at the temperature 1. A token
-counts if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt does not
-count. Trajectories with advantage zero count, too.
+The same forward pass predicts the policy's tokens and the tokens of the environment; the latter at temperature 1. A
+token counts if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt
+does not count. Trajectories whose advantages are zero count, too.
 
 In shapes, R is the number of rows, and O the number of tokens of the environment in a part of a micro-batch.
 """

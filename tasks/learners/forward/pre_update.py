@@ -1,4 +1,4 @@
-"""Values that are computed before a policy version's first update: advantages, log-probs of the reference policy, and
+"""Computes what a policy version needs before its first update: advantages, log-probs of the reference policy, and
 values of the critic.
 
 In shapes, R is the number of rows (trajectories), and B the number of tokens with loss mask 1 in the batch, one row
@@ -89,8 +89,8 @@ def _kl_price(roles: TrainedModels, behaviour_B: Tensor, reference_B: Tensor | N
 
 
 def _proximal(roles: TrainedModels, data: BatchRows, judged: BatchTargets) -> Tensor | None:
-    """Return the log-probs of the proximal policy (the policy before the update) for the rows to train on, or None if
-    no forward pass is needed.
+    """Return the log-probs of the proximal policy (the policy before the update) for the rows that are trained on; None
+    if no forward pass is needed.
 
     If a policy version takes only one update, the proximal policy is the policy that the update starts from. With a
     single update, the update itself computes the proximal policy's log-probs, so no separate forward pass is needed.
@@ -115,7 +115,7 @@ def compute_targets(
     """Compute the advantages of a batch in the data type `dtype`.
 
     The penalties `price_B` are subtracted from the rewards; `values_B` are the critic's values, or None without a
-    critic. Rewards of tokens are given at their tokens.
+    critic. The reward of a single token counts at this token.
     """
     given_R, tokens_R = torch.tensor(data.rewards), torch.from_numpy(data.masked_tokens)
     rewards_R = given_R.double() if dtype == torch.float64 or _may_overflow(given_R, tokens_R) else given_R
@@ -142,8 +142,8 @@ def compute_targets(
 def _credit_by_critic(
     part: Advantage, shaped_R: Tensor, data: BatchRows, price_B: Tensor, values_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the advantage and the return of each token, from a critic's values. An episode of several branches is one
-    sequence, whose reward is that of the last branch."""
+    """Return the advantage and the return of each token, from a critic's values. An episode with several branches
+    counts as one sequence. Its reward is the reward of the last branch."""
     order = data.order_by_episode()
     if data.token_rewards is not None:
         price_B = price_B.double() - torch.from_numpy(data.token_rewards).double().nan_to_num()

@@ -33,7 +33,7 @@ class Reference:
         self._model = copy.deepcopy(policy).eval().requires_grad_(False)
         # The policy's output head was tested already, so the reference policy's head is not tested again.
         self.token_logprobs: Pass = TokenLogprobs(self._model, judged=False)
-        self.version = -1  # policy version whose weights the reference policy has; -1: no weights yet
+        self.version = -1  # policy version whose weights the reference policy has; -1 if it has no weights yet
 
     def follow(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Copy the policy's weights into the reference policy if an update of the reference policy is due at policy
@@ -52,8 +52,8 @@ class Reference:
         return {**self._tensors_to_save(), VERSION: torch.tensor(self.version)} if self.version >= 0 else {}
 
     def check(self, saved: Mapping[str, Tensor]) -> None:
-        """Raise `Corrupt` unless `saved` is empty or has the same tensors as this reference policy by name, shape and
-        type."""
+        """Raise `Corrupt` if `saved` is not empty and its tensors differ from the reference policy's tensors in name,
+        shape or type."""
         if saved:
             check_fit("the reference", saved, {**self._tensors_to_save(), VERSION: torch.tensor(0)})
 

@@ -30,7 +30,7 @@ from rollflow.tasks.policies.adding_embedding import AddingEmbedding
 from rollflow.tasks.policies.head import LMHead
 
 LOGITS_BYTES = 2**26  # largest number of bytes of the float32 logits of one chunk of tokens
-ON_GPU = 16  # factor of `LOGITS_BYTES` on a GPU, which small chunks would leave mostly idle
+ON_GPU = 16  # factor of `LOGITS_BYTES` on a GPU, because small chunks would leave the GPU mostly idle
 Pass = Callable[..., tuple[Tensor, Tensor | None]]  # the call signature of `TokenLogprobs`
 
 
@@ -55,8 +55,8 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs of `targets_M` in nats at `temperature`; with `entropy`, also return the entropies.
 
-        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. `where` gives the (row, position) of the
-        token before each of the M target tokens.
+        `inputs` are the decoder's arguments, such as the (R, T) `input_ids`. For each of the M target tokens, `where`
+        gives the (row, position) of the token before it.
         """
         return self.of(self.hidden(inputs, where), targets_M, temperature=temperature, entropy=entropy)
 
@@ -89,8 +89,8 @@ class TokenLogprobs:
     def parts(self, row_M: Tensor, *, by_token: bool) -> list[slice]:
         """Split the M tokens of a micro-batch into slices. `row_M` gives the number of each token's row (trajectory).
 
-        If `by_token` is set, no slice has more tokens than a chunk. If `by_token` is not set, a slice has whole rows,
-        and a row with more tokens than a chunk is a slice of its own.
+        If `by_token` is set, no slice has more tokens than a chunk. If `by_token` is not set, a slice consists of whole
+        rows. A row with more tokens than a chunk is a slice of its own.
         """
         return self._split_evenly(len(row_M)) if by_token else self._split_by_row(row_M)
 
@@ -105,7 +105,7 @@ class TokenLogprobs:
             if after - begin > self._chunk and end > begin:
                 found.append(slice(begin, end))
                 begin = end
-        return found or [slice(0, 0)]  # a batch without tokens has a loss, too: zero
+        return found or [slice(0, 0)]  # a batch without tokens still needs one slice, and its loss is zero
 
     @property
     def _chunk(self) -> int:

@@ -20,8 +20,7 @@ class TrainedPolicy(TrainedTensors):
     """A policy whose parameters are all trained."""
 
     def __init__(self, model: Any, config: TrainBase, given: Mapping[str, nn.Parameter] | None = None) -> None:
-        """Set up the trained parameters, which are the parameters `given`, or by default all parameters of the
-        model."""
+        """Set up the trained parameters: the parameters `given`, or by default all parameters of the model."""
         self.model = model
         super().__init__(given or dict(model.named_parameters()), config, config.learning_rate)
 

@@ -72,8 +72,8 @@ from rollflow.tasks.learners.sharding.sharded_learner import ShardedLearner
 from rollflow.tasks.runtime.actor_warnings import open_socket
 
 IMPORTS = "rollflow.tasks.learners.multi_rank.rank_imports"  # module that is imported before ranks are forked
-READY_SECONDS = 300.0  # longest time, in seconds, in which a rank imports modules and reads the model
-GRACE_SECONDS = 5.0  # longest time, in seconds, in which ranks that lost another rank end by themselves
+READY_SECONDS = 300.0  # longest time, in seconds, that a rank may take to import modules and to read the model
+GRACE_SECONDS = 5.0  # longest time, in seconds, that ranks which lost another rank may take to end themselves
 POLL_SECONDS = 0.05
 
 
@@ -179,8 +179,8 @@ class MultiRankLearner:
 
     @contextmanager
     def _order_sharded(self, order: Order, what: str) -> Iterator[None]:
-        """Run the `with` block on the first rank. If the learner is sharded, send the command `order` to the other
-        ranks first."""
+        """Run the `with` block on the first rank. If the learner is sharded, first send the command `order` to the
+        other ranks."""
         if not self._sharded:
             yield
             return

@@ -124,7 +124,7 @@ def serve_rank(rank: int, meeting: Meeting, host: str, pipes: Pipes, config: Tra
         # The learner is created without weights, because the first rank sends weights and state.
         learner = learner_of(config).create(config, replace(start, blank=True))
         store.set(ready_key(rank), "")
-        while not store.check([MEET]):  # the first rank still reads its weights, and limits the length of this wait
+        while not store.check([MEET]):  # the first rank still reads its weights; it ends too long a wait
             time.sleep(POLL_SECONDS)
         learner.ranks = ranks = GlooRanks(store, rank, config.ranks, config.rank_seconds, host=host)
         Thread(target=_serve_files, args=(store, learner, pipes.asked, obeyed), daemon=True).start()
@@ -178,9 +178,9 @@ def _exit_on_error(store: Store, rank: int) -> Iterator[None]:
     except RankLost:
         with contextlib.suppress(RuntimeError):
             store.set(gone_key(rank), "")
-        os._exit(LOST)  # end at once, because the first rank seeks the fault among ranks with other exit codes
+        os._exit(LOST)  # end at once; the first rank looks for the cause among ranks with other exit codes
     except Exception as error:  # noqa: BLE001 - the first rank reports any error
-        with contextlib.suppress(RuntimeError):  # if the TCP store is gone, nobody can read the reason
+        with contextlib.suppress(RuntimeError):  # if the TCP store is gone, no rank can read the reason
             store.set(failed_key(rank), f"{type(error).__name__}: {error}".partition("\n")[0])
         os._exit(FAILED)
 
@@ -202,7 +202,7 @@ def _execute(learner: TorchLearner, ranks: GlooRanks, order: Order) -> None:
             learner.take(weights, state)  # load each file as soon as it arrives
             learner.width, learner.blank = order.width, False
         case TrainStep():
-            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises the same error and reports it
+            with contextlib.suppress(NotFinite, StepStopped):  # the first rank raises the same error, and reports it
                 batch = TrajectoryBatch.from_bytes(bytes(receive_data(ranks, order.size)))
                 learner.step(batch, order.version, partial(follow_first_rank, ranks))
 

@@ -2,8 +2,9 @@
 weights.
 
 A bfloat16 weight has 8 significant bits. At a learning rate of 1e-6, 99 of 100 updates of a bfloat16 weight are smaller
-than half its rounding step, so rounding would lose them. The optimizer updates float32 master weights (Micikevicius et
-al. 2018, Mixed precision training). The policy's weights are the master weights rounded to bfloat16.
+than half the rounding step of the weight, so rounding would lose these updates. The optimizer updates float32 master
+weights (Micikevicius et al. 2018, Mixed precision training). The policy's weights are the master weights rounded to
+bfloat16.
 
     policy (bfloat16) --> forward, backward --> gradients, added up in float32 --> optimizer --> masters --> policy
 
@@ -42,7 +43,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Set a master weight to the policy's weight wherever rounding the master weight does not give the policy's
+        """Replace each master weight by the policy's weight if rounding the master weight does not give the policy's
         weight."""
         for parameter, master in self._pairs():
             torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
@@ -69,7 +70,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Set the policy's weights to the master weights, rounded to the policy's data type."""
+        """Round the master weights to the policy's data type, and set the policy's weights to the result."""
         if pairs := self._pairs():
             torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
 

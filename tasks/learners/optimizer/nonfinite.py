@@ -14,8 +14,8 @@ from rollflow.tasks.objectives.rows import BatchRows
 
 
 def check_batch(data: BatchRows, version: int) -> None:
-    """Raise `NotFinite` if a log-prob or a reward of the batch is a NaN or an infinity, which an objective might hide
-    by clipping."""
+    """Raise `NotFinite` if a log-prob or a reward of the batch is a NaN or an infinity. An objective might hide such a
+    value by clipping."""
     made_by = {"a log-prob": (data.behaviour, "engine"), "a reward": (data.rewards, "verifier")}
     for name, (values, maker) in made_by.items():
         wrong = values[~np.isfinite(values)]

@@ -103,15 +103,15 @@ class TrainedTensors:
 
 
 def check_fit(what: str, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raise `Corrupt` unless the tensors `given` and `own` agree in name, shape and type."""
+    """Raise `Corrupt` if the tensors `given` and `own` differ in name, shape or type."""
     found, wanted = ({(n, t.shape, t.dtype) for n, t in tensors.items()} for tensors in (given, own))
     if differing := sorted({name for name, *_ in found ^ wanted}):
         raise Corrupt(f"the tensors of {what} do not fit the model: {', '.join(differing[:4])}")
 
 
 def check_parts(files: Collection[str], stems: Sequence[str], saved: Collection[str]) -> None:
-    """Raise `Corrupt` if a file name begins with none of the prefixes `stems`, or if a prefix that should have a file
-    has none.
+    """Raise `Corrupt` if a file name begins with none of the prefixes `stems`, or if a file of a required prefix is
+    missing.
 
     `saved` names the saved tensors of the policy, which exist only after the first update. Before the first update, the
     critic and the reference policy store nothing.

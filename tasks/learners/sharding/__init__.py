@@ -1,2 +1,2 @@
-"""Learners whose weights, gradients and AdamW moments are sharded across ranks. The interface of a sharding backend is
-implemented by FSDP2 and by DeepSpeed."""
+"""Learners whose weights, gradients and AdamW moments are sharded across ranks. Two backends implement the interface
+for sharding: FSDP2 and DeepSpeed."""

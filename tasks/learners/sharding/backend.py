@@ -64,8 +64,8 @@ class ShardingBackend(TrainedTensors):
         raise NotImplementedError
 
     def put(self, name: str, weight: Tensor) -> None:
-        """Set a parameter to the whole tensor `weight`. The caller must call `load` afterwards, unless it is `load`
-        itself."""
+        """Set a parameter to the whole tensor `weight`. The caller must call `load` afterwards, unless the caller is
+        `load` itself."""
         raise NotImplementedError
 
     def list_changed(self) -> Sequence[str]:
@@ -112,8 +112,8 @@ class ShardingBackend(TrainedTensors):
         }
 
     def gather_tensor(self, saved: str, to: int) -> Tensor:
-        """Gather one of the saved tensors on rank `to`. All ranks except `to` get an empty tensor, or the number of
-        optimizer steps."""
+        """Gather one of the saved tensors on rank `to`. On all ranks except `to`, the result is an empty tensor, or the
+        number of optimizer steps."""
         key, _, name = saved.partition("/")
         if key == "step":
             return self.count_steps(name)
@@ -147,7 +147,7 @@ class ShardingBackend(TrainedTensors):
         own, places = self.own(name, key).reshape(-1).to("cpu", kind), self._places[name]
         found = given_back(self.shapes[name], kind) if self.ranks.rank == to else torch.empty(0, dtype=kind)
         self.ranks.beside.gather_to(to, own, [_view_piece(found, *place) for place in places])
-        return found.add_(0.0)  # turn -0 into +0, so that the bits are those of recorded runs
+        return found.add_(0.0)  # turn -0 into +0, so that replays of recorded runs give the same bits
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, int]]]:

@@ -1,9 +1,8 @@
 """DeepSpeed's ZeRO 1 shards AdamW moments, ZeRO 2 also shards gradients, and ZeRO 3 also shards weights.
 
-DeepSpeed adds up gradients over ranks, clips gradients, and takes optimizer steps. Checkpoints are safetensors files
-and not files in DeepSpeed's own format. A rank's shard of a tensor is a contiguous piece of the flattened tensor. A
-rank may have no shard of a tensor. To gather a tensor, the shard of each rank is copied to its position in the whole
-tensor.
+DeepSpeed adds up gradients over ranks, clips gradients, and takes optimizer steps. Checkpoints are safetensors files,
+not files in DeepSpeed's own format. A rank's shard of a tensor is a contiguous piece of the flattened tensor. A rank
+may have no shard of a tensor. To gather a tensor, the shard of each rank is copied to its position in the whole tensor.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces `linear` in the whole process, so that the gradient of a bias arrives after that of the weight.
-    # ZeRO 2 adds up gradients in the order in which they arrive, so all ranks must use the original `linear`.
+    # ZeRO 3 replaces `linear` in the whole process. As a result, the gradient of a bias arrives after the gradient of
+    # the weight. ZeRO 2 adds up gradients in the order in which they arrive, so all ranks must use the original
+    # `linear`.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)
@@ -76,7 +76,7 @@ class DeepSpeedTensors(ShardingBackend):
     def run(self, of: Callable[[], Tensor]) -> Tensor:
         """See `ShardingBackend`."""
         if self.zero == 3 and not (order := self.zeroed._get_param_coordinator()).is_invalid_trace():
-            order._invalidate_trace()  # two passes may run modules in different orders
+            order._invalidate_trace()  # each pass may run modules in a different order
         found: Tensor = self.engine(of)
         return found
 
@@ -186,8 +186,8 @@ class DeepSpeedTensors(ShardingBackend):
     def _part(self, name: str) -> tuple[Tensor, int, int, int] | None:
         """Return the position of this rank's shard of a parameter; None if the rank has no shard of the parameter.
 
-        The returned position is a tensor of `_flats`, the shard's offset in that tensor, the shard's offset in the
-        parameter, and the shard's number of elements.
+        The returned position has four parts: a tensor of `_flats`, the shard's offset in this tensor, the shard's
+        offset in the parameter, and the shard's number of elements.
         """
         parameter: Any = self.given[name]
         if self.zero < 3:

@@ -176,10 +176,9 @@ def _separate_modules(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module
     """Return modules outside the decoder's layers that FSDP can gather alone: norms, and embeddings that are not tied
     to the output head.
 
-    Of the parameters that are not gathered alone, the largest is the weight of the output head. The module
-    `policies/head.py` reads the output head's weight outside the head's forward pass, so FSDP cannot gather the head
-    alone. A module with child modules cannot be gathered alone, because the parameters of its children would be
-    gathered twice.
+    The largest parameter that is not gathered alone is the weight of the output head. The module `policies/head.py`
+    reads the output head's weight outside the head's forward pass, so FSDP cannot gather the head alone. A module with
+    child modules cannot be gathered alone, because the parameters of its children would be gathered twice.
     """
     inner, owners = {*layers.modules()}, Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outer = [(m, [*m.parameters(recurse=False)]) for m in model.modules() if m not in inner and not [*m.children()]]

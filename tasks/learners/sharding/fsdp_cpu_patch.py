@@ -1,11 +1,11 @@
-"""A patch of FSDP2, which reduces the extra memory for gathering parameters on a CPU.
+"""Patches FSDP2 so that gathering parameters on a CPU needs less additional memory.
 
 FSDP2 gathers a group of parameters into one buffer, in which the shards of all parameters are interleaved, and then
 copies each parameter out of the buffer. On a CPU, the patch saves memory in three ways.
 
 If a group consists of one parameter, the gathered parameter itself is used as the buffer, so nothing is copied. The
-embeddings are a group of one parameter, and the largest group. Embeddings of 100,000 tokens with 2,048 numbers each
-take 0.4 GB in bfloat16.
+largest group is that of the embeddings, which contains one parameter. Embeddings of 100,000 tokens with 2,048 numbers
+each take 0.4 GB in bfloat16.
 
 The embeddings are gathered by gloo's broadcast, because gloo's all-gather would allocate a buffer of its own.
 

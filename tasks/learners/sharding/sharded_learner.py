@@ -99,7 +99,7 @@ class ShardedCritic(Critic):
     def values(self, micro: MicroBatch) -> Tensor:
         """See `Critic`."""
         if torch.is_grad_enabled():
-            return super().values(micro)  # the caller already runs this call inside a pass of the sharding backend
+            return super().values(micro)  # the caller already runs this method inside a pass of the sharding backend
         return self.optimized.run(lambda: Critic.values(self, micro))
 
     def loss(self, micro: MicroBatch, values_B: Tensor, returns_B: Tensor, share: float) -> Tensor:
@@ -264,7 +264,7 @@ class ShardedLearner(TorchLearner):
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the same number of micro-batches on each rank, each with a flag. The flag is False for a micro-batch
-        that only fills up the number of micro-batches, and whose loss does not count."""
+        that is added only to reach this number. The loss of such a micro-batch does not count."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)
@@ -275,7 +275,8 @@ class ShardedLearner(TorchLearner):
             yield micro, number < len(own)
 
     def _shortest_row(self, data: BatchRows) -> MicroBatch:
-        """Return a micro-batch of the row with the fewest tokens with loss mask 1, but at least one such token."""
+        """Return a micro-batch of one row: the row with the fewest tokens with loss mask 1, but at least one such
+        token."""
         row = min(
             range(len(data.rewards)), key=lambda row: (data.masked_tokens[row] == 0, data.masked_tokens[row], row)
         )
@@ -283,7 +284,7 @@ class ShardedLearner(TorchLearner):
 
 
 class ShardedUpdates(Updates):
-    """The updates of a sharded learner. Each pass is one forward and one backward pass of the whole model.
+    """The updates of a sharded learner. Each micro-batch needs one forward and one backward pass of the whole model.
 
     If the logits of a micro-batch do not fit one chunk, the backward pass recomputes the logits.
     """

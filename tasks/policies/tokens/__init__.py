@@ -1,1 +1,1 @@
-"""What the texts and the tokens of a tokenizer have to do with each other."""
+"""Relates text to tokens: where tokens end in a text, and which text would become control tokens."""

@@ -1,14 +1,16 @@
 """Keeps text in messages of tools and environments from becoming control tokens.
 
-A chat template separates the messages of a conversation by control tokens, such as <|im_end|>. A tokenizer turns each
-text that looks like such a token into the token. The output of a tool could therefore end its own message, and continue
-as the user. `ControlTokens.cut` puts marks into such texts, and the pieces between the marks are tokenized apart:
+A chat template separates the messages of a conversation by control tokens, such as <|im_end|>. A tokenizer turns the
+text of a control token into this token. Without a protection, the output of a tool could therefore end its own message,
+and continue as the user. `ControlTokens.cut` puts marks into such texts, and the pieces between the marks are tokenized
+separately:
 
     output of a tool --> cut --> chat template --> split at the marks --> tokens
 
-The tokens decode to the same text, but a tokenizer that writes a blank before each text writes one after each mark. A
-text without control tokens gets no mark, so its tokens are as without `cut`. A control token could also consist of the
-end of one message and the beginning of the next one, so `cut_message` marks such ends, too.
+The tokens decode to the same text, with one exception: a tokenizer that adds a blank before each text also adds a blank
+after each mark. A text without control tokens gets no mark, so `cut` does not change its tokens. The text of a control
+token could also consist of the end of one message and the beginning of the next message, so `cut_message` also marks
+such ends.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-CUT = "\ufdd0"  # the mark, a noncharacter: no text for people has it
+CUT = "\ufdd0"  # the mark: a Unicode noncharacter, which ordinary text does not contain
 UNREADABLE = "\ufffd"
-BLANKS = " \t\r\n\u2581"  # "\u2581" is the blank of some tokenizers
+BLANKS = " \t\r\n\u2581"  # some tokenizers write "\u2581" for a blank
 
 
 class ControlTokens:
-    """The tokens of a tokenizer that no text of a tool may become: all added tokens, special or not, that are not
-    layout, as a run of blanks is."""
+    """The control tokens of a tokenizer, which the text of a tool must never become. All added tokens are control
+    tokens, except tokens that consist of blanks, and single characters that are not special."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
@@ -38,28 +40,29 @@ class ControlTokens:
         }
         starts = {name.strip(BLANKS)[:2] for name in self._names.values()}
         self._hint = re.compile("|".join(map(re.escape, sorted(starts, key=len, reverse=True))))
-        # the beginnings and the ends of the tokens' texts, of all lengths
+        # `_starts` and `_ends` contain all beginnings and all ends of the tokens' texts.
         names = [self._normalize(name).strip(BLANKS) for name in self._names.values()]
         self._longest = max(map(len, names), default=1)
         self._starts = {name[:size] for name in names for size in range(1, len(name))}
         self._ends = {name[size:] for name in names for size in range(1, len(name))}
-        # a normalizer may turn other characters into those of a token
+        # A normalizer may turn other characters into the text of a control token.
         self._normalizes = tokenizer.normalizer is not None and any(added[id].normalized for id in self._names)
 
     def cut(self, text: str) -> str:
-        """Return a text with marks, such that no piece between two marks has a control token."""
+        """Return a text with marks, such that no piece between two marks contains the text of a control token."""
         text = text.replace(CUT, UNREADABLE)
         if not self._names or not (self._normalizes or self._hint.search(text)):
             return text
         pieces, found = list[str](), [text]
-        while found != pieces:  # pieces of one token may be another token
+        while found != pieces:  # a part of a control token may be the text of another one
             pieces = found
             encoded = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
             found = [part for piece, one in zip(pieces, encoded, strict=True) for part in self._divide(piece, one)]
         return CUT.join(pieces)
 
     def cut_message(self, text: str) -> str:
-        """Return a text with marks as `cut` does, and with a mark at each end that may be a part of a control token."""
+        """Return a text with the same marks as `cut`. Add a mark before or after the text if this end could be a part
+        of a control token."""
         sizes = range(1, self._longest)
         first, last = self._normalize(text[: 4 * self._longest]), self._normalize(text[-4 * self._longest :])
         before = CUT if any(first.lstrip(BLANKS)[:size] in self._ends for size in sizes) else ""
@@ -71,7 +74,7 @@ class ControlTokens:
         return text if normalizer is None else normalizer.normalize_str(text)
 
     def _divide(self, piece: str, encoded: Any) -> Iterator[str]:
-        """Yield the parts of a piece, which is divided within the text of each control token."""
+        """Yield the parts of a piece of text. The piece is divided within the text of each control token."""
         done = 0
         for id, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
             text = piece[start:end]
@@ -87,6 +90,6 @@ class ControlTokens:
         yield piece[done:]
 
     def _is_text_of(self, text: str, name: str) -> bool:
-        """Return whether a text is that of a token. A character that the tokenizer does not know is none: it becomes
-        the token <unk>, too."""
+        """Return whether `text` is the text of the token `name`. A character that the tokenizer does not know is not
+        the text of <unk>, although it becomes this token."""
         return text == name or self._normalize(text) == self._normalize(name)

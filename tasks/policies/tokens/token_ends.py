@@ -1,10 +1,10 @@
-"""The number of characters of a decoded response up to the end of each of its tokens, in time linear in the response.
+"""Computes where each token of a response ends in the decoded text, in time linear in the length of the response.
 
-Tokens may hold parts of characters, and a policy may sample bytes that are not valid UTF-8. An invalid byte becomes a
-replacement character, and may change how the bytes before it are decoded. Three methods exist, and a method is used
-only if its text is the decoded response: decoding one token after another, decoding the bytes of the tokens (byte-level
-vocabularies), and decoding with a question mark for each invalid byte (vocabularies with a token for each byte, as
-Llama 2 has).
+Tokens may contain parts of characters, and a policy may sample bytes that are not valid UTF-8. An invalid byte becomes
+a replacement character, and may change how the bytes before it are decoded. There are three methods: decode one token
+after another; decode the bytes of the tokens (byte-level vocabularies); or replace each invalid byte by a question mark
+and decode (vocabularies with a token for each byte, such as that of Llama 2). A method is used only if it reproduces
+the decoded response.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from tokenizers.decoders import DecodeStream
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 STAND_IN = "<0x3F>"  # a question mark
-REPLACEMENT = "\ufffd"  # what a decoder writes for invalid bytes
+REPLACEMENT = "\ufffd"  # the character that a decoder writes for invalid bytes
 
 
 def find_ends(fast: Tokenizer, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
-    """Return the number of characters of `whole`, the decoded response, up to the end of each token.
+    """Return for each token the number of characters of `whole`, the decoded response, up to the end of the token.
 
-    Without `special`, special tokens have no characters. A token that ends within a character does not count the
-    character. A byte that belongs to no character counts at its token, or up to three bytes later. Return None if the
-    text of a token depends on later tokens in another way.
+    If `special` is False, special tokens have no characters. A token that ends within a character does not count the
+    character. An invalid byte counts at its own token, or up to three bytes later. Return None if no method reproduces
+    the decoded response.
     """
     left_out = set[int]() if special else _special_tokens(fast)
     kept = [token for token in tokens if token not in left_out]
-    # `_decode_stepwise` is the last: it counts a character late whose token ends with a part of the next character
+    # `_decode_stepwise` is tried last: if a token ends with a part of a character, it counts the characters before this
+    # part too late.
     methods = (_decode_bytes, *([_decode_replaced] if REPLACEMENT in whole else []), _decode_stepwise)
     ends = next((ends for method in methods if (ends := method(fast, kept, whole)) is not None), None)
     if ends is None or len(kept) == len(tokens):
@@ -45,7 +46,8 @@ def _special_tokens(fast: Tokenizer) -> set[int]:
 
 
 def _repeat_ends(ends: Iterable[int], are_left_out: Iterable[bool]) -> list[int]:
-    """Give each token that is left out the end of the token before it. `ends` begins with 0."""
+    """Return the end of every token. A token that is left out gets the end of the token before it. `ends` begins with
+    0."""
     ends = iter(ends)
     end, repeated = next(ends), list[int]()
     for is_left_out in are_left_out:
@@ -55,7 +57,7 @@ def _repeat_ends(ends: Iterable[int], are_left_out: Iterable[bool]) -> list[int]
 
 
 def _decode_stepwise(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[int] | None:
-    """Decode one token after another; None if a decoded prefix differs from the beginning of the whole text."""
+    """Decode one token after another; return None if the decoded text differs from the beginning of the whole text."""
     stream, text, ends = DecodeStream(skip_special_tokens=False), list[str](), list[int]()
     end = 0
     try:
@@ -81,10 +83,11 @@ def _decode_bytes(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[in
 
 
 def _decode_replaced(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[int] | None:
-    """Decode with a question mark for each byte token of a run of byte tokens that is not valid UTF-8.
+    """Decode a copy of the response. In the copy, each run of byte tokens that is not valid UTF-8 is replaced by
+    question marks.
 
-    The decoder of such vocabularies writes a replacement character for every byte of the run, so the text has the same
-    length as with question marks.
+    The decoder of such vocabularies writes a replacement character for every byte of the run. With question marks, the
+    text therefore has the same length.
     """
     stand_in = fast.token_to_id(STAND_IN)
     if stand_in is None:
@@ -101,7 +104,7 @@ def _decode_replaced(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list
 
 
 def _read_bytes(token: str) -> bytes:
-    """Return the bytes of a token's text in a byte-level vocabulary; added tokens are plain text."""
+    """Return the bytes that a token of a byte-level vocabulary stands for. Added tokens are encoded as plain text."""
     table = _byte_letters()
     try:
         return bytes(table[letter] for letter in token)
@@ -111,7 +114,7 @@ def _read_bytes(token: str) -> bytes:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte for each letter of a byte-level vocabulary, as defined by GPT-2.
+    """Return a mapping from each letter of a byte-level vocabulary to its byte, as defined by GPT-2.
 
     Visible Latin-1 characters stand for their own bytes, and the characters from 256 on for the other bytes.
     """
