@@ -24,9 +24,9 @@ class Advantage(Section):
 
     baseline: Literal["none", "group", "leave-one-out", "batch", "critic"] = Field(
         "group",
-        description="number that is subtracted from a reward. none: nothing; group: the mean reward of all responses "
-        "to the prompt; leave-one-out: the mean reward of the other responses to the prompt; batch: the mean reward of "
-        "the batch; critic: the critic's estimate for each token",
+        description="number that is subtracted from a reward. none: nothing; group: mean reward of all responses to "
+        "the prompt; leave-one-out: mean reward of the other responses; batch: mean reward of the batch; critic: the "
+        "critic's estimate for each token",
     )
     scale: Literal["none", "group", "batch", "whiten"] = Field(
         "group",
@@ -37,8 +37,8 @@ class Advantage(Section):
     credit: Literal["episode", "turn", "state"] = Field(
         "episode",
         description="rewards for which a turn of an episode gets credit. episode: all rewards of the episode; turn: "
-        "the turn's own reward and all later rewards; state: all rewards of the episode, and in addition a comparison "
-        "of the turn with turns that acted in the same state (GiGPO)",
+        "its own and all later rewards; state: as episode, plus a comparison with turns that acted in the same state "
+        "(GiGPO)",
     )
     state_weight: float = Field(
         1.0,

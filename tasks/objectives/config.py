@@ -152,9 +152,9 @@ class ObjectiveBase(Section):
     advantage: Advantage = Advantage()
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "constant"] = Field(
         "token-mean",
-        description="how token losses are averaged. token-mean: mean over all tokens; the other values average over "
-        "responses. sequence-mean: a response counts with the mean of its token losses; sequence-sum: with their sum; "
-        "constant: with their sum divided by engine.max_new_tokens",
+        description="how token losses are averaged. token-mean: over all tokens; otherwise over responses, where a "
+        "response counts with the mean of its token losses (sequence-mean), their sum (sequence-sum), or their sum "
+        "divided by engine.max_new_tokens (constant)",
     )
     observation_weight: float = Field(
         0.0,

@@ -42,7 +42,7 @@ class DemonstrationPool:
         self._made: dict[tuple[int, int], Sequence[Demonstration]] = {}
 
     def weigh(self, accuracies: Mapping[str, float], target: float) -> None:
-        """From now on, draw demonstrations of each prompt source in proportion to the source's share, multiplied by the
+        """Set how often demonstrations of each prompt source are drawn: in proportion to the source's share times the
         distance of its domain from the target accuracy.
         """
         self._weights = [

@@ -72,8 +72,8 @@ class PolicyRenderer:
         recent: Sequence[Mapping[str, str]],
         messages: Sequence[Mapping[str, str]],
     ) -> Sequence[int] | None:
-        """If the chat template changes a recent answer because `messages` follow, return the new tokens of the whole
-        conversation after the prompt. Return None if all recent answers stay unchanged.
+        """Return the new tokens of the whole conversation after the prompt, if the chat template changes a recent
+        answer because `messages` follow. Return None if all recent answers stay unchanged.
 
         `earlier` and `recent` are the messages after the prompt. In the context, the chat template has already
         rewritten the answers among the `earlier` messages.

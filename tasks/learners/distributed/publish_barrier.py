@@ -41,8 +41,8 @@ class StepStopped(Exception):
 
 
 def wait_published(ranks: GlooRanks, settle: WaitForPublish) -> None:
-    """On the first rank, call `settle`, which waits until the previous policy version is stored, and report the result
-    to the other ranks."""
+    """Call `settle` on the first rank, and report the result to the other ranks. The function `settle` waits until the
+    previous policy version is stored."""
     with ThreadPoolExecutor(1, "settling") as thread:
         job = thread.submit(settle)
         while wait([job], ranks.seconds / TIMES).not_done:
