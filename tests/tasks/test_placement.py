@@ -52,7 +52,7 @@ def test_placement_labels_apply_only_to_their_role() -> None:
     assert actor_options(placed, "reward", 1.0) == {"num_cpus": LEAST, "num_gpus": 0.0}
 
 
-def test_actors_cpus_equal_its_threads() -> None:
+def test_actor_reserves_a_cpu_for_each_of_its_threads() -> None:
     tree = parse_config(
         {"engine": {"kind": "transformers", "threads": 3}, "train": {"threads": 2, "ranks": 2}, "groups": 32}
     )
@@ -163,7 +163,7 @@ def test_placement_of_a_private_cluster_is_refused(key: str, value: object, tmp_
         preflight.check_addresses(parse_config(placed), str(tmp_path))
 
 
-def test_missing_cluster_resources_are_noted() -> None:
+def test_missing_cluster_resources_are_reported() -> None:
     node = {"Labels": FAST, "Resources": {"CPU": 2.0, "rollout": 1.0}}
     placed = {"engine": {"labels": FAST}, "scheduler": {"resource": "rollout"}}
     assert list(note_placement(config(placement=placed), [node])) == []

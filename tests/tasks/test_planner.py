@@ -94,7 +94,7 @@ def test_option_alpha_limits_the_search_of_the_planner() -> None:
     assert plan(recipe(), hardware(), 6, largest=0.5, budget=SMALL).alphas == (0.0, 0.5)
 
 
-def test_planner_tries_no_choice_that_the_recipe_forbids() -> None:
+def test_planner_skips_options_that_the_recipe_forbids() -> None:
     """If batches wait for the groups that were started first, nothing may be preempted."""
     waiting = recipe(rollout=RolloutConfig(on_stale="wait", batch_order="started"))
     seen: list[Candidate] = []
@@ -210,12 +210,12 @@ def test_plan_reports_the_gain_of_a_larger_staleness_bound(figures: Figures) -> 
     assert planned(narrow, replace(wide, figures=replace(figures, trajectories_per_second=100.5))) is None
 
 
-def test_planner_recommends_least_waste_of_equally_fast_ones(figures: Figures) -> None:
+def test_planner_prefers_less_waste_among_equally_fast_plans(figures: Figures) -> None:
     finals = [outcome(figures, 1, 100, wasted=0.1), outcome(figures, 1, 99.5, wasted=0.01)]
     assert choose(finals, PlanLimits())[1] is finals[1]
 
 
-def test_length_bias_counts_beyond_two_standard_errors(figures: Figures) -> None:
+def test_length_bias_above_two_standard_errors_is_marked(figures: Figures) -> None:
     one = outcome(figures, 1, 100, bias=-0.03)
     assert one.marks(PlanLimits()) == ("biased",)
     assert replace(one, bias_error=0.006).marks(PlanLimits()) == ()

@@ -278,7 +278,7 @@ def test_policy_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("around", "starts"), [("<|start|> $A", 1), ("$A <|end|>", 0), ("<|start|> $A <|end|>", 1)])
 @pytest.mark.parametrize("question", ["Say 7.", "<|start|>Say 7."])
-def test_prompts_have_one_start_and_no_end(tmp_path: Path, around: str, starts: int, question: str) -> None:
+def test_prompts_have_one_start_token_and_no_end_token(tmp_path: Path, around: str, starts: int, question: str) -> None:
     make_folder(tmp_path / "policy", tokenizer={"around": around})
     found = PolicyTokenizer(tmp_path / "policy").encode(question)
     assert found.count(START) == max(starts, question.startswith("<|start|>"))
@@ -297,7 +297,7 @@ def test_start_token_of_a_template_is_not_doubled(tmp_path: Path) -> None:
     preflight(recipe_of(folder, chat=True))
 
 
-def test_prompt_with_an_end_or_two_starts_is_refused(tmp_path: Path) -> None:
+def test_prompt_with_end_token_or_two_start_tokens_is_refused(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"around": "<|start|> $A", "start": "<|start|>"})
     for question, words in (("Say 7.<|end|>", "ends with the end token <|end|> (1)"), ("<|start|><|start|>x", "two")):
         with pytest.raises(ConfigError, match=words.replace("|", r"\|").replace("(", r"\(").replace(")", r"\)")):
@@ -340,7 +340,7 @@ def parse_engine(config: Any, kind: str) -> Any:
     ],
     ids=["refuses", "drops", "fails", "syntax", "no question", "lots"],
 )
-def test_chat_templates_that_lose_words_are_refused(tmp_path: Path, template: str, words: str) -> None:
+def test_chat_template_that_omits_prompt_text_is_refused(tmp_path: Path, template: str, words: str) -> None:
     folder = make_folder(tmp_path / "policy", tokenizer={"template": template})
     assert words in refusal(folder, chat=True, system="Be kind.")
 

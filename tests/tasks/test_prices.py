@@ -30,7 +30,7 @@ def outcome(candidate: Candidate, step: float, engines: float, learner: float) -
     return CandidateOutcome(candidate, 10, cast(Any, figures), 0.0, 0.0, 0.0)
 
 
-def test_gpus_split_over_machines_cost_what_the_machines_cost() -> None:
+def test_plan_costs_the_price_of_all_machines_that_it_occupies() -> None:
     """6 engines are 2 machines of 4 GPUs, 16 an hour; 8 GPUs train on one of 32; with the rest 52 an hour.
 
     A step of 90 s is a fortieth of an hour: 1.30. Of 8 rollout GPUs 6 x 0.75 are busy, 3.5 x 2 an hour are idle; of the
@@ -51,14 +51,14 @@ def test_gpus_shared_by_both_stages_are_paid_once() -> None:
     assert cost.idle == pytest.approx(9.6 / 36)
 
 
-def test_engine_of_several_gpus_requests_all_of_them() -> None:
+def test_engine_with_several_gpus_requests_all_its_gpus() -> None:
     """6 engines of 2 GPUs are 3 machines of 4; nothing is idle."""
     hardware = Hardware(engines=EnginesHardware(gpus_per_engine=2.0))
     cost = cost_of(outcome(DIVIDED, 90.0, 0.0, 0.0), PRICES, CONFIG, hardware)
     assert (cost.rollout_machines, cost.hour, cost.idle) == (3, 60.0, 0.0)
 
 
-def test_storage_costs_what_retention_keeps() -> None:
+def test_storage_cost_counts_only_retained_versions() -> None:
     """The weights of versions 0, 10 and 16 to 20 stay; 9 and 15 stay, too, because 10 and 16 are trained from them.
 
     States stay of versions 0, 9 and 15 to 20.

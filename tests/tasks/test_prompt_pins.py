@@ -246,7 +246,7 @@ def test_prompt_files_with_bom_and_crlf_are_read(tmp_path: Path, file: bytes) ->
     assert read_questions(source, file) == read_questions(source, content())
 
 
-def test_unicode_line_separator_ends_no_line() -> None:
+def test_unicode_line_separator_does_not_end_a_line() -> None:
     text = json.dumps({"question": "one\u2028two\x85three", "answer": "\x0c"}, ensure_ascii=False)
     [found] = read_questions(JsonlPrompts(path="x"), text.encode())
     assert found.text == "one\u2028two\x85three"

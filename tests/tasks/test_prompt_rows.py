@@ -125,7 +125,7 @@ def test_prompt_rows_without_a_data_set_name_are_refused(tmp_path: Path) -> None
 WORKED = [{"question": f"{n} + 1?", "answer": f"{n} and 1.\n#### {n + 1}"} for n in range(30)]
 
 
-def test_worked_solutions_are_scored_after_their_mark(tmp_path: Path) -> None:
+def test_answer_of_a_worked_solution_follows_the_mark(tmp_path: Path) -> None:
     file = written(tmp_path, WORKED)
     with pytest.raises(ConfigError, match=r"every answer contains '####'.* set prompts\.answer_after"):
         read_files(config_of(file), read_file)
@@ -185,7 +185,7 @@ def test_file_of_only_too_long_prompts_is_refused(tmp_path: Path, tokenizer: Pol
         fitted(config, tokenizer)
 
 
-def test_error_names_reference_answers_nobody_can_match(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
+def test_error_names_reference_answers_that_nothing_matches(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     """A response has at most 16 tokens."""
     rows = [*sums(), {"question": "Count.", "answer": "1 2 3 4 5 6 7 8 9 10"}]
     _, [note] = fitted(config_of(written(tmp_path, rows)), tokenizer)

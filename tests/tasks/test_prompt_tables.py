@@ -140,13 +140,13 @@ def test_hub_data_set_is_loaded_by_the_library(tmp_path: Path, monkeypatch: pyte
     assert "the data set cannot be loaded (" in refuse(tmp_path / "data", format="hub", split="none")
 
 
-def test_line_numbers_of_a_csv_are_those_of_the_file(tmp_path: Path) -> None:
+def test_error_has_the_line_number_in_the_csv_file(tmp_path: Path) -> None:
     """A value may have several lines."""
     (path := tmp_path / "mine.csv").write_text('question,answer\n"a\nb\nc",1\n\nd,2\n" ",3\n')
     assert "line 7: question is empty" in refuse(path)
 
 
-def test_values_that_json_lacks_become_text(tmp_path: Path) -> None:
+def test_values_that_json_cannot_store_become_text(tmp_path: Path) -> None:
     row = {"question": "When?", "answer": "x", "day": date(2026, 1, 2), "price": Decimal("1.50"), "ids": [1, None]}
     [found] = read(write_parquet(tmp_path, [row]))
     assert (found["day"], found["price"], found["ids"]) == ("2026-01-02", "1.50", [1, None])

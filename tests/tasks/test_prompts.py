@@ -51,7 +51,7 @@ def test_prompt_index_gives_its_source_and_position(tmp_path: Path) -> None:
             assert found.id == f"{config.domain}/{position * 3 + source:08d}"
 
 
-def test_demonstrations_have_the_shares_of_their_sources() -> None:
+def test_demonstrations_are_drawn_by_the_shares_of_sources() -> None:
     made = order(sums(share=3.0), ReasoningGymPrompts(family="gcd", share=1.0))
     domains = [made.demonstration(i)[0].domain for i in range(80)]
     for start in range(0, 80, 8):
@@ -113,7 +113,7 @@ def test_slow_source_does_not_block_the_event_loop() -> None:
     assert source.asked == [0, 1, 2]
 
 
-def test_quick_source_gives_a_prompt_at_once() -> None:
+def test_fast_prompt_source_returns_a_prompt_at_once() -> None:
     for config in (SokobanPrompts(), sums()):
         made = order(config, held_out=2)
         assert made.request(3) == made.prompt(3)

@@ -30,7 +30,7 @@ def test_wilson_interval_contains_the_share(share: float, size: float) -> None:
 
 
 @given(right=st.lists(st.booleans(), min_size=1))
-def test_single_responses_count_once_each(right: list[bool]) -> None:
+def test_each_single_response_of_a_prompt_counts_once(right: list[bool]) -> None:
     assert effective_size([PromptResult(1, int(one)) for one in right]) == pytest.approx(len(right))
 
 

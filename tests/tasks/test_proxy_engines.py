@@ -145,7 +145,7 @@ def test_first_requests_fail_if_no_engine_loads_weights() -> None:
     virtual(main)
 
 
-def test_version_counts_as_served_once_an_engine_has_it() -> None:
+def test_version_is_not_served_before_an_engine_has_loaded_it() -> None:
     async def main() -> None:
         bad, good = Noting(), Noting()
         proxy = InferenceProxy([bad, good], 4)
@@ -205,7 +205,7 @@ def test_engine_that_died_while_borrowed_is_reported() -> None:
     virtual(main)
 
 
-def test_replaced_borrowed_engine_does_not_return() -> None:
+def test_engine_replaced_while_borrowed_does_not_return() -> None:
     async def main() -> None:
         engines, other = [Noting(), Noting()], Noting()
         proxy = InferenceProxy(engines, 2)
@@ -247,7 +247,7 @@ def test_engine_that_joins_before_version_0_waits_for_weights() -> None:
     virtual(main)
 
 
-def test_replaced_engine_hands_its_requests_over() -> None:
+def test_requests_of_a_replaced_engine_move_to_another() -> None:
     async def main() -> None:
         old, new, other = Noting(), Noting(), Noting()
         proxy = InferenceProxy([old, other], 4)
@@ -297,7 +297,7 @@ class Slow(TimedEngine):
         await super().update(version, weights)
 
 
-def test_first_engine_with_a_version_makes_it_count_as_served() -> None:
+def test_version_is_served_once_the_first_engine_has_loaded_it() -> None:
     """The slowest engine does not delay admission: it takes no request before it has the version."""
 
     async def main() -> None:

@@ -149,7 +149,7 @@ def test_lowest_priority_number_goes_first() -> None:
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_tokens_are_kept_only_under_the_same_policy_version(newer: bool) -> None:
+def test_moved_request_keeps_its_tokens_only_at_equal_version(newer: bool) -> None:
     async def main() -> None:
         engine, starts = Noting(), list[int]()
         proxy = InferenceProxy([engine], 4, replacement_seconds=100.0)
@@ -209,7 +209,7 @@ def test_engine_death_before_a_handover_loses_no_tokens() -> None:
     virtual(main)
 
 
-def test_request_that_never_started_has_the_newest_version() -> None:
+def test_failure_of_the_only_engine_fails_the_request() -> None:
     async def main() -> None:
         proxy = InferenceProxy([Refusing()], 4)
         await proxy.update(0, WEIGHTS, NO_PROBE, "continue")

@@ -204,7 +204,7 @@ def test_batch_voided_while_publishing_is_formed_again(small: Prepare, monkeypat
     assert context.log.state.voids == 1
 
 
-def test_nonfinite_next_step_keeps_the_version_before(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_the_next_step_keeps_the_published_version(small: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     context, stopped = small(not_finite="skip"), small("stopped")
     with monkeypatch.context() as patch:
         slow = Slow(patch, context)

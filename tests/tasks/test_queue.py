@@ -231,7 +231,7 @@ def test_engine_of_triple_speed_gets_triple_requests() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_request_goes_to_the_engine_that_would_end_it_first(count: int) -> None:
+def test_request_goes_to_the_engine_that_would_finish_it_first(count: int) -> None:
     """The choice holds however often other engines are offered meanwhile. In a tie any of them may be chosen."""
     draw = random.Random(count)
 
@@ -348,7 +348,7 @@ def test_prompt_keeps_its_engine_until_its_last_request_ends() -> None:
     virtual(main)
 
 
-def test_requests_beyond_a_full_engine_keep_the_prompts_engine() -> None:
+def test_full_engine_remains_the_engine_of_its_prompt() -> None:
     async def main() -> None:
         first, second = lane(1), lane(3)
         queue = queue_of(first, second, routing="prefix")
@@ -364,7 +364,7 @@ def test_requests_beyond_a_full_engine_keep_the_prompts_engine() -> None:
     virtual(main)
 
 
-def test_only_prefix_routing_uses_prompts() -> None:
+def test_only_prefix_routing_remembers_engines_of_prompts() -> None:
     async def main() -> None:
         queue = queue_of(lane(2))
         assert queue.create_ticket(0, "a").group is None

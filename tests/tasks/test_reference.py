@@ -63,7 +63,7 @@ def test_large_kl_weight_keeps_the_policy_near_the_reference(folder: Path) -> No
     assert found[10.0] < found[1e-6] / 2
 
 
-def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
+def test_kl_in_reward_is_summed_over_each_response(folder: Path) -> None:
     """k1, summed over each response, from the recorded log-probs and the reference's own."""
     made = compared(folder, kl="k1", kl_in="reward")
     given = near(some_batch(), made)
@@ -78,7 +78,7 @@ def test_kl_in_reward_is_the_distance_of_the_response(folder: Path) -> None:
     torch.testing.assert_close(found, expected[torch.from_numpy(data.rows)], atol=1e-5, rtol=1e-4)
 
 
-def test_kl_weight_adaptation_matches_a_hand_calculation() -> None:
+def test_adapted_kl_weight_matches_a_hand_calculation() -> None:
     """The weight follows 0.1 of the error, which is clipped to 0.2; at the target it stays."""
     part = Penalties(kl_to="reference", kl_weight=0.5, kl_target=0.02)
     assert adapt_weight(part, 0.5, 0.02) == 0.5
@@ -88,7 +88,7 @@ def test_kl_weight_adaptation_matches_a_hand_calculation() -> None:
     assert adapt_weight(Penalties(kl_to="reference", kl_weight=0.5), 0.5, 9.0) == 0.5
 
 
-def test_used_kl_weight_is_reported_and_the_next_is_stored(folder: Path) -> None:
+def test_current_kl_weight_is_reported_and_next_is_stored(folder: Path) -> None:
     made = compared(folder, kl_target=1e-9)
     told = [made.step(batch(version), version)["kl_weight"] for version in range(3)]
     assert told == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98 * 1.02])  # no divergence at first, then too much

@@ -163,7 +163,9 @@ KINDS: list[tuple[dict[str, Any], str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("section", "old", "new", "value"), KINDS)
-def test_renamed_key_of_one_kind_is_read_and_refused(section: dict[str, Any], old: str, new: str, value: Any) -> None:
+def test_renamed_key_is_read_from_old_runs_and_else_refused(
+    section: dict[str, Any], old: str, new: str, value: Any
+) -> None:
     today, earlier = {"environment": {**section, new: value}}, {"environment": {**section, old: value}}
     assert RECIPE.apply(earlier) == RECIPE.apply(today) == today
     assert RECIPE.undo(today, earlier) == earlier
@@ -175,7 +177,7 @@ def test_renamed_key_of_one_kind_is_read_and_refused(section: dict[str, Any], ol
     assert RECIPE.apply(timed) == timed
 
 
-def test_recorded_admission_of_single_turns_is_read() -> None:
+def test_recorded_admit_by_kv_of_single_turns_is_read_as_slots() -> None:
     """The value "kv" had no effect on episodes of one turn, and a new recipe may not have it."""
     tree = {"rollout": {"admit_by": "kv", "attempts": 4}, "engine": {"kind": "timed", "kv_tokens": 1000}}
     config = parse_recorded(tree)
@@ -230,7 +232,7 @@ def test_flow_parameters_with_an_earlier_key_are_refused() -> None:
         RunConfig.model_validate({"rollout": {"depth": 3}})
 
 
-def test_flow_run_of_an_earlier_rollflow_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_flow_run_with_old_keys_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that crashed under an earlier rollflow is restarted by this one."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     config = of_earlier_run(tree_of(parse_config({"name": "one", "rollout": {"max_inflight_groups": 3}})))
@@ -295,7 +297,7 @@ def test_changed_older_run_keeps_its_key_names(earlier: RunContext) -> None:
     assert audit(context.store, deep=True, expected=expected_of(context)).clean
 
 
-def test_old_runs_changes_are_shown_with_current_key_names(earlier: RunContext) -> None:
+def test_changes_of_an_old_run_are_shown_with_current_keys(earlier: RunContext) -> None:
     record_change(earlier, ["rollout.max_inflight_groups=9"])
     context = again(earlier)
     sentence = change_sentence(context.configs[-1])
@@ -322,7 +324,7 @@ def test_old_key_name_is_refused_in_a_config_change(earlier: RunContext) -> None
         record_change(earlier, ["rollout.depth=9"])
 
 
-def test_recorded_config_with_both_names_is_corrupt(earlier: RunContext) -> None:
+def test_recorded_config_with_old_and_new_key_is_corrupt(earlier: RunContext) -> None:
     record(earlier, stored(earlier) | {"rollout": {"depth": 7, "max_inflight_groups": 8}})
     with pytest.raises(Corrupt, match=r"invalid config: .*rollout\.depth = 7"):
         again(earlier).config  # noqa: B018 - it is read here

@@ -69,7 +69,7 @@ TOOLS = [{"type": "function", "function": {"name": "11"}}]
 NAMES_TOOLS = "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
 
 
-def test_tools_are_listed_although_a_question_has_their_name(tmp_path: Path) -> None:
+def test_tools_are_listed_even_if_the_question_names_a_tool(tmp_path: Path) -> None:
     """The chat template ignores tools, and the question contains the name of the tool."""
     tokenizer = open_policy(tmp_path / "policy", CHAT)
     prompt = replace(prompt_in(tokenizer, "chat"), messages=({"role": "user", "content": "11=?"},))
@@ -78,7 +78,7 @@ def test_tools_are_listed_although_a_question_has_their_name(tmp_path: Path) -> 
     assert list(found) == tokenizer.template._apply([{"role": "user", "content": listed}], tokenize=True)
 
 
-def test_opening_of_a_chat_has_tools_and_text(tmp_path: Path) -> None:
+def test_chat_template_renders_tools_and_text_of_the_opening(tmp_path: Path) -> None:
     """The oracle applies the template to the messages, with the text at the end of the last one."""
     tokenizer = open_policy(tmp_path / "policy", NAMES_TOOLS + CHAT)
     prompt = replace(prompt_in(tokenizer, "chat"), messages=({"role": "user", "content": QUESTION},))
@@ -89,7 +89,7 @@ def test_opening_of_a_chat_has_tools_and_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("domain", ["chat", "plain"])
-def test_opening_lists_tools_where_no_template_does(tmp_path: Path, domain: str) -> None:
+def test_opening_lists_tools_that_no_template_renders(tmp_path: Path, domain: str) -> None:
     tokenizer = open_policy(tmp_path / "policy")
     prompt = replace(prompt_in(tokenizer, domain), messages=({"role": "user", "content": QUESTION},))
     renderer = PolicyRenderer(tokenizer, {"chat"})

@@ -37,7 +37,7 @@ def answer_of(context: RunContext) -> Trajectory:
     return Trajectory(0, 0, tokens, own, [0.0] * len(own), [0] * len(own), 1.0, "", StopReason.STOP)
 
 
-def test_response_is_read_as_its_scorer_reads_it(home: Path) -> None:
+def test_each_response_is_read_as_its_scorer_reads_it(home: Path) -> None:
     sources = [{"kind": "sorting"}, {"kind": "sorting", "reward": "plain"}]
     context = context_of(prompts=sources, rewards={"plain": PLAIN})
     reader, prompts, found = ResponseReader(context), context.prompts(), dict[str, str]()
@@ -46,7 +46,7 @@ def test_response_is_read_as_its_scorer_reads_it(home: Path) -> None:
     assert found == {"": f"{PAD}7", "plain": "7"}
 
 
-def test_scorer_of_a_source_decides_although_it_is_the_only_one(home: Path) -> None:
+def test_response_is_read_by_the_only_scorer_that_is_used(home: Path) -> None:
     """The section `[reward]`, which no source names, has other keys; the prompts need not be opened."""
     context = context_of(prompts=[{"kind": "sorting", "reward": "plain"}], rewards={"plain": PLAIN})
     reader = ResponseReader(context)
@@ -54,7 +54,7 @@ def test_scorer_of_a_source_decides_although_it_is_the_only_one(home: Path) -> N
     assert "_prompts" not in vars(reader)
 
 
-def test_response_is_read_although_the_prompts_have_changed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_is_read_even_if_the_prompts_have_changed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [{"kind": "sorting"}, {"kind": "sorting", "reward": "plain"}]
     context = context_of(prompts=sources, rewards={"plain": PLAIN})
 

@@ -82,6 +82,6 @@ def test_recorded_runs_keep_their_scoring_rules(recorded: dict[str, object]) -> 
 
 @pytest.mark.parametrize("reference", ["", " ", "\n", "7"])
 @pytest.mark.parametrize(("where", "response"), [("tag", "7"), ("tag", "<answer></answer>"), ("all", " "), ("all", "")])
-def test_missing_answer_is_not_equal_to_any_answer(where: str, response: str, reference: str) -> None:
+def test_missing_answer_equals_no_reference_answer(where: str, response: str, reference: str) -> None:
     score = score_response(build_verifier(ExactReward()), where, response, {"answer": reference})
     assert (score.value, score.reason) == (0.0, "no answer")

@@ -76,7 +76,7 @@ def test_any_policy_version_can_be_restored(small: Prepare, every: int, bases: l
 
 @WITH_AND_WITHOUT_ROLES
 @pytest.mark.parametrize("every", [1, 4])
-def test_killed_learner_ends_with_the_same_bits(small: Prepare, every: int) -> None:
+def test_killed_learner_ends_with_bit_identical_weights(small: Prepare, every: int) -> None:
     whole, broken = small("whole"), small("broken", state_every=every)
     train_small(whole)
     for until in (0, 2, 3, 5):
@@ -179,7 +179,7 @@ def test_differing_replay_continues_from_the_published_weights(small: Prepare) -
         restored(context, 3, heal=True)
 
 
-def test_replay_needs_the_committed_batch(small: Prepare) -> None:
+def test_replay_with_a_damaged_or_missing_batch_is_an_error(small: Prepare) -> None:
     context = small(state_every=6)
     train_small(context, 2)
     entry = context.policies.find(2).batch_entry
@@ -193,7 +193,7 @@ def test_replay_needs_the_committed_batch(small: Prepare) -> None:
         restored(context, 2)
 
 
-def test_second_call_of_run_waits_for_the_first(small: Prepare) -> None:
+def test_repeated_calls_of_the_learner_wait_for_the_first_call(small: Prepare) -> None:
     context = small()
     actor = LearnerActor(context, channel=StoreFeed(context))
     ended: list[int] = []
@@ -339,7 +339,7 @@ def test_damaged_copy_in_the_channel_is_read_again(small: Prepare) -> None:
     assert report.clean, report.violations
 
 
-def test_failing_channel_is_asked_again(small: Prepare) -> None:
+def test_learner_retries_reads_that_fail_in_the_channel(small: Prepare) -> None:
     """The channel's reads fail while the store is unreachable; that is no reason to restart the learner."""
     context, failures = small(), [Unreachable("object storage did not answer"), TimeoutError("no batch yet")] * 3
 

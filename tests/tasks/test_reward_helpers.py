@@ -97,7 +97,7 @@ REPORTS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integ
 
 
 @given(steps=REPORTS)
-def test_counts_are_sums_over_all_helpers(steps: list[tuple[str, int, int, bool]]) -> None:
+def test_reward_counts_are_sums_over_all_helpers(steps: list[tuple[str, int, int, bool]]) -> None:
     anchors, counts = CaseAnchors(kills=7), SecondVerdictCounts("v1", 10, 2)
     reports, now = HelperReports({"": anchors}, {"": counts}), dict[str, HelperReport]()
     for number, (name, more, flips, ends) in enumerate(steps):
@@ -123,7 +123,7 @@ def test_counts_are_sums_over_all_helpers(steps: list[tuple[str, int, int, bool]
     assert len(reports.sum().warned) == len(now)
 
 
-def test_counts_of_a_new_scorer_version_replace_older_ones() -> None:
+def test_counts_of_a_new_scorer_version_replace_old_counts() -> None:
     record, old = SecondVerdictCounts("v1", 10, 2), SecondVerdictCounts("v1", 4, 1)
     record.merge_news(old, old)
     assert record == SecondVerdictCounts("v1", 10, 2)
@@ -133,7 +133,7 @@ def test_counts_of_a_new_scorer_version_replace_older_ones() -> None:
     assert record == SecondVerdictCounts("v2", 3, 1)
 
 
-def test_only_scorers_with_worker_processes_are_spread(tmp_path: Path) -> None:
+def test_only_scorers_with_worker_processes_use_helpers(tmp_path: Path) -> None:
     code = CodeReward(workers=3, at_once=4)
     configs: dict[str, RewardConfig] = {"": ExactReward(workers=2), "code": code}
     counts = {"code": SecondVerdictCounts()}

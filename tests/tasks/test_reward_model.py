@@ -98,7 +98,7 @@ def test_reward_model_batches_have_similar_lengths(one: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_score_is_transformers_logit_on_either_padding_side(tmp_path: Path, side: str) -> None:
+def test_reward_model_score_is_the_logit_of_transformers(tmp_path: Path, side: str) -> None:
     folder = make_reward_model(tmp_path)
     described = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(described | {"padding_side": side}))
@@ -287,7 +287,7 @@ def test_dead_reward_model_leaves_responses_unjudged() -> None:
     assert 30 <= seconds < 33
 
 
-def test_other_copy_of_a_reward_model_scores_if_one_is_dead() -> None:
+def test_second_reward_model_copy_scores_if_the_first_is_dead() -> None:
     found, seconds = score_all(Copies(dead=[1]), workers=2, deadline_seconds=30)
     assert [score.value for score in found] == [0, 1, 2, 3, 4, 5]
     assert seconds < 30
@@ -337,7 +337,7 @@ def score_in_turn(copies: Copies, calls: Sequence[Sequence[int]], **keys: Any) -
     [([], [1, 7], [2, 2, 2]), ([[3], [1]], [7], [1, 1, 1, 1, 1, 1, 1, 1])],
     ids=["together", "alone"],
 )
-def test_response_with_a_nan_of_its_own_scores_lowest(
+def test_response_that_alone_gets_nan_scores_lowest(
     before: list[list[int]], call: list[int], graded: list[int]
 ) -> None:
     """Otherwise the policy could learn to stay unjudged; and a score of 0 would be better than most logits. If the
@@ -354,13 +354,13 @@ def test_response_with_a_nan_of_its_own_scores_lowest(
 @pytest.mark.parametrize(
     "plan", [["nan"] * 20, ["", *["nan"] * 20], ["", *["fault"] * 20]], ids=["new", "broken", "no memory"]
 )
-def test_broken_model_leaves_responses_unjudged(plan: list[str]) -> None:
+def test_broken_reward_model_leaves_responses_unjudged(plan: list[str]) -> None:
     """The model gives no response a number, or it never graded one, so no response is to blame."""
     found = score_in_turn(OddCopies(*plan), [[1], [7], [7], [7], [7], [7]], judge_tries=2)
     assert [score.outcome for score in found[1:]] == [Outcome.UNJUDGED] * 5
 
 
-def test_failed_control_call_repeats_the_call() -> None:
+def test_failed_control_call_of_a_reward_model_is_repeated() -> None:
     copies = OddCopies("", "", "away")
     found = score_in_turn(copies, [[1], [7], [7]], judge_tries=2)
     assert [score.outcome for score in found[1:]] == [Outcome.UNJUDGED, Outcome.UNPARSABLE]
@@ -457,7 +457,7 @@ def test_check_refuses_an_invalid_reward_model_with_exit_code_2(
     assert said.startswith(f"reward.path = '{tmp_path}/taste': there is no such folder")
 
 
-def test_deadline_is_shorter_than_the_patience_of_the_run(one: Path) -> None:
+def test_deadline_of_a_reward_model_beyond_patience_is_refused(one: Path) -> None:
     config = parse_config(tree_of("x", path=str(one), deadline_seconds=600))
     with pytest.raises(ConfigError, match=r"reward\.deadline_seconds = 600: the run fails after rollout\.patience_sec"):
         list(check_models(config, download=False))

@@ -102,7 +102,7 @@ def test_arc_board_from_json_is_right() -> None:
 
 
 @pytest.mark.soak
-def test_own_answer_of_each_family_is_right() -> None:
+def test_reference_answer_of_each_task_family_is_correct() -> None:
     families = sorted(set(DATASETS) - {"composite"})
     with_answer = 0
     for family in families:

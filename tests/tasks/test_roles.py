@@ -196,7 +196,7 @@ def test_prompt_is_replaced_only_before_the_first_turn() -> None:
 
 
 @pytest.mark.parametrize("roles", [{"a": float("nan")}, {"a": "1"}, dict.fromkeys(map(str, range(65)), 0.0)])
-def test_invalid_rewards_of_roles_are_a_failure(roles: Any) -> None:
+def test_invalid_rewards_of_roles_fail_the_episode(roles: Any) -> None:
     assert validate_score("environment x", Score(1.0, roles=roles)).outcome is Outcome.UNPARSABLE
     assert validate_score("environment x", Score(1.0, roles={"a": 2})).roles == {"a": 2.0}
 
@@ -237,7 +237,7 @@ def test_each_role_has_its_own_baseline() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-8, 8), st.integers(-8, 8)), min_size=2, max_size=6))
-def test_roles_are_credited_as_games_of_one_role(rewards: list[tuple[int, int]]) -> None:
+def test_advantages_of_a_role_equal_those_without_other_roles(rewards: list[tuple[int, int]]) -> None:
     """The advantages of a role are those of a group that has only this role, with each kind of credit."""
     whole = game(rewards)
     for keys in ({}, {"scale": "none"}, {"scale": "none", "credit": "turn"}, {"baseline": "leave-one-out"}):
@@ -247,7 +247,7 @@ def test_roles_are_credited_as_games_of_one_role(rewards: list[tuple[int, int]])
             assert found[place::2] == pytest.approx(advantages(replace(whole, trajectories=rows), **keys), abs=1e-5)
 
 
-def test_minibatch_has_both_roles_of_its_prompts() -> None:
+def test_minibatch_contains_both_roles_of_its_prompts() -> None:
     batch = TrajectoryBatch.from_groups([game([(1, -1), (0, 0)], key) for key in range(4)])
     data = BatchRows.of(batch)
     for part in range(2):
@@ -261,7 +261,7 @@ def test_minibatch_has_both_roles_of_its_prompts() -> None:
     assert not data.branches.any()
 
 
-def test_metrics_have_the_reward_of_each_role() -> None:
+def test_metrics_contain_the_reward_of_each_role() -> None:
     group = game([(2, -2), (1, -1), (0, 3)])
     late = row(30, "b", 3.0, Branch(12, 1))
     batch = TrajectoryBatch.from_groups([replace(group, trajectories=(*group.trajectories, late))])
@@ -326,7 +326,7 @@ def test_filter_sees_the_rewards_of_the_first_role() -> None:
             assert len({one.reward for one in group.trajectories if one.role == "bidder"}) == 2
 
 
-def test_audit_knows_that_an_environment_may_replace_prompts() -> None:
+def test_audit_accepts_prompts_replaced_by_the_environment() -> None:
     pipeline = run_auction("prompts")
     whole = expected_of(pipeline, single_turn=False)
     assert whole.limits is not None
@@ -338,7 +338,7 @@ def test_audit_knows_that_an_environment_may_replace_prompts() -> None:
     assert audit(pipeline.store, expected=replaced).clean
 
 
-def test_measure_that_fails_costs_only_the_measures(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_measure_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     own = ImportedEnvironment(ImportEnvironment(path=f"{__name__}:Measured"))
     found = []
     for value in (1.5, float("inf"), -1):

@@ -226,7 +226,7 @@ def test_scheduler_ends_after_its_last_batch() -> None:
 
 
 @pytest.mark.parametrize(("slots", "most"), [(None, math.inf), (3, 3), (6, 4)])  # an engine has four
-def test_simulator_starts_prompts_by_the_schedulers_state(slots: int | None, most: float) -> None:
+def test_simulator_reads_the_state_of_the_scheduler(slots: int | None, most: float) -> None:
     async def main() -> None:
         scheduler = await scheduler_of(replace(LIMITS, group_size=2, slots=slots), ResumePoint(number=1), version=1)
         rollouts = [started(scheduler, 1) for _ in range(3)]
@@ -303,7 +303,7 @@ def test_batch_order_decides_the_first_group(order: Any, first: int) -> None:
     inside(main)
 
 
-def test_group_a_batch_waits_for_goes_first_if_equally_old() -> None:
+def test_awaited_group_goes_first_among_equally_old_groups() -> None:
     async def main() -> None:
         scheduler = await scheduler_of()
         scored(scheduler, 8, 1.0, awaited=False)

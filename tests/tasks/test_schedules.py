@@ -198,7 +198,7 @@ def test_random_schedules_cover_every_rollout_option() -> None:
 
 
 @pytest.mark.parametrize("seconds", [4.0, 400.0])
-def test_fractional_batches_ahead_wait_for_the_next_version(seconds: float) -> None:
+def test_half_batch_left_over_waits_for_the_next_version(seconds: float) -> None:
     """At alpha = 0.5 half a batch is left over each time: it waits for the next version, as nothing else would."""
     ledger = ran(Case(async_ratio=0.5, groups=4, slots=4, train_seconds=(seconds,)))
     assert ledger.issued == [16]
@@ -212,7 +212,7 @@ def test_very_large_alpha_does_not_slow_the_scheduler(on_stale: Literal["wait", 
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.5, 2.9])
-def test_fractional_alpha_starts_no_prompt_in_vain(alpha: float) -> None:
+def test_fractional_alpha_discards_no_group(alpha: float) -> None:
     ledger = ran(Case(async_ratio=alpha, on_stale="wait", groups=4, slots=4, batches=8))
     assert not ledger.discards
     assert ledger.issued[0] <= 4 * 8 + 4 * int(alpha)

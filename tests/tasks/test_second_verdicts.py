@@ -126,7 +126,7 @@ async def test_random_scorer_is_found_and_its_first_scores_stay() -> None:
         (of_tokens(0.5, 0.5), Score(1.0), True),
     ],
 )
-def test_flip_changes_the_outcome_or_the_value(first: Score, second: Score, flips: bool) -> None:
+def test_verdicts_differ_if_outcome_or_value_changed(first: Score, second: Score, flips: bool) -> None:
     assert is_flip(first, second) is flips
     assert is_flip(second, first) is flips
 
@@ -173,7 +173,7 @@ TESTS = CompositeReward(parts={"deadline": CompositePart(), "tests": CompositePa
     ("config", "name"),
     [(ADAPTIVE, "deadline"), (CodeReward(), None), (TESTS, "tests.deadline"), (ExactReward(), None)],
 )
-def test_part_of_an_adaptive_deadline_is_known(config: RewardConfig, name: str | None) -> None:
+def test_adaptive_deadline_is_found_in_a_composite_scorer(config: RewardConfig, name: str | None) -> None:
     """A part of this name says nothing about deadlines if the scorer has no adaptive ones."""
     config = config.model_copy(update={"second_verdict_share": 0.5})
     scorer: Any = build_scorers({"": config}, Path(), counts={"": SecondVerdictCounts()})
@@ -247,7 +247,7 @@ async def test_failed_scorer_ends_second_verdicts() -> None:
     await scorer.close()
 
 
-def test_counts_are_stored_and_damaged_ones_are_empty() -> None:
+def test_damaged_counts_of_second_verdicts_are_read_as_empty() -> None:
     run = MemoryStore("second-verdicts")
     counts = SecondVerdictCounts("a", 30, 2)
     run.put(counts_path("rewards.one"), counts.encode())
@@ -258,7 +258,7 @@ def test_counts_are_stored_and_damaged_ones_are_empty() -> None:
     assert read_all_counts(run) == {"rewards.one": counts}
 
 
-def test_share_does_not_change_the_scorers_version() -> None:
+def test_second_verdict_share_keeps_the_scorer_version() -> None:
     def describe_with(share: float, **keys: Any) -> Any:
         return describe_scorer(REWARD.validate_python({"second_verdict_share": share, **keys}))
 
@@ -267,7 +267,7 @@ def test_share_does_not_change_the_scorers_version() -> None:
     assert "second_verdict_share" not in str(describe_with(0.5, kind="composite", **parts))
 
 
-def test_only_scorers_with_a_share_judge_again() -> None:
+def test_only_scorers_with_second_verdict_share_judge_twice() -> None:
     configs = {"": ExactReward(), "twice": ExactReward(second_verdict_share=0.5)}
     built: Any = build_scorers(configs, Path(), counts={"twice": SecondVerdictCounts()})
     assert [type(one) for one in built.scorers.values()] == [RewardPool, SecondVerdictScorer]

@@ -183,7 +183,7 @@ def test_only_used_scorers_start() -> None:
     assert [*named.scorers] == ["sums"]
 
 
-def test_unchangeable_keys_apply_to_each_scorer() -> None:
+def test_keys_of_each_scorer_cannot_change_during_a_run() -> None:
     config = parse_config(RECIPE)
     for key in ("reward.kind", "rewards.sums.kind", "rewards.sums.answer", "rewards.sums.correct_from"):
         assert explain_fixed(config, key)
@@ -198,7 +198,7 @@ def test_user_code_of_every_scorer_is_hashed(monkeypatch: pytest.MonkeyPatch) ->
     assert [*own_code(parse_config({"reward": near, "rewards": {"far": near}}))] == ["reward", "rewards.far"]
 
 
-def test_judging_retries_are_those_of_the_scorer() -> None:
+def test_each_scorer_has_its_own_number_of_retries() -> None:
     limits = build_limits(parse_config(RECIPE))
     assert (limits.judge_tries(""), limits.judge_tries("sums")) == (3, 5)
     assert limits.judging_of("sums") == JudgingLimits(5, 7)

@@ -115,7 +115,7 @@ def test_file_that_is_not_safetensors_is_corrupt(damage: bytes) -> None:
 
 
 @pytest.mark.parametrize("uri", ["local", "memory://shards"])
-def test_weights_in_several_files_are_a_hugging_face_folder(uri: str, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_read_by_transformers(uri: str, tmp_path: Path) -> None:
     """Transformers and another learner read the same bfloat16 policy from the published files."""
     for name, data in build_cold_folder(ColdStart(hidden_size=32, layers=2, heads=2), ["1 + 1 = 2"] * 10).items():
         (tmp_path / name).write_bytes(data)

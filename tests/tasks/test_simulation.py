@@ -627,7 +627,7 @@ def test_simulation_fitted_at_alpha_0_predicts_other_alphas(slowing: float) -> N
         assert predicted == pytest.approx(truth, rel=0.15), config.async_ratio
 
 
-def test_equal_values_have_equal_normal_scores() -> None:
+def test_equal_numbers_get_equal_normal_scores() -> None:
     scores = normal_scores(np.array([3.0, 1.0, 3.0, 2.0]))
     assert scores[0] == scores[2]
     assert scores[1] < scores[3] < scores[0]

@@ -155,7 +155,9 @@ def test_killed_episodes_continue_from_their_snapshots(lives: list[float]) -> No
 
 @settings(max_examples=15, deadline=None)
 @given(LIVES, st.sampled_from(["background", "before-action", "off"]), st.booleans())
-def test_every_way_to_continue_gives_the_same_run(lives: list[float], durable: DurableTurns, offers: bool) -> None:
+def test_run_after_crashes_equals_the_run_without_crashes(
+    lives: list[float], durable: DurableTurns, offers: bool
+) -> None:
     assert list_rows(live(Journey(offers), lives, durable)) == list_quiet()
 
 
@@ -170,14 +172,14 @@ def test_rejected_snapshot_is_replayed_with_its_reason() -> None:
     assert {turns[0] for turns in environment.lives[-1].values()} == {0}
 
 
-def test_environment_without_replay_begins_anew_with_its_reason() -> None:
+def test_environment_without_replay_begins_anew_and_says_why() -> None:
     environment = Journey(offers=False, replays=False)
     store = live(environment, [0.4])
     assert list_rows(store) == list_quiet()  # the policy samples the same with the same seeds
     assert {one.reason for one in read_restarts(store)} == {"the actions cannot be repeated"}
 
 
-def test_other_observation_after_a_crash_is_recorded() -> None:
+def test_changed_observation_after_a_crash_is_recorded() -> None:
     environment = Journey(offers=False, forgetful=True)
     store = MemoryStore(uuid.uuid4().hex)
 
@@ -224,7 +226,7 @@ def build_history(turns: int) -> tuple[list[FinishedTurn], list[EnvironmentSnaps
 
 
 @given(st.integers(1, 6), st.data())
-def test_newest_snapshot_with_a_whole_history_is_used(count: int, data: st.DataObject) -> None:
+def test_newest_snapshot_with_a_complete_history_is_used(count: int, data: st.DataObject) -> None:
     turns, snapshots = build_history(count)
     lost_turns = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
     lost = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
@@ -246,7 +248,7 @@ def test_newest_snapshot_with_a_whole_history_is_used(count: int, data: st.DataO
     assert [event.value for event in point.events if event.kind == "reward"] == list(map(float, range(usable)))
 
 
-def test_later_file_replaces_a_snapshot_of_the_same_number() -> None:
+def test_newer_snapshot_with_the_same_number_is_used() -> None:
     turns, snapshots = build_history(3)
     other = replace(snapshots[1], data=b"of a later scheduler")
     point = find_restore_point([*snapshots, other], dict(enumerate(turns)))

@@ -108,7 +108,7 @@ class Run:
 
 
 @given(loads=st.lists(st.integers(0, 5), min_size=1, max_size=8), closed=st.sets(st.integers(0, 7)))
-def test_open_place_with_the_smallest_load_is_chosen(loads: list[int], closed: set[int]) -> None:
+def test_scoring_place_with_the_smallest_load_is_chosen(loads: list[int], closed: set[int]) -> None:
     places = [ScoringPlace(lambda requests: []) for _ in loads]
     for number, (place, load) in enumerate(zip(places, loads, strict=True)):
         place.loads[""], place.open = load, number not in closed
@@ -155,7 +155,7 @@ def test_every_response_gets_one_score_in_order(
     run_virtual(main())
 
 
-def test_helpers_follow_the_queue() -> None:
+def test_long_queue_of_responses_starts_reward_helpers() -> None:
     async def main() -> None:
         run = Run(1, 3)
         futures = run.spread.submit(ask(range(4)))
@@ -179,7 +179,7 @@ def test_helpers_follow_the_queue() -> None:
     run_virtual(main())
 
 
-def test_least_number_of_helpers_starts_without_a_queue() -> None:
+def test_smallest_number_of_reward_helpers_always_runs() -> None:
     async def main() -> None:
         run = Run(3, 3)
         await asyncio.sleep(100.0)
@@ -190,7 +190,7 @@ def test_least_number_of_helpers_starts_without_a_queue() -> None:
     run_virtual(main())
 
 
-def test_ending_helper_continues_if_the_queue_grows() -> None:
+def test_ending_reward_helper_continues_if_the_queue_grows() -> None:
     async def main() -> None:
         run = Run(1, 2, seconds=60.0)
         futures = run.spread.submit(ask(range(40)))
@@ -207,7 +207,7 @@ def test_ending_helper_continues_if_the_queue_grows() -> None:
     run_virtual(main())
 
 
-def test_slow_place_gets_fewer_responses_and_holds_few() -> None:
+def test_slow_reward_helper_gets_fewer_responses() -> None:
     async def main() -> None:
         run = Run(2, 2, seconds=9.0)
         await asyncio.sleep(1.0)
@@ -221,7 +221,7 @@ def test_slow_place_gets_fewer_responses_and_holds_few() -> None:
     run_virtual(main())
 
 
-def test_quick_place_gets_many_responses_at_once() -> None:
+def test_fast_reward_helper_gets_many_responses_at_once() -> None:
     async def main() -> None:
         run = Run(2, 2, seconds=0.001, home=TimedPlace("home", 0.001))
         await asyncio.sleep(1.0)
@@ -232,7 +232,7 @@ def test_quick_place_gets_many_responses_at_once() -> None:
     run_virtual(main())
 
 
-def test_response_that_two_helpers_lost_is_scored_at_home() -> None:
+def test_response_lost_by_two_helpers_is_scored_by_the_actor() -> None:
     async def main() -> None:
         run = Run(2, 2)
         while len(run.helpers) < 4:  # each helper is lost at its first response
@@ -247,7 +247,7 @@ def test_response_that_two_helpers_lost_is_scored_at_home() -> None:
     run_virtual(main())
 
 
-def test_response_for_home_does_not_hold_up_helpers() -> None:
+def test_response_that_only_the_actor_scores_delays_no_helper() -> None:
     async def main() -> None:
         home = TimedPlace("home", 1000.0)
         run = Run(2, 2, home=home)
@@ -265,7 +265,7 @@ def test_response_for_home_does_not_hold_up_helpers() -> None:
     run_virtual(main())
 
 
-def test_close_waits_for_a_helper_that_is_ending() -> None:
+def test_closing_waits_for_a_reward_helper_that_is_ending() -> None:
     class Slow(TimedPlace):
         async def end(self) -> None:
             await asyncio.sleep(3.0)
@@ -286,7 +286,7 @@ def test_close_waits_for_a_helper_that_is_ending() -> None:
 
 
 @pytest.mark.parametrize("error", [PlaceLost("no such node"), RuntimeError("no such node")])
-def test_starts_pause_longer_while_helpers_cannot_start(error: Exception) -> None:
+def test_failed_starts_of_helpers_are_repeated_ever_more_rarely(error: Exception) -> None:
     async def main() -> None:
         run = Run(2, 2, starts=[False] * 50, error=error)
         scores = await asyncio.gather(*run.spread.submit(ask(range(8))))
@@ -299,7 +299,7 @@ def test_starts_pause_longer_while_helpers_cannot_start(error: Exception) -> Non
     run_virtual(main())
 
 
-def test_response_of_another_scorer_stays_at_home() -> None:
+def test_helper_gets_no_responses_of_other_scorers() -> None:
     async def main() -> None:
         run = Run(2, 2)
         await asyncio.sleep(1.0)
@@ -312,7 +312,7 @@ def test_response_of_another_scorer_stays_at_home() -> None:
     run_virtual(main())
 
 
-def test_error_of_the_own_scorer_is_passed_on() -> None:
+def test_scorer_error_reaches_the_caller_of_every_response() -> None:
     class Refusing(TimedPlace):
         async def _score(self, request: ScoreRequest) -> Score:
             raise ConfigError("no worker gets ready")
@@ -333,7 +333,7 @@ def test_error_of_the_own_scorer_is_passed_on() -> None:
     grow=st.integers(0, 5),
     idle=st.integers(0, 9),
 )
-def test_count_changes_only_after_a_whole_stretch(
+def test_helper_count_changes_only_after_a_full_time_span(
     wanted: list[int], least: int, more: int, grow: int, idle: int
 ) -> None:
     follower, count = QueueFollower(least, least + more, grow, idle), least
@@ -353,7 +353,7 @@ def test_count_changes_only_after_a_whole_stretch(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])
-def test_place_counts_room_by_its_pace(seconds: float) -> None:
+def test_faster_scoring_place_has_room_for_more_responses(seconds: float) -> None:
     place = ScoringPlace(lambda requests: [])
     for _ in range(40):
         place.note_score("", Score(1.0, seconds=seconds))

@@ -28,7 +28,7 @@ def another(status: ActorStatus, name: str) -> Any:
 
 
 @OF_EACH
-def test_every_status_field_is_either_progress_or_a_clock(status: ActorStatus) -> None:
+def test_each_status_field_is_either_progress_or_a_clock(status: ActorStatus) -> None:
     names = {one.name for one in fields(status)}
     assert status.progress.keys() | status.TICKING == names, "a field is neither progress nor in TICKING"
     assert not status.progress.keys() & status.TICKING
@@ -47,7 +47,7 @@ def test_status_can_be_pickled(status: ActorStatus) -> None:
     assert pickle.loads(pickle.dumps(status)) == status  # noqa: S301 - our own
 
 
-def test_progress_shows_that_a_new_supervisor_has_resumed() -> None:
+def test_progress_shows_when_a_new_supervisor_has_resumed() -> None:
     assert RolloutStatus(trajectories=3).made == LearnerStatus(trained=3).made == RewardStatus(scored=3).made == 3.0
 
 
@@ -72,6 +72,6 @@ def test_status_line_omits_small_shares() -> None:
     assert LearnerStatus(note="replaying version 2 of 5").line == "replaying version 2 of 5"
 
 
-def test_reward_line_shows_several_actors() -> None:
+def test_status_line_names_the_number_of_reward_actors() -> None:
     assert RewardStatus(scored=9, actors=3).line == "9 scored by 3 reward actors"
     assert RewardStatus(scored=9, timeouts=1, actors=2).line == "9 scored by 2 reward actors, 1 timed out"

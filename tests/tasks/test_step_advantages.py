@@ -70,7 +70,7 @@ def found_by(part: Advantage, *groups: list[Row], branch: bool = False) -> list[
 # --- by hand -------------------------------------------------------------------------------------------------------
 
 
-def test_reinforce_gives_each_token_the_rewards_that_follow() -> None:
+def test_reinforce_credits_each_token_with_later_rewards() -> None:
     assert found_by(REINFORCE, [(1.0, [0.5, None, -2.0, None])]) == [-0.5, -1.0, -1.0, 1.0]
 
 
@@ -92,13 +92,13 @@ def test_grpo_adds_outcome_and_process_advantages() -> None:
     assert found == pytest.approx([0.5 + 1, 0.5, -0.5 - 1, -0.5 - 1], abs=1e-12)
 
 
-def test_rloo_subtracts_the_mean_step_of_the_others() -> None:
+def test_rloo_subtracts_the_mean_step_of_other_responses() -> None:
     """Mean steps 2, 5 and none: the baseline of the first response is 5, of the second 2; the third has no steps."""
     found = found_by(RLOO, [(3.0, [1.0, 3.0]), (0.0, [5.0]), (0.0, [None])])
     assert found == pytest.approx([3 + (1 - 5) + (3 - 5), 3 + (3 - 5), -1.5 + (5 - 2), -1.5], abs=1e-12)
 
 
-def test_rloo_ignores_steps_without_others() -> None:
+def test_rloo_ignores_steps_that_no_other_response_has() -> None:
     assert found_by(RLOO, [(1.0, [1.0, 3.0]), (0.0, [None])]) == [1.0, 1.0, -1.0]
 
 
@@ -107,7 +107,7 @@ def test_reinforce_plus_plus_whitens_the_returns() -> None:
     assert found_by(PLUS, [(2.0, [1.0, None]), (1.0, [None])]) == pytest.approx([1, 0, -1], abs=1e-6)
 
 
-def test_steps_of_a_branch_follow_those_of_its_parent() -> None:
+def test_steps_of_a_branch_count_for_the_parent_episode() -> None:
     """The steps 3 and 5 of the first episode, and 1 of the second one, have the mean 3."""
     found = found_by(DR_GRPO, [(0.0, [3.0]), (0.0, [1.0]), (0.0, [5.0])], branch=True)
     assert found == [2.0, -2.0, 2.0]
@@ -118,7 +118,7 @@ def test_equal_steps_give_advantage_zero() -> None:
         assert found_by(part, [(0.1, [0.1, 0.1, 0.1]), (0.1, [0.1])]) == [0.0] * 4
 
 
-def test_critic_gets_token_rewards_at_their_tokens() -> None:
+def test_critic_gets_the_reward_of_a_token_at_that_token() -> None:
     """Worked by hand with gamma = lambda = 1 and values of zero: the advantage is the return-to-go minus the prices."""
     part = Advantage(baseline="critic", scale="none")
     data = data_of([[(1.0, [0.5, None, -2.0])]])
@@ -128,7 +128,7 @@ def test_critic_gets_token_rewards_at_their_tokens() -> None:
     assert found.returns_B.dtype == torch.float64
 
 
-def test_rows_without_token_rewards_change_nothing() -> None:
+def test_without_token_rewards_advantages_are_those_of_rows() -> None:
     """Without steps, each estimator gives every token the advantage of its response."""
     group: list[Row] = [(1.0, [None, None]), (0.0, [None]), (0.5, [None] * 3)]
     for part in (REINFORCE, PLUS, GRPO, DR_GRPO, RLOO):
@@ -188,7 +188,7 @@ PARTS = [
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.baseline}-{part.scale}")
 @given(groups=st.lists(st.lists(ROWS, min_size=1, max_size=4), min_size=1, max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_step_advantages_equal_the_formula(part: Advantage, groups: list[list[Row]]) -> None:
+def test_step_advantages_equal_a_direct_formula(part: Advantage, groups: list[list[Row]]) -> None:
     rows = expected_of(part, groups)
     flat = [value for row in rows for value in row]
     if part.scale in ("batch", "whiten") and (len(flat) < 2 or max(flat) - min(flat) < 1e-2):
@@ -200,7 +200,7 @@ def test_step_advantages_equal_the_formula(part: Advantage, groups: list[list[Ro
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_only_clipped_ratios_of_responses_refuse_token_rewards(kind: str) -> None:
+def test_token_rewards_are_refused_only_with_gspo(kind: str) -> None:
     objective = PartsObjective.model_validate({"kind": kind})
     if kind != "gspo":
         check_token_rewards(objective)

@@ -40,7 +40,7 @@ def test_first_stop_string_ends_the_response(fast: Tokenizer, tokens: list[int],
     assert rest == (None if end is None else end - cut)
 
 
-def test_folder_without_a_tokenizer_is_refused_only_if_needed(tmp_path: Path) -> None:
+def test_missing_tokenizer_is_an_error_only_with_stop_strings(tmp_path: Path) -> None:
     assert watch_stops((), tmp_path).find_end([1, 2, 3]) is None
     assert watch_stops(("b",), None).find_end(map(ord, "abc")) == 2
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be opened"):

@@ -17,7 +17,7 @@ def ratios(*runs: Run) -> dict[tuple[str, str], float]:
     return {(row.case, row.metric): row.value for row in rows_of(runs, [HALF]) if row.metric.startswith("TRL's")}
 
 
-def test_time_to_reward_ends_at_the_first_measurement_above_it() -> None:
+def test_time_to_reward_ends_at_the_first_high_measurement() -> None:
     assert ran("trl", 0, 0.2, 0.5, 0.4, 0.6).seconds(HALF) == 10.0
     assert ran("trl", 0, 0.2, 0.4).seconds(HALF) is None
 
@@ -45,6 +45,6 @@ def test_ratios_with_lower_bounds_have_no_median() -> None:
     assert [case for case, _ in ratios(*runs)] == ["alpha-0, seed 0", "alpha-0, seed 1"]
 
 
-def test_synchronous_version_runs_all_responses_at_once() -> None:
+def test_synchronous_baseline_runs_all_responses_at_once() -> None:
     plan = Plan(Path("flows/recipes/reasoning.toml"), Path(), 1, 1, 1, 1, "vllm")
     assert plan._in_turns() == {"engine.max_concurrent_requests": 512, "train.threads": 2}

@@ -42,7 +42,7 @@ def seconds(environment: TimedEnvironment, seed: int, attempt: int = 0) -> list[
     return [step.seconds for step in islice(environment.draw_steps(seed, attempt), 50)]
 
 
-def test_draws_depend_on_seed_and_attempt() -> None:
+def test_environment_delays_depend_on_seed_and_attempt() -> None:
     """A long episode that was discarded is long again, but runs on another machine."""
     spread = {"median_turns": 8, "turns_sigma": 1.0, "turn_tokens": 20, "turn_tokens_sigma": 0.5, "step_sigma": 0.5}
     one, other = timed(**spread), timed(**spread)
@@ -51,7 +51,7 @@ def test_draws_depend_on_seed_and_attempt() -> None:
     assert seconds(one, 7) != seconds(one, 7, attempt=1)
 
 
-def test_gaussian_steps_have_their_mean_and_no_negative_second() -> None:
+def test_gaussian_step_times_have_their_mean_and_no_negatives() -> None:
     """With mean and deviation 10, the mean of max(0, x) is 10 (0.8413 + 0.2420) = 10.83."""
     environment = timed(step_seconds=10, step_sigma=10)
     drawn = [step.seconds for seed in range(400) for step in islice(environment.draw_steps(seed), 1, 51)]
@@ -59,13 +59,13 @@ def test_gaussian_steps_have_their_mean_and_no_negative_second() -> None:
     assert statistics.fmean(drawn) == pytest.approx(10.83, abs=0.15)
 
 
-def test_lognormal_steps_have_their_median() -> None:
+def test_lognormal_step_times_have_the_configured_median() -> None:
     environment = timed(distribution="lognormal", step_seconds=4, step_sigma=1.5)
     drawn = [step.seconds for seed in range(400) for step in islice(environment.draw_steps(seed), 1, 51)]
     assert statistics.median(drawn) == pytest.approx(4, rel=0.05)
 
 
-def test_turns_of_a_prompt_are_correlated() -> None:
+def test_turn_counts_of_one_prompt_are_correlated() -> None:
     environment = timed(median_turns=20, turns_sigma=0.5, max_turns=1000, correlation=1.0)
     assert len({len(environment.draw_limits(4, seed)) for seed in range(20)}) == 1
     assert len({len(environment.draw_limits(prompt, 4)) for prompt in range(20)}) > 5
@@ -85,7 +85,7 @@ def test_failed_environment_leaves_the_episode_unjudged(keys: dict[str, float], 
     assert reason in score.reason  # type: ignore[attr-defined]
 
 
-def test_places_limit_the_environments_at_the_same_time() -> None:
+def test_at_most_places_environments_run_at_the_same_time() -> None:
     """Six episodes of 1 s reset and two steps of 2 s, in two places, take 15 s."""
 
     async def play() -> float:
@@ -96,7 +96,7 @@ def test_places_limit_the_environments_at_the_same_time() -> None:
     assert run_virtual(play()) == pytest.approx(15)
 
 
-def test_more_failures_than_steps_are_refused() -> None:
+def test_sum_of_failure_probabilities_above_one_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"hangs"):
         timed(failures=0.7, hangs=0.4)
 
@@ -141,7 +141,7 @@ def test_failed_environment_is_never_scored() -> None:
     ],
     ids=str,
 )
-def test_spread_beyond_any_number_is_refused(keys: dict[str, object]) -> None:
+def test_timed_environment_with_infinite_delays_is_refused(keys: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(reversed(keys))):
         timed(**keys)
 
@@ -171,13 +171,13 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def test_every_key_of_the_timed_environment_is_drawn() -> None:
+def test_random_settings_cover_every_timed_environment_key() -> None:
     assert DRAWN.keys() == TimedEnvironmentConfig.model_fields.keys() - {"kind"}
 
 
 @settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional=DRAWN), st.integers(0, 2**62), st.integers(0, 2**40))
-def test_drawn_settings_give_finite_steps(keys: dict[str, Any], seed: int, prompt: int) -> None:
+def test_random_settings_of_timed_environments_are_finite(keys: dict[str, Any], seed: int, prompt: int) -> None:
     environment = timed(**keys)
     limits = environment.draw_limits(prompt, seed)
     assert 1 <= len(limits) <= keys.get("max_turns", 50)
@@ -205,14 +205,14 @@ def figures(run: RunConfig, world_type: type[SimulatedRun] = SimulatedRun) -> Fi
     return simulate(run, hardware(), versions=12, world_type=world_type).figures
 
 
-def test_simulated_turns_are_those_that_were_drawn() -> None:
+def test_simulated_episodes_have_the_drawn_turns() -> None:
     """Every episode has 4 turns of 100 tokens; nothing is discarded, so there is no bias."""
     found = figures(config(1)).bias
     assert (found.trained_turns, found.population_turns) == (4, 4)
     assert found.trained_mean == found.population_mean == 400
 
 
-def test_varying_turns_are_trained_as_drawn() -> None:
+def test_synchronous_run_trains_all_drawn_turns() -> None:
     found = figures(config(0, turns_sigma=0.7, turn_tokens_sigma=0.5)).bias
     assert found.trained_turns == found.population_turns > 4
     assert found.trained_mean == found.population_mean
@@ -232,12 +232,12 @@ def test_lockstep_waits_for_the_slowest_step_of_each_round() -> None:
     assert ours.step_seconds < together.step_seconds / 1.3
 
 
-def test_lockstep_goes_on_when_short_episodes_have_ended() -> None:
+def test_lockstep_run_with_varying_turns_is_slower() -> None:
     run = config(0, turns_sigma=0.7)
     together, ours = figures(run, LockstepRun), figures(run)
     assert together.bias.trained_turns == ours.bias.trained_turns
     assert ours.step_seconds < together.step_seconds
 
 
-def test_simulation_with_environments_is_repeatable() -> None:
+def test_simulation_with_environments_gives_equal_figures_twice() -> None:
     assert figures(config(1, turns_sigma=0.5)) == figures(config(1, turns_sigma=0.5))

@@ -69,7 +69,7 @@ def whitened(found: list[float]) -> list[float]:
     draw=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_token_advantages_equal_the_sum_of_the_gae_paper(
+def test_token_advantages_equal_the_formula_of_the_gae_paper(
     rows: list[Row], gamma: float, gae_lambda: float, scale: str, signs: tuple[float, float], draw: st.DataObject
 ) -> None:
     part = Advantage(baseline="critic", scale=scale, gamma=gamma, gae_lambda=gae_lambda)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_token_advantages_equal_the_sum_of_the_gae_paper(
 
 @given(value=NUMBER, old=NUMBER, target=NUMBER, clip=st.floats(1e-3, 8))
 @settings(max_examples=60, deadline=None)
-def test_value_clip_matches_its_hand_calculated_cases(value: float, old: float, target: float, clip: float) -> None:
+def test_clipped_value_loss_matches_hand_calculations(value: float, old: float, target: float, clip: float) -> None:
     """Within the clip it is the plain square, and never less; outside the clip and beyond the target it is constant."""
     given = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     wide = [torch.tensor(x, dtype=torch.float64) for x in (old, target)]
@@ -118,7 +118,9 @@ def test_value_clip_matches_its_hand_calculated_cases(value: float, old: float, 
     seen=st.lists(st.floats(0, 1e9), max_size=20),
 )
 @settings(max_examples=60, deadline=None)
-def test_kl_weight_changes_by_the_clipped_error(weight: float, target: float, gain: float, seen: list[float]) -> None:
+def test_kl_weight_changes_in_proportion_to_the_clipped_error(
+    weight: float, target: float, gain: float, seen: list[float]
+) -> None:
     """Ziegler et al. 2019: K_beta times the clipped proportional error."""
     part = Penalties(kl_to="reference", kl_weight=weight, kl_target=target, kl_gain=gain)
     for divergence in seen:
@@ -148,7 +150,7 @@ def test_advantages_are_computed_in_float64() -> None:
         *product(["batch"], ["batch", "whiten"]),
     ],
 )
-def test_reward_that_overflows_float32_has_right_advantages(baseline: str, scale: str, large: float) -> None:
+def test_rewards_near_the_float32_limit_get_right_advantages(baseline: str, scale: str, large: float) -> None:
     """The square of a large reward overflows float32. Advantages divided by the deviation do not depend on the size."""
     part = Advantage(baseline=baseline, scale=scale)  # type: ignore[arg-type]
     found = []

@@ -57,13 +57,13 @@ def test_found_tokens_agree_with_decoded_prefixes(tokenizer: PolicyTokenizer, te
         (["a", "<0xF0>"], [1, 2], [0, 1]),
     ],
 )
-def test_byte_tokens_are_found_by_position(
+def test_token_of_a_position_is_found_among_byte_tokens(
     llama: PolicyTokenizer, tokens: list[str], positions: list[int], found: list[int]
 ) -> None:
     assert llama.find_tokens([llama.vocabulary[token] for token in tokens], positions) == found
 
 
-def test_blank_before_a_part_of_a_character_counts_at_its_token(tmp_path: Path) -> None:
+def test_blank_before_a_partial_character_counts_at_its_token(tmp_path: Path) -> None:
     """Tokenizers like that of GPT-2 have tokens of a blank and the first bytes of an emoji."""
     vocabulary = {letter: id for id, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for merged in ("\u00f0\u0141", "\u0120\u00f0\u0141", "\u013b\u0124"):
@@ -92,7 +92,7 @@ def build_byte_tokenizer(folder: Path) -> PolicyTokenizer:
 
 @settings(max_examples=200, deadline=None)
 @given(BYTES)
-def test_invalid_bytes_are_found_at_most_three_later(tokenizer: PolicyTokenizer, found: list[int]) -> None:
+def test_invalid_byte_counts_at_most_three_tokens_later(tokenizer: PolicyTokenizer, found: list[int]) -> None:
     """No character is found before its token, or more than three tokens of one byte after it."""
     letters = {byte: letter for letter, byte in _byte_letters().items()}
     tokens = [tokenizer.vocabulary[letters[byte]] for byte in found]
@@ -109,7 +109,7 @@ def test_invalid_bytes_are_found_at_most_three_later(tokenizer: PolicyTokenizer,
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(BYTES, st.sampled_from(["a", "\u2581b", "<end>"])), max_size=8), st.booleans())
-def test_runs_of_byte_tokens_agree_with_a_model(
+def test_token_ends_among_byte_tokens_match_a_model(
     llama: PolicyTokenizer, parts: list[list[int] | str], special: bool
 ) -> None:
     """A run of byte tokens is text if it is valid UTF-8, else a replacement character for each byte."""
@@ -140,7 +140,7 @@ def add_run(text: str, places: list[int], run: list[tuple[int, int]]) -> tuple[s
 
 
 @pytest.mark.parametrize("byte", [0x80, 0xE6, 0xFF])
-def test_long_invalid_responses_are_decoded_once(
+def test_long_response_of_invalid_bytes_is_decoded_once(
     tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch, byte: int
 ) -> None:
     """The work does not grow with the number of positions; before, each position cost about 14 decodings."""

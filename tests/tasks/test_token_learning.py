@@ -58,7 +58,7 @@ def count_even(batch: TrajectoryBatch) -> float:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce++", "ppo"])
-def test_token_rewards_teach_what_equal_rewards_cannot(folder: Path, kind: str) -> None:
+def test_token_rewards_train_where_response_rewards_are_equal(folder: Path, kind: str) -> None:
     """All responses have the reward 0, from which nothing can be learned."""
     made, draw = learner(folder, learning_rate=3e-3, objective={"kind": kind}), torch.Generator().manual_seed(0)
     before = count_even(sample(made, 0, draw, with_tokens=True))
@@ -69,7 +69,7 @@ def test_token_rewards_teach_what_equal_rewards_cannot(folder: Path, kind: str) 
     assert after > 0.9
 
 
-def test_equal_rewards_alone_change_no_weight(folder: Path) -> None:
+def test_equal_rewards_without_token_rewards_change_no_weight(folder: Path) -> None:
     made, draw = learner(folder, learning_rate=3e-3), torch.Generator().manual_seed(0)
     before = made.model.state_dict()["lm_head.weight"].clone()
     made.step(sample(made, 0, draw, with_tokens=False), 0)
@@ -93,7 +93,7 @@ def test_learner_refuses_token_rewards_it_cannot_use(folder: Path) -> None:
         made.step(sample(made, 0, draw, with_tokens=True), 0)
 
 
-def test_branches_share_the_weight_of_their_episode_in_the_loss(folder: Path) -> None:
+def test_branches_of_an_episode_share_one_weight_in_the_loss(folder: Path) -> None:
     """With the mean over episodes, the tokens of an episode's two branches weigh as much as one response."""
     made = learner(folder, objective={"kind": "grpo", "aggregation": "sequence-mean"})
     made.begin(0, no_wait)

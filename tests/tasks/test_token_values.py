@@ -67,7 +67,7 @@ def placed(tokenizer: PolicyTokenizer, text: str, score: Score, config: RewardCo
 # --- from text to tokens --------------------------------------------------------------------------------------------
 
 
-def test_split_steps_gives_ends_in_the_text() -> None:
+def test_split_steps_returns_the_end_of_each_step() -> None:
     text = "a b\n\n  \n\nc\n\n"
     steps = split_steps(text)
     assert steps == [(3, "a b"), (10, "c")]
@@ -85,7 +85,7 @@ def test_split_steps_gives_ends_in_the_text() -> None:
         ("no tag", "tag", 0, ""),
     ],
 )
-def test_answer_is_found_with_its_start(response: str, where: str, start: int, answer: str) -> None:
+def test_answer_is_found_with_its_start_position(response: str, where: str, start: int, answer: str) -> None:
     assert find_answer(response, where) == (start, answer)
     assert response[start : start + len(answer)] == answer
 
@@ -102,25 +102,25 @@ def test_step_value_goes_to_the_token_of_its_last_character(tokenizer: PolicyTok
         assert len(tokenizer.decode(tokens[:at])) < end or "\ufffd" in tokenizer.decode(tokens[:at])
 
 
-def test_step_within_a_character_of_several_tokens(tokenizer: PolicyTokenizer) -> None:
+def test_step_value_goes_to_the_last_token_of_a_character(tokenizer: PolicyTokenizer) -> None:
     """The character has several tokens, and the step ends at the last one."""
     tokens = tokenizer.encode_response("\U0001f642")
     assert len(tokens) > 1
     assert places_of(placed(tokenizer, "\U0001f642", Score(0.0, step_values=[(1, 2.0)]))) == {len(tokens) - 1: 2.0}
 
 
-def test_step_of_an_incomplete_character_goes_to_the_last_token(tokenizer: PolicyTokenizer) -> None:
+def test_value_of_an_incomplete_character_goes_to_last_token(tokenizer: PolicyTokenizer) -> None:
     tokens = tokenizer.encode_response("a\U0001f642")[:-1]
     response = tokenizer.decode_response(tokens)
     score = place_values(Score(0.0, step_values=[(len(response), 1.0)]), ALL, tokenizer, tokens, response)
     assert places_of(score) == {len(tokens) - 1: 1.0}
 
 
-def test_steps_of_one_token_are_added(tokenizer: PolicyTokenizer) -> None:
+def test_values_of_steps_at_the_same_token_are_added(tokenizer: PolicyTokenizer) -> None:
     assert places_of(placed(tokenizer, "5", Score(0.0, step_values=[(1, 2.0), (1, -0.5)]))) == {0: 1.5}
 
 
-def test_steps_and_token_values_are_added(tokenizer: PolicyTokenizer) -> None:
+def test_step_values_are_added_to_token_values(tokenizer: PolicyTokenizer) -> None:
     count = len(tokenizer.encode_response("5.5"))
     score = Score(0.0, token_values=[None, *[0.25] * (count - 1)], step_values=[(1, 1.0), (3, 1.0)])
     assert places_of(placed(tokenizer, "5.5", score)) == {
@@ -130,7 +130,7 @@ def test_steps_and_token_values_are_added(tokenizer: PolicyTokenizer) -> None:
     }
 
 
-def test_step_ends_count_from_the_scored_text(tokenizer: PolicyTokenizer) -> None:
+def test_step_ends_are_positions_in_the_scored_text(tokenizer: PolicyTokenizer) -> None:
     """The scorer sees only `55`; the stop token is no part of the text."""
     text = f"so <answer> 55</answer>{END}"
     config = ExactReward(answer="tag")
@@ -156,7 +156,7 @@ def test_step_ends_count_from_the_scored_text(tokenizer: PolicyTokenizer) -> Non
         (Score(1.0, step_values=[1.0]), "cannot unpack non-iterable float object"),  # type: ignore[list-item]
     ],
 )
-def test_values_that_do_not_fit_are_a_failure(tokenizer: PolicyTokenizer, score: Score, reason: str) -> None:
+def test_invalid_token_values_fail_the_response(tokenizer: PolicyTokenizer, score: Score, reason: str) -> None:
     assert len(tokenizer.encode_response("a.b")) == 3
     found = placed(tokenizer, "a.b", score)
     assert (found.value, found.outcome, found.has_token_values) == (0.0, Outcome.UNPARSABLE, False)
@@ -164,13 +164,13 @@ def test_values_that_do_not_fit_are_a_failure(tokenizer: PolicyTokenizer, score:
 
 
 @pytest.mark.parametrize("given", [{"token_values": [0.5]}, {"step_values": [(9, 1.0)]}, {"value": math.nan}])
-def test_unjudged_score_has_no_values(tokenizer: PolicyTokenizer, given: dict[str, Any]) -> None:
+def test_unjudged_response_has_no_token_values(tokenizer: PolicyTokenizer, given: dict[str, Any]) -> None:
     """Values that do not fit make no failure of a score without a verdict, which would be trained on as 0."""
     found = placed(tokenizer, "a.b", Score(**{"value": 0.7, "outcome": Outcome.UNJUDGED, **given}))
     assert (found.value, found.outcome, found.has_token_values) == (0.0, Outcome.UNJUDGED, False)
 
 
-def test_values_survive_the_wire() -> None:
+def test_token_values_survive_serialization() -> None:
     score = validate_score("", Score(0.5, token_values=[0.1, None, -3.0], parts={"a": 1.0}))
     sent = json.loads(json.dumps(score.to_columns()))
     assert Score.of_columns(sent) == score
@@ -179,12 +179,12 @@ def test_values_survive_the_wire() -> None:
     assert Score.of_columns(plain.to_columns()[:6]).version == plain.version
 
 
-def test_too_large_sums_are_finite(tokenizer: PolicyTokenizer) -> None:
+def test_sum_of_large_step_values_stays_finite(tokenizer: PolicyTokenizer) -> None:
     score = placed(tokenizer, "5", Score(0.0, step_values=[(1, 3e38), (1, 3e38)]))
     assert np.isfinite(Float32s.of(score.token_values).array).all()  # type: ignore[arg-type]
 
 
-def test_step_scorer_in_the_docs_works(tokenizer: PolicyTokenizer) -> None:
+def test_step_scorer_example_in_the_docs_works(tokenizer: PolicyTokenizer) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/own_parts.md").read_text()
     [code] = [block for block in page.split("```python\n") if "def right_steps" in block]
     made: dict[str, Any] = {}
@@ -215,7 +215,7 @@ def scored(config: CompositeReward, tokenizer: PolicyTokenizer, text: str) -> Sc
     return place_values(score, config, tokenizer, tokens, text)
 
 
-def test_composite_adds_weighted_values(tokenizer: PolicyTokenizer) -> None:
+def test_composite_scorer_adds_weighted_token_values(tokenizer: PolicyTokenizer) -> None:
     """`steps` gives 0.5 at the end of each line, `each_token` gives 0.25 to each token, with the weights 2 and -1."""
     text = "5.\n5."
     found = places_of(scored(composite("steps", "each_token"), tokenizer, text))
@@ -225,7 +225,7 @@ def test_composite_adds_weighted_values(tokenizer: PolicyTokenizer) -> None:
     assert (len(found), len(ends), max(ends)) == (count, 2, count - 1)
 
 
-def test_composite_part_reads_its_own_answer(tokenizer: PolicyTokenizer) -> None:
+def test_composite_part_scores_its_own_answer_format(tokenizer: PolicyTokenizer) -> None:
     text = " so <answer> 5\n5</answer>."
     config = composite("steps", answer="tag")
     found = places_of(scored(config, tokenizer, text))
@@ -234,12 +234,12 @@ def test_composite_part_reads_its_own_answer(tokenizer: PolicyTokenizer) -> None
     assert {*found.values()} == {1.0}
 
 
-def test_composite_that_lacks_a_required_part_has_no_values(tokenizer: PolicyTokenizer) -> None:
+def test_composite_without_a_required_part_has_no_values(tokenizer: PolicyTokenizer) -> None:
     found = scored(composite("steps", "wrong", requires=["p1"]), tokenizer, "5")
     assert (found.value, found.has_token_values) == (0.0, False)
 
 
-def test_composite_of_different_lengths_fails(tokenizer: PolicyTokenizer) -> None:
+def test_composite_fails_if_parts_have_unequal_token_counts(tokenizer: PolicyTokenizer) -> None:
     found = scored(composite("each_token", "one_token_value"), tokenizer, "5.5")
     assert "the parts have token values for 3, 1 tokens" in found.reason
     assert not found.has_token_values
@@ -292,7 +292,7 @@ async def test_worker_passes_tokens_to_a_scorer(folder: Path, tokenizer: PolicyT
     assert [list(score.token_values) for score in scores] == [[0.25] * len(one) for one in tokens]
 
 
-def test_option_called_tokens_stays_an_option() -> None:
+def test_verifier_option_named_tokens_is_not_replaced() -> None:
     """Only an argument without a default gets the tokens."""
     path = f"{FUNCTIONS}:optional_tokens"
     assert build_verifier(ImportReward(path=path))("5", {}, [1, 2, 3]) == 2.0
@@ -304,7 +304,7 @@ def test_option_called_tokens_stays_an_option() -> None:
 # --- episodes -------------------------------------------------------------------------------------------------------
 
 
-def test_values_move_to_the_last_sampled_token() -> None:
+def test_token_values_move_to_the_last_sampled_token() -> None:
     """Tokens 1 and 4 were sampled. The value of token 0 is before any action."""
     values = [1.0, 2.0, 4.0, math.nan, math.nan, 8.0]
     found = move_to_sampled(values, np.array([0, 1, 0, 0, 1, 0], bool))
@@ -313,7 +313,7 @@ def test_values_move_to_the_last_sampled_token() -> None:
     assert move_to_sampled([1.0, math.nan], np.array([0, 1], bool)) is None
 
 
-def test_negative_zero_is_stored_as_a_repeated_verdict_has_it() -> None:
+def test_token_value_of_negative_zero_is_stored_unchanged() -> None:
     """`rollflow rejudge` compares bits."""
     values = validate_score("", Score(1.0, token_values=[-0.0, -1.0])).token_values
     assert move_to_sampled(values, np.array([1, 1], bool)) == values  # type: ignore[arg-type]
@@ -420,7 +420,7 @@ async def test_values_of_other_tokens_are_a_failure() -> None:
     assert "the scorer gave values to tokens that are not the end of the response" in score.reason
 
 
-def test_filter_counts_token_rewards() -> None:
+def test_prompt_filter_counts_token_rewards() -> None:
     """Two responses of the same reward differ by the rewards of their tokens."""
     one = Trajectory(0, 0, (1, 2), (False, True), (0.0, -1.0), (-1, 0), 1.0, "", StopReason.STOP)
     other = replace(one, token_rewards=Float32s.of([math.nan, 0.5]))

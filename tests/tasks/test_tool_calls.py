@@ -28,7 +28,7 @@ JSON = st.recursive(
 )
 
 
-def test_calls_are_read_in_order_after_the_thought() -> None:
+def test_tool_calls_after_the_thought_are_read_in_order() -> None:
     text = (
         '<think>\n<tool_call>{"name": "no"}</tool_call>\n</think>\n\nI look. <tool_call>\n{"name": "a", "arguments": '
         '{"x": 1}}\n</tool_call>\n<tool_call>{"name": "b"}</tool_call> Now.'
@@ -53,7 +53,7 @@ def test_calls_are_read_in_order_after_the_thought() -> None:
         ('<tool_call>{"name": "a", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>", "Exceeds the limit"),
     ],
 )
-def test_malformed_call_is_a_fault_without_calls(call: str, fault: str) -> None:
+def test_malformed_tool_call_gives_a_fault_and_no_calls(call: str, fault: str) -> None:
     action = parse_action(f'said <tool_call>{{"name": "good"}}</tool_call>{call}')
     assert (action.content, action.calls) == ("said", ())
     assert action.fault.startswith("unparsable action: ")
@@ -63,14 +63,14 @@ def test_malformed_call_is_a_fault_without_calls(call: str, fault: str) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.text(max_size=10), st.dictionaries(st.text(max_size=5), JSON, max_size=3))
-def test_any_written_call_is_read_back(name: str, arguments: dict[str, object]) -> None:
+def test_any_tool_call_in_json_is_read_back(name: str, arguments: dict[str, object]) -> None:
     call = json.dumps({"name": name, "arguments": arguments})
     assert parse_action(f"<tool_call>{call}</tool_call>").calls == (ActionCall(name, arguments),)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "{", "}", '"name"', ":", '"a"', "</think>", "x"])))
-def test_any_text_is_read_without_an_exception(pieces: list[str]) -> None:
+def test_tool_calls_of_any_text_are_read_without_an_error(pieces: list[str]) -> None:
     action = parse_action("".join(pieces))
     assert not (action.calls and action.fault)
 
@@ -90,19 +90,19 @@ GOOD = '<tool_call>{"name": "a"}</tool_call>'
         (f"{GOOD} and {GOOD}", ["a", "a"]),
     ],
 )
-def test_only_calls_outside_of_thoughts_count(text: str, names: list[str]) -> None:
+def test_only_tool_calls_outside_of_thoughts_count(text: str, names: list[str]) -> None:
     action = parse_action(text)
     assert ([one.name for one in action.calls], action.fault) == (names, "")
     assert all(one.arguments == {} for one in action.calls)
 
 
-def test_calls_without_end_take_linear_time() -> None:
+def test_tool_calls_without_end_are_read_in_linear_time() -> None:
     """A search from each of the beginnings would take hours, and block the event loop of all episodes."""
     code = "from rollflow.tasks.environments.tool_calls import parse_action; parse_action('<tool_call>' * 400_000)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_SECONDS)
 
 
-def test_calls_beyond_the_limit_are_one_error() -> None:
+def test_tool_calls_beyond_the_limit_give_one_error() -> None:
     done = list[int]()
 
     async def perform(number: int, _: ActionCall) -> str:

@@ -107,14 +107,14 @@ def test_turn_return_is_the_discounted_sum_of_later_rewards() -> None:
     assert found_by(part, [[episode]]) == [2.5, 2.5, 3.0, 3.0, 6.0, 6.0]
 
 
-def test_turns_are_compared_by_their_number() -> None:
+def test_turns_are_compared_with_turns_of_the_same_number() -> None:
     """Returns 3, 2 and 1, 0 and 5, 5, 5: the means are 3 and 7/3, and the third turn is alone."""
     part = part_of(credit="turn", scale="none")
     group = [one((0, 1.0), (0, 2.0)), one((0, 1.0), (0, 0.0)), one((0, 0.0), (0, 0.0), (0, 5.0))]
     assert found_by(part, [group]) == pytest.approx([0, 2 - 7 / 3, -2, -7 / 3, 2, 5 - 7 / 3, 0], abs=1e-12)
 
 
-def test_leave_one_out_compares_with_the_other_turns() -> None:
+def test_leave_one_out_compares_a_turn_with_the_other_turns() -> None:
     part = part_of(credit="turn", baseline="leave-one-out", scale="none")
     found = found_by(part, [[one((0, 3.0)), one((0, 1.0)), one((0, 0.0))]])
     assert found == pytest.approx([2.5, -0.5, -2.0], abs=1e-12)
@@ -155,7 +155,7 @@ def test_turns_without_a_state_get_the_episode_advantage() -> None:
     assert found == pytest.approx([up, up, -up], abs=1e-12)
 
 
-def test_turn_may_be_punished_alone() -> None:
+def test_penalty_of_one_turn_does_not_change_later_turns() -> None:
     """A format penalty for the second turn does not change the credit of later turns."""
     part = part_of(credit="turn", scale="none")
     group = [one((0, 0.0), (0, -0.5), (0, 0.0), reward=1.0), one((0, 0.0), (0, 0.0), (0, 0.0), reward=1.0)]
@@ -234,7 +234,7 @@ PARTS = [
 @pytest.mark.parametrize("keys", PARTS, ids=lambda keys: "-".join(keys.values()))
 @given(groups=GROUPS, gamma=st.just(1.0) | st.floats(0.3, 1), weight=st.floats(0, 3))
 @settings(max_examples=12, deadline=None)
-def test_turn_advantages_equal_the_formula(
+def test_turn_advantages_equal_a_direct_formula(
     keys: dict[str, str], groups: list[Group], gamma: float, weight: float
 ) -> None:
     part = part_of(**keys, gamma=gamma, **({"state_weight": weight} if keys["credit"] == "state" else {}))
@@ -325,14 +325,14 @@ def test_float32_rewards_give_float64_turn_advantages(part: Advantage, groups: l
 
 @given(groups=st.lists(st.lists(NUMBER, min_size=1, max_size=4), min_size=1, max_size=3))
 @settings(max_examples=12, deadline=None)
-def test_turns_of_single_turn_episodes_get_grpo(groups: list[list[float]]) -> None:
+def test_turn_credit_of_single_turns_equals_grpo(groups: list[list[float]]) -> None:
     made = [[[Row(reward, [Turn(UNNAMED_STATE, [None] * 2)])] for reward in group] for group in groups]
     plain = found_by(part_of(), made)
     for credit in ("turn", "state"):
         assert found_by(part_of(credit=credit), made) == pytest.approx(plain, abs=1e-9)
 
 
-def test_kl_price_is_paid_at_its_turn() -> None:
+def test_kl_penalty_is_subtracted_at_its_turn() -> None:
     part, data = part_of(credit="turn", gamma=0.5, baseline="none", scale="none"), data_of([[one((0, 0.0), (0, 1.0))]])
     assert compute_targets(part, data, 10, price_B=torch.tensor([0.25, 2.0])).advantage_B.tolist() == [-0.75, -1.0]
 
@@ -357,7 +357,7 @@ def test_kl_price_is_paid_at_its_turn() -> None:
         ({"credit": "turn", "gae_lambda": 0.5}, "advantage.gae_lambda = 0.5: this key has no effect without a critic"),
     ],
 )
-def test_credit_without_meaning_is_refused(keys: dict[str, object], why: str) -> None:
+def test_credit_options_that_do_not_fit_each_other_are_refused(keys: dict[str, object], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         part_of(**keys)
 
@@ -393,7 +393,7 @@ def test_turn_credit_with_a_ratio_of_responses_is_refused(level: str) -> None:
         ),
     ],
 )
-def test_objective_without_use_for_an_environment_is_refused(
+def test_objective_that_does_not_fit_the_environment_is_refused(
     environment: dict[str, object], objective: dict[str, object], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -401,7 +401,7 @@ def test_objective_without_use_for_an_environment_is_refused(
     parse_config({"environment": environment, "train": {"objective": {"kind": "grpo"}}})
 
 
-def test_environment_that_names_no_states_is_refused() -> None:
+def test_state_credit_without_named_states_is_refused() -> None:
     objective = PartsObjective.model_validate({"advantage": {"credit": "state"}})
     check_states(objective, has_states=True)
     with pytest.raises(

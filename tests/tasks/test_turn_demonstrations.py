@@ -79,7 +79,7 @@ def draw_texts(context: RunContext) -> tuple[list[str], list[str]]:
     return [tokenizer.decode(one.response) for one in shown], trained
 
 
-def test_demonstrated_game_is_the_episode_that_its_moves_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstrated_game_equals_the_played_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     responses, trained = draw_texts(prepared(tmp_path, monkeypatch))
     assert all(set(moves) <= set(MOVES) for moves in trained)
     for response, moves in zip(responses, trained, strict=True):
@@ -87,7 +87,7 @@ def test_demonstrated_game_is_the_episode_that_its_moves_give(tmp_path: Path, mo
         assert not response[1::2] or response[1::2].islower()
 
 
-def test_turn_ends_with_the_stop_token_if_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstrated_turn_may_end_with_a_stop_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [{"kind": "import", "path": f"{__name__}:Calls"}]
     context = prepared(tmp_path, monkeypatch, prompts=prompts, environment={"kind": "single-turn"})
     responses, trained = draw_texts(context)

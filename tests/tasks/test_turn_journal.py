@@ -123,7 +123,7 @@ TURN = st.builds(
 
 
 @given(st.lists(TURN | SNAPSHOT))
-def test_turns_are_read_as_written(records: list[Record]) -> None:
+def test_turns_in_the_journal_are_read_as_written(records: list[Record]) -> None:
     found = decode_turns(encode_turns(records))
     assert found == records
     assert [one.digest for one in found] == [one.digest for one in records]
@@ -230,7 +230,7 @@ async def test_waiting_turn_ends_with_the_journal() -> None:
 
 
 @given(st.sets(st.integers(0, 6)), st.integers(0, 7))
-def test_recalled_turns_of_an_episode_have_no_gap(stored: set[int], changed: int) -> None:
+def test_turns_are_recalled_only_up_to_the_first_gap(stored: set[int], changed: int) -> None:
     """Turn `changed` has another request than before the crash."""
     keys = {number: replace(KEY, turn=number) for number in range(7)}
     turns = [replace(turn(KEY.group), key=keys[number], request=hash_request(request())) for number in sorted(stored)]

@@ -95,7 +95,7 @@ def versions_to_learn(folder: Path, credit: str, seed: int) -> int:
     return MOST
 
 
-def test_discounted_turns_learn_in_fewer_versions(folder: Path) -> None:
+def test_discounted_turn_credit_learns_in_fewer_versions(folder: Path) -> None:
     """The discount makes the difference: with gamma = 1, the first turn gets the noise of all later turns."""
     whole, found = (
         [versions_to_learn(folder, one, seed) for seed in range(3)] for one in ("episode", "turn, gamma 0.5")
@@ -104,7 +104,7 @@ def test_discounted_turns_learn_in_fewer_versions(folder: Path) -> None:
     assert max(found) < MOST
 
 
-def test_turn_credit_on_ranks_equals_that_on_one(folder: Path) -> None:
+def test_turn_credit_does_not_depend_on_the_rank_count(folder: Path) -> None:
     """Advantages are those of the whole batch, and micro-batches and ranks change only rounding."""
 
     def batches(seed: int) -> TrajectoryBatch:
@@ -130,7 +130,7 @@ def test_turn_credit_is_replayed_bit_for_bit(folder: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_learner_refuses_states_that_no_turn_has(folder: Path) -> None:
+def test_learner_refuses_state_credit_without_named_states(folder: Path) -> None:
     made = learner(folder, objective={"kind": "gigpo"})
     batch = play(made, 0, torch.Generator().manual_seed(0), whole=True)[0]
     bare = batch_of(

@@ -30,7 +30,7 @@ def test_turn_metrics_match_a_hand_example() -> None:
     assert (found["outcome_correct"], found["outcome_wrong"], found["outcome_partial"]) == (0.5, 0.5, 0.0)
 
 
-def test_an_episode_with_a_branch_counts_once() -> None:
+def test_turn_metrics_count_an_episode_with_branches_once() -> None:
     found = measure(
         {"turn_starts": (1,), "loss_mask": (False, True, False), "outcome": Outcome.CORRECT},
         {
@@ -43,5 +43,5 @@ def test_an_episode_with_a_branch_counts_once() -> None:
     assert (found["turns"], found["turn_length"], found["outcome_correct"]) == (3.0, pytest.approx(1.0), 1.0)
 
 
-def test_single_turns_have_no_turn_metrics() -> None:
+def test_single_turn_episodes_have_no_turn_metrics() -> None:
     assert measure({"outcome": Outcome.CORRECT}) == {}

@@ -91,7 +91,7 @@ def list_rows(store: MemoryStore) -> list[Any]:
     st.sets(st.integers(0, 20)),
 )
 @example("background", 2, True, 2.5, "started", [0.5, 0.9], {0, 2, 4, 6, 8, 10, 12, 14})
-def test_drawn_crashes_keep_the_invariants_of_turns(
+def test_random_crashes_keep_the_invariants_of_turns(
     mode: Mode, turns: int, forgets: bool, alpha: float, staleness: str, stops: list[float], lost: set[int]
 ) -> None:
     """`lost` are the numbers of the stored turns that the next process does not find."""

@@ -98,7 +98,7 @@ STEP = st.builds(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(STEP, min_size=1, max_size=6))
-def test_turns_states_and_rewards_are_those_of_the_script(steps: list[Step]) -> None:
+def test_recorded_turns_states_and_rewards_match_the_episode(steps: list[Step]) -> None:
     one = play(Scripted(steps))
     at, starts, rewards = 2, [], {}
     for step in steps:
@@ -119,18 +119,18 @@ def test_turns_states_and_rewards_are_those_of_the_script(steps: list[Step]) -> 
         assert list(one.turn_states) == expected
 
 
-def test_single_turn_records_no_turns() -> None:
+def test_episode_with_a_single_turn_records_no_turns() -> None:
     one = play(SINGLE_TURN, said=[4])
     assert (one.turn_starts, one.turn_states, one.token_rewards) == (None, None, None)
 
 
-def test_generation_without_a_token_is_no_turn() -> None:
+def test_generation_without_tokens_does_not_count_as_a_turn() -> None:
     one = play(Scripted([Step(), Step(added=1), Step(added=1, rewards=(2.0,))]), said=[2, 0, 1])
     assert one.turn_starts == (2, 6)
     assert list(np.flatnonzero(~np.isnan(Float32s.of(one.token_rewards or ()).array))) == [6]
 
 
-def test_turn_rewards_are_added_to_values_of_tokens() -> None:
+def test_rewards_of_turns_are_added_to_token_values() -> None:
     values = [None, 0.25, 4.0]  # the second token is the environment's
     steps = [Step(rewards=(1.0,)), Step(added=1, rewards=(-1.0,))]
     one = play(Scripted(steps, Score(0.0, token_values=Float32s.of([math.nan, *values[1:]]))))
@@ -179,7 +179,7 @@ def test_reward_before_the_first_turn_is_an_error() -> None:
         play(Wrong("early"))
 
 
-def test_states_are_64_bit_hashes_of_their_names() -> None:
+def test_state_names_are_stored_as_64_bit_hashes() -> None:
     assert hash_state("hall") == hash_state("hall") != hash_state("cellar")
     assert all(-(1 << 63) <= hash_state(str(n)) < 1 << 63 for n in range(100))
     assert UNNAMED_STATE not in {hash_state(str(n)) for n in range(100)}
@@ -212,7 +212,7 @@ def test_run_stores_turns_states_and_rewards() -> None:
         assert one.total_reward == 2.0
 
 
-def test_run_of_single_turns_stores_no_turns() -> None:
+def test_run_with_single_turn_episodes_stores_no_turns() -> None:
     pipeline = Pipeline(MemoryStore("one turn"), versions=1)
     run_virtual(pipeline.run())
     [(_, batch)] = trained(pipeline.store)

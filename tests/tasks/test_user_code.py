@@ -153,14 +153,14 @@ def test_missing_user_code_is_reported_before_a_run(
     assert line.startswith(f"rollflow: {words}")
 
 
-def test_example_policy_has_engine_kernels() -> None:
+def test_example_policy_has_a_head_size_with_engine_kernels() -> None:
     """The example's policy has engine kernels on a CPU; without them, a run would fail only after minutes."""
     cold = load_recipe(RECIPE, []).policy.cold_start
     assert cold is not None
     assert cold.hidden_size // cold.heads in CPU_HEAD_SIZES
 
 
-def test_verifier_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
+def test_verifier_example_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
     """Run the code on the page; its error is logged as a warning."""
     page = (FOLDER.parent / "own_parts.md").read_text()
     made: dict[str, Any] = {}
@@ -174,7 +174,7 @@ def test_verifier_in_the_docs_works(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
-def test_run_uses_each_of_its_user_defined_parts(tmp_path: Path) -> None:
+def test_run_uses_all_of_its_user_defined_parts(tmp_path: Path) -> None:
     context = prepare(parse_config(small(tmp_path)), "letters")
     actor = LearnerActor(context, channel=RolledFeed(context))
     assert actor.run() == VERSIONS

@@ -397,7 +397,7 @@ async def ran(script: Script, steps: list[Any]) -> Script:
 
 @settings(deadline=None)
 @given(st.lists(STEPS, max_size=30))
-def test_every_caller_gets_its_own_tokens(folder: Path, steps: list[Any]) -> None:
+def test_each_vllm_request_gets_its_own_tokens(folder: Path, steps: list[Any]) -> None:
     async def main() -> None:
         script = await ran(Script(folder), steps)
         script.tell([(place, 1, STOP) for place in range(len(script.asked))])

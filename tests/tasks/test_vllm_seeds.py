@@ -63,7 +63,7 @@ def test_run_that_may_discard_responses_seeds_its_engines() -> None:
 
 
 @pytest.mark.parametrize("rollout", [RolloutConfig(), RolloutConfig(on_stale="drop")])
-def test_runs_engines_are_started_with_seeds(tmp_path: Path, rollout: RolloutConfig) -> None:
+def test_vllm_engines_of_a_run_use_seeds_if_needed(tmp_path: Path, rollout: RolloutConfig) -> None:
     config, folder = RunConfig(rollout=rollout), make_policy(tmp_path / "policy")
     context: Any = SimpleNamespace(config=config, policy_folder=folder, run_id="seeds")
     engine = build_run_engine(context, config.engine)

@@ -59,7 +59,7 @@ def test_run_trains_the_same_on_real_and_virtual_clock(actors: list[Any], case: 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_twin_trains_the_same_on_real_and_virtual_clock(ray_node: None) -> None:
+def test_lockstep_run_is_equal_on_real_and_virtual_clock(ray_node: None) -> None:
     work = Twin(gaussian(10), 500, 2, 2).shrink()
     config, hardware = work.recipe(0), work.hardware()
     with engine_actors(hardware.engine(config), ENGINES) as actors:
