@@ -46,7 +46,7 @@ from rollflow.flows.views.actor_warnings import ActorWarnings
 from rollflow.flows.views.config_history import select_shown
 from rollflow.flows.views.log_lines import set_log_facts
 from rollflow.flows.views.page import Page
-from rollflow.flows.views.progress_blocks import block_rows
+from rollflow.flows.views.progress_blocks import block_rows, sandbox_rows
 from rollflow.flows.views.status import Phase, record_end
 from rollflow.flows.views.summary import SUMMARY, summarize
 from rollflow.storage.audit.audit import audit
@@ -133,6 +133,7 @@ def _train(step: Steps, stages: Stages, following: RunWatch, writer: StatusWrite
         newest = max(0, len(table_rows) - 2)
         table_rows[newest:] = block_rows(context, every[newest : len(table_rows) + 1])
         page.progress(table_rows)
+        page.sandboxes(sandbox_rows(writer.sandboxes.totals()))
     step("end the stages", lambda: _end(following, stages, writer))
 
 
@@ -140,6 +141,7 @@ def _end(following: RunWatch, stages: Stages, writer: StatusWriter) -> None:
     following.to_end()
     writer.refresh("ending")
     stages.end()
+    writer.refresh("ending")  # Store what the actors have counted last.
 
 
 def _audit(writer: StatusWriter) -> AuditReport:
@@ -335,6 +337,7 @@ def _finish(
         page.plot(plot)
     every = list(split_blocks(0, context.config.versions))
     page.progress(list(block_rows(context, every)))  # Write all rows again, because the last evaluations are new.
+    page.sandboxes(sandbox_rows(writer.sandboxes.totals()))
     page.close()
     writer.refresh("done")
     return summary

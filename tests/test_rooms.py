@@ -106,7 +106,8 @@ MAY: dict[str, set[str]] = {
     },
     "tasks/actors": {
         *("tasks/engines", "tasks/environments", "tasks/learners", "tasks/policies", "tasks/prompts", "tasks/rollout"),
-        *("tasks/actors/reward_helpers", "tasks/rollout/resuming", "tasks/run", "tasks/runtime", "tasks/scorers"),
+        *("tasks/actors/reward_helpers", "tasks/rollout/resuming", "tasks/run", "tasks/runtime", "tasks/sandboxes"),
+        "tasks/scorers",
     },
     "tasks/actors/reward_helpers": {"tasks/actors", "tasks/run", "tasks/runtime", "tasks/scorers"},
     "flows/services": set(),
@@ -166,7 +167,7 @@ LIBRARIES: dict[str, set[str]] = {
     "aiolimiter": {"tasks/scorers/judge/endpoint"},
     "httpx": {
         *("flows/commands/play/endpoint", "flows/registration/prefect_api"),
-        *("tasks/sandboxes/run_code", "tasks/sandboxes/rock"),
+        *("tasks/sandboxes/run_code", "tasks/sandboxes/rock", "tasks/sandboxes/rock_answers"),
     },
 }
 # Single arrows that point the wrong way until somebody turns them.

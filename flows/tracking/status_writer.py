@@ -28,6 +28,7 @@ from rollflow.flows.views.status import Phase, RunStatus, StageStatus
 from rollflow.storage.errors import Unreachable
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.storage.run_records.sandbox_figures import list_figures, read_sandbox_uses, store_sandbox_uses
 from rollflow.storage.run_records.usage import CpuUsage, store_usage
 from rollflow.tasks.actors.lease import STATUS
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
@@ -80,12 +81,15 @@ class StatusWriter:
         self._hacking: list[RewardAlarm] = []  # Signs of reward hacking in the newest policy versions.
         self._flips: list[FlipAlarm] = []  # Scorers whose verdicts flip.
         self._writer, self._counted = f"actors-{uuid4().hex[:12]}", 0.0
+        self.sandboxes = read_sandbox_uses(context.store)  # What happened in the sandboxes of the whole run.
 
     def refresh(self, phase: Phase | None = None) -> None:
         """Read the new entries of the run's log, log the metrics of new policy versions to MLflow, and write the run's
         status.
         """
         self._update_flips()
+        stages = self.stages
+        self.sandboxes.note_all(use for one in (stages.rollout, stages.reward, stages.learner) for use in one.sandboxes)
         new = self.progress.advance()
         for place, version in enumerate(new, 1 - len(new)):
             self._update_alarms(place)
@@ -101,6 +105,7 @@ class StatusWriter:
         if phase or time.monotonic() - self._counted > USAGE_SECONDS:
             self._counted = time.monotonic()
             store_usage(self.context.store, self._writer, self.stages.usage)
+            store_sandbox_uses(self.context.store, self._writer, self.sandboxes)
         status = self.status(phase or self._phase())
         written = status.at_end(status.phase) if status.ended else status
         self._written_at = time.monotonic()
@@ -116,8 +121,8 @@ class StatusWriter:
 
     def _metrics_of(self, version: PolicyVersion) -> dict[str, float]:
         """Return the metrics of a policy version. Figures with the prefix `system/` are added unless the policy version
-        is the first one that this process sees. Counts of adaptive time limits and of second verdicts are added if
-        there are any. The number of reward actors is added if it can exceed one.
+        is the first one that this process sees. Counts of adaptive time limits, of second verdicts and of sandboxes are
+        added if there are any. The number of reward actors is added if it can exceed one.
         """
         reward, metrics = self.stages.reward, {**version.metrics, "alarms": float(len(self.alarms))}
         if reward.kills:
@@ -126,6 +131,8 @@ class StatusWriter:
             metrics |= {f"reward/{name}": float(sum(getattr(reward, name).values())) for name in VERDICT_COUNTS}
         if self.context.config.cluster.reward_actors.most > 1:
             metrics["reward/actors"] = float(reward.actors)
+        for kind, figures in self.sandboxes.totals().items():
+            metrics |= {f"sandboxes/{kind}/{name}": number for name, number in list_figures(figures).items()}
         if self._before is None:
             return metrics
         return {**metrics, **system_figures(self._before, version, self.progress.pause_before(version))}
@@ -252,6 +259,7 @@ class StatusWriter:
             buffer_capacity=int((1 + config.async_ratio) * config.groups),
             in_flight_groups=rollout.running,
             stages=self.stages.statuses(),
+            sandboxes={kind: list_figures(figures) for kind, figures in self.sandboxes.totals().items()},
             seconds=time.monotonic() - self._began,
             flow_run=flow_run.id or "",
             alarms=tuple(alarm.sentence for alarm in self.alarms),

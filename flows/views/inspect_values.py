@@ -18,6 +18,7 @@ from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.records import Cursor, GroupKey, StoredObject, Trajectory, TrajectoryGroup
 from rollflow.storage.run_records.episode_restarts import read_restarts
 from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.storage.run_records.sandbox_figures import list_figures, read_sandbox_uses
 from rollflow.tasks.run.context import RunContext
 
 MOST_REWARDS = 8  # largest number of token rewards of a response that are shown
@@ -47,6 +48,7 @@ def run_value(context: RunContext) -> dict[str, Any]:
             for one in list_changes(context)
         ],
         "recoveries": [asdict(recovery) for recovery in RecoveryLog(context.store).read()],
+        "sandboxes": {kind: list_figures(one) for kind, one in read_sandbox_uses(context.store).totals().items()},
         "episode_restarts": [asdict(restart) for restart in read_restarts(context.store)],
     }
 

@@ -1,4 +1,5 @@
-"""Writes the artifacts on a run's page in Prefect: a table of the progress, links, and the reward plot.
+"""Writes the artifacts on a run's page in Prefect: tables of the progress and of the sandboxes, links, and
+the reward plot.
 
 One background thread sends all requests to Prefect, so only the method `close` waits for Prefect. An unreachable
 Prefect server, or a rejected request, is logged only once. After a failed request, the next update writes the whole
@@ -48,6 +49,12 @@ class Page:
         self._show(
             "progress", "table", json.dumps([dict(row) for row in rows]), "The run so far, by blocks of versions"
         )
+
+    def sandboxes(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write the table of the run's sandboxes, with one row for each kind that was used."""
+        if rows:
+            data = json.dumps([dict(row) for row in rows])
+            self._show("sandboxes", "table", data, "The sandboxes of the run, by kind")
 
     def links(self, places: Mapping[str, str]) -> None:
         """Write the list of links, in which each name has an address or a command."""

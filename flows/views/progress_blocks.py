@@ -1,16 +1,17 @@
-"""Computes the rows of the progress table on a run's page in Prefect. Each row of the progress table covers a block of
-policy versions.
+"""Computes the rows of the tables on a run's page in Prefect. Each row of the progress table covers a block of policy
+versions, and each row of the table of sandboxes covers a kind of sandbox.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from rollflow.flows.views.pauses import paused_seconds
 from rollflow.flows.views.progress import length_bias
 from rollflow.flows.views.reward_alarms import SHOWN_PARTS, list_parts
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.sandbox_figures import SandboxFigures
 from rollflow.tasks.rollout.evaluation import read_evaluations, safe_name
 from rollflow.tasks.run.context import RunContext
 
@@ -80,3 +81,32 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
         "waste": f"{lost / (used + lost):.1%}" if used + lost else "",
         "length bias": f"{bias:+.1%}",
     }
+
+
+def sandbox_rows(kinds: Mapping[str, SandboxFigures]) -> list[dict[str, object]]:
+    """Return a row of the table of sandboxes for each kind.
+
+    "Failures" counts programs without a result, because their sandbox failed. "Other limits" counts programs that were
+    killed because of their processes, output or files.
+    """
+    return [
+        {
+            "kind": kind,
+            "started": one.started,
+            "renewed": one.renewed,
+            "replaced": ", ".join(f"{count} {reason}" for reason, count in one.replaced.items()) or "0",
+            "programs": one.programs,
+            "failures": one.failures,
+            "killed at the deadline": one.ends.get("timeout", 0),
+            "killed for memory": one.ends.get("memory", 0),
+            "other limits": sum(one.ends.get(end, 0) for end in ("processes", "output", "folder")),
+            "median s": _format_seconds(one.find_quantile(0.5)),
+            "p99 s": _format_seconds(one.find_quantile(0.99)),
+            "in use": one.in_use,
+        }
+        for kind, one in kinds.items()
+    ]
+
+
+def _format_seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.2g}"

@@ -18,6 +18,7 @@ from rollflow.storage.audit.report import AuditReport
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.policies import PolicyVersion
 from rollflow.storage.run_records.recoveries import RecoveryLog
+from rollflow.storage.run_records.sandbox_figures import list_figures, read_sandbox_uses
 from rollflow.storage.run_records.second_verdicts import read_all_counts
 from rollflow.storage.run_records.usage import read_usage
 from rollflow.tasks.actors.statuses import RolloutStatus
@@ -64,6 +65,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "no_signal": count_no_signal(trained),
         "alarms": [*(alarm.sentence for alarm in scan_alarms(trained, context.config.shares)), *_list_flips(context)],
         **_list_turns(trained),
+        **_list_sandboxes(context),
         "second_verdicts": {name: asdict(one) for name, one in read_all_counts(context.store).items()},
         "seconds": round(max(0.0, time.time() - context.created_at), 2),
         "training_seconds": round(progress.training_seconds, 2),
@@ -100,6 +102,12 @@ def _list_turns(trained: Sequence[PolicyVersion]) -> dict[str, dict[str, float]]
     newest = trained[-1].metrics if trained else {}
     found = {name: round(newest[name], 4) for name in sorted(newest) if name.startswith(("turn", "outcome_"))}
     return {"turns": found} if "turns" in found else {}
+
+
+def _list_sandboxes(context: RunContext) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the figures of each kind of sandbox; no figures if the run has used none."""
+    found = {kind: list_figures(one) for kind, one in read_sandbox_uses(context.store).totals().items()}
+    return {"sandboxes": found} if found else {}
 
 
 def _list_flips(context: RunContext) -> list[str]:

@@ -6,22 +6,26 @@ Ray's agent on each node serves the Prometheus gauges.
     rollflow_rollout_discards{run="sorting-1", what="stale"} 3
 
 A gauge shows a number from an actor's status (`statuses`) and is named after the status field. If a field has several
-values, the label `what` tells them apart. The gauges are set whenever a status is read, once a second. On a cluster
-where Ray collects no metrics, such as a private cluster, no gauge is set.
+values, the label `what` tells them apart. The gauge of sandboxes has labels such as `bubblewrap programs`. The gauges
+are set whenever a status is read, once a second. On a cluster where Ray collects no metrics, such as a private cluster,
+no gauge is set.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import TypeVar
 
 import ray
 from ray.util.metrics import Gauge
 
+from rollflow.storage.run_records.sandbox_figures import SandboxUse, SandboxUses, list_figures
 from rollflow.tasks.actors.statuses import ActorStatus
+from rollflow.tasks.runtime.cpu import name_own_process
+from rollflow.tasks.sandboxes.figures import figures_of_process
 
 SWITCH = "RAY_enable_metrics_collection"  # environment variable of Ray; if it is unset, Ray collects metrics
 TAGS = ("run", "what")
@@ -38,12 +42,27 @@ def read_figures(status: ActorStatus) -> Iterator[Figure]:
             for cost in value:
                 spent[cost.role] = spent.get(cost.role, 0.0) + cost.seconds
             yield from (("cpu_seconds", role, seconds) for role, seconds in spent.items())
+        elif field.name == "sandboxes":
+            yield from (("sandboxes", what, number) for what, number in _read_sandboxes(value))
         elif field.name == "waits_for":
             yield "waits", "", float(bool(value))
         elif isinstance(value, int | float):
             yield field.name, "", float(value)
         elif isinstance(value, Mapping):
             yield from ((field.name, str(what), _to_number(one)) for what, one in value.items())
+
+
+def _read_sandboxes(uses: Sequence[SandboxUse]) -> Iterator[tuple[str, float]]:
+    """Yield the figures of each kind of sandbox, summed over the processes of an actor."""
+    found = SandboxUses()
+    found.note(uses)
+    for kind, figures in found.totals().items():
+        yield from ((f"{kind} {name}", number) for name, number in list_figures(figures).items())
+
+
+def read_own_sandboxes() -> list[SandboxUse]:
+    """Return the figures of the sandboxes that this process and its child processes have used."""
+    return [SandboxUse(name_own_process(), kind, one) for kind, one in figures_of_process().read().items()]
 
 
 def _to_number(value: object) -> float:
@@ -70,7 +89,10 @@ class Gauges:
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """Set the gauges to the numbers of an actor's status and to the metrics in `more`. Return the status."""
+        """Set the gauges to the numbers of an actor's status and to the metrics in `more`. Return the status, with the
+        figures of this process's sandboxes.
+        """
+        status = replace(status, sandboxes=[*read_own_sandboxes(), *status.sandboxes])
         if self.on:
             self._set_gauges(status, more or {})
         return status

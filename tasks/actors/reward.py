@@ -193,6 +193,7 @@ class RewardActor:
             flips={name_section(name): one.flips for name, one in self._counts.items()},
             actors=actors,
             attended=self._attended,
+            sandboxes=helped.sandboxes,
         )
         return self._gauges.show(status)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
+from rollflow.storage.run_records.sandbox_figures import SandboxUse
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
 
@@ -38,7 +39,8 @@ class ActorStatus(ABC):
 
     `waits_for` says what an idle actor waits for, or is "". `costs` are the CPU seconds that the actor has used so far.
     `idle` is the share of the time (0 to 1) in which the actor had no work. `warned` contains the newest warnings of
-    the actor's process. `attended` is True if the Prefect flow of the actor's stage watches the actor.
+    the actor's process. `attended` is True if the Prefect flow of the actor's stage watches the actor. `sandboxes` has
+    the figures of each kind of sandbox that the processes of the actor have used.
     """
 
     waits_for: str = ""
@@ -46,9 +48,10 @@ class ActorStatus(ABC):
     idle: float = 0.0
     warned: Sequence[ActorWarning] = ()
     attended: bool = field(default=True, kw_only=True)
+    sandboxes: Sequence[SandboxUse] = field(default=(), kw_only=True)
 
     # names of the status fields that may change although the actor does no work
-    TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended"})
+    TICKING: ClassVar[frozenset[str]] = frozenset({"waits_for", "costs", "idle", "warned", "attended", "sandboxes"})
 
     @property
     @abstractmethod

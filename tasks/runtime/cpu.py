@@ -35,6 +35,11 @@ def _name(process: psutil.Process) -> str:
     return f"{socket.gethostname()}:{process.pid}:{process.create_time():.2f}"
 
 
+def name_own_process() -> str:
+    """Return an id of this process that is unique over all machines and times."""
+    return _name(psutil.Process())
+
+
 class CpuClock:
     """Measures the CPU seconds of this process (as `role`) and of its descendants (as `below`)."""
 

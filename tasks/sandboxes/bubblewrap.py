@@ -36,6 +36,7 @@ from rollflow.tasks.sandboxes.base import (
 )
 from rollflow.tasks.sandboxes.box.wire import CHUNK
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxBase
+from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
 from rollflow.tasks.sandboxes.namespace_sandbox import NamespaceSandbox, send_with
 
 NOBODY = 65534
@@ -63,7 +64,7 @@ class BoxSandboxes:
     renews = False  # whether a used sandbox can be renewed
 
     def __init__(self, config: SandboxBase) -> None:
-        self._config = config
+        self._config, self._counter = config, KindCounter(config.kind)
         self._process: asyncio.subprocess.Process | None = None
         self._box: socket.socket | None = None
         self._starting = asyncio.Lock()
@@ -77,7 +78,7 @@ class BoxSandboxes:
         try:
             async with asyncio.timeout(self._config.start_seconds):
                 await self._start_box()
-                result = await self.run(Program(code="print(6 * 7)"))
+                result = await self._run(Program(code="print(6 * 7)"), {}, is_check=True)
             if result.stdout != b"42\n":
                 raise SandboxFailed(f"the first program in the sandbox printed {result.stdout!r} and {result.stderr!r}")
         except TimeoutError:
@@ -90,19 +91,24 @@ class BoxSandboxes:
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
         """Create a sandbox; if the box has died, start a new box first. See `Sandboxes.create`."""
+        return await self._create_in_box(limits, self._counter)
+
+    async def _create_in_box(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
         async with self._starting:
             if self._has_died():
+                if self._process is not None:
+                    self._counter.count_replacement(Replacement.PARENT_ENDED)
                 await self._start_box()
-        return await self._create(limits)
+        return await self._create(limits, counter)
 
-    async def _create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
-        """Create a sandbox; fail if there is no box."""
+    async def _create(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
+        """Create a sandbox; fail if there is no box. `counter` counts the programs of the sandbox."""
         if self._box is None:
             raise SandboxFailed("the box has ended")
         self._numbers += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
-        sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers))
+        sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers), counter)
         order = {"do": "new", "number": self._numbers, "limits": self._lower_limits(limits)}
         try:
             await send_with(self._box, json.dumps(order).encode(), theirs.fileno())
@@ -112,28 +118,49 @@ class BoxSandboxes:
             raise
         finally:
             theirs.close()
+        self._counter.count_start()
         return sandbox
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program in a new or renewed sandbox; see `Sandboxes.run`."""
+        return await self._run(program, files or {})
+
+    async def _run(self, program: Program, files: Mapping[str, bytes], *, is_check: bool = False) -> ExecResult:
+        """Run a program; a program that only checks the sandboxes is not counted."""
         sandbox = await self._take_spare()
         self._running += 1
         try:
             self._fill()
-            for path, data in (files or {}).items():
+            for path, data in files.items():
                 await sandbox.upload(path, data)
-            result = await sandbox.exec(program, renew=self.renews and self._config.spares > 0)
-        except BaseException:
+            result = await sandbox.exec(program, renew=self._can_renew, is_check=is_check)
+        except BaseException as error:
+            self._count_loss(error)
             await sandbox.close()
             raise
         finally:
             self._running -= 1
-        if self.renews and len(self._spares) < self._config.spares and is_clean(program, result):
+        dirt = find_dirt(program, result)
+        if self._can_renew and dirt is not None:
+            self._counter.count_replacement(dirt)
+        if self._can_renew and len(self._spares) < self._config.spares and dirt is None:
             self._spares.append(sandbox)
         else:
             await sandbox.close()
             self._fill()
         return result
+
+    @property
+    def _can_renew(self) -> bool:
+        """True if a used sandbox may be renewed."""
+        return self.renews and self._config.spares > 0
+
+    def _count_loss(self, error: BaseException) -> None:
+        """Count a sandbox that is closed because of an error while it ran a program."""
+        if isinstance(error, SandboxFailed):
+            self._counter.count_replacement(Replacement.FAILED)
+        elif self._can_renew:
+            self._counter.count_replacement(Replacement.STOPPED)
 
     async def open_workspace(self, limits: SandboxLimits = NO_LIMITS) -> Workspace:
         """Create a sandbox with sessions for an agent's tools; see `Sandboxes.open_workspace`."""
@@ -141,7 +168,8 @@ class BoxSandboxes:
 
         most = min(limits.folder_bytes or self._config.folder_bytes, self._config.folder_bytes)
         is_isolated = Capability.ISOLATION in self.capabilities
-        return BoxWorkspace(await self.create(limits), self._config.output_bytes, most, is_isolated=is_isolated)
+        sandbox = await self._create_in_box(limits, None)  # its only program, the guest, is not counted
+        return BoxWorkspace(sandbox, self._config.output_bytes, most, self._counter, is_isolated=is_isolated)
 
     async def close(self) -> None:
         """End all processes of the box, and so all its sandboxes."""
@@ -229,8 +257,11 @@ class BoxSandboxes:
                 if isinstance(spare, asyncio.Task):
                     return await spare
                 await spare.wait_renewed()
+                self._counter.count_renewal()
                 return spare
             except SandboxFailed:
+                if isinstance(spare, NamespaceSandbox):
+                    self._counter.count_replacement(Replacement.NOT_EMPTIED)
                 if self._process is None:  # the sandboxes were closed meanwhile
                     raise
         return await self.create()
@@ -241,12 +272,16 @@ class BoxSandboxes:
         """
         coming = self._running if self.renews else 0
         while not self._has_died() and len(self._spares) + coming < self._config.spares:
-            self._spares.append(asyncio.create_task(self._create()))
+            self._spares.append(asyncio.create_task(self._create(NO_LIMITS, self._counter)))
 
 
-def is_clean(program: Program, result: ExecResult) -> bool:
-    """Return whether a sandbox can be renewed after this result of a program; the sandbox itself decides."""
-    return result.end is ProgramEnd.EXITED and result.return_code >= 0 and not program.keep_children
+def find_dirt(program: Program, result: ExecResult) -> Replacement | None:
+    """Return why a sandbox cannot be renewed after this result of a program, or None; the sandbox itself decides."""
+    if result.end is not ProgramEnd.EXITED:
+        return Replacement(result.end)
+    if result.return_code < 0:
+        return Replacement.SIGNAL
+    return Replacement.CHILDREN if program.keep_children else None
 
 
 class BubblewrapSandboxes(BoxSandboxes):

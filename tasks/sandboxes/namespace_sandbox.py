@@ -11,6 +11,7 @@ from typing import Any
 
 from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed, SandboxLost
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
+from rollflow.tasks.sandboxes.figures import KindCounter
 
 GRACE_SECONDS = 5.0  # seconds that a sandbox may take to answer, in addition to the deadline of its program
 
@@ -18,8 +19,9 @@ GRACE_SECONDS = 5.0  # seconds that a sandbox may take to answer, in addition to
 class NamespaceSandbox:
     """A sandbox in a box; the sandbox's keeper process, at the other end of the socket `keeper`, runs the programs."""
 
-    def __init__(self, keeper: socket.socket, kill: Callable[[], None]) -> None:
-        self._keeper, self._kill = keeper, kill
+    def __init__(self, keeper: socket.socket, kill: Callable[[], None], counter: KindCounter | None = None) -> None:
+        """Use the sandbox of a keeper process. `kill` kills this process, and `counter` counts the programs."""
+        self._keeper, self._kill, self._counter = keeper, kill, counter
         self._turn = asyncio.Lock()
         self._is_closed = False
         self._received = bytearray()  # what was received and not read yet
@@ -37,10 +39,15 @@ class NamespaceSandbox:
             await self.close()
             raise SandboxFailed(f"no sandbox could be created: {header['broken']}")
 
-    async def exec(self, program: Program, *, renew: bool = False) -> ExecResult:
+    async def exec(self, program: Program, *, renew: bool = False, is_check: bool = False) -> ExecResult:
         """Run a program in this sandbox; see `Sandbox.exec`. If `renew` is true, the sandbox is renewed after the
-        program, and the next request must wait for `wait_renewed`.
+        program, and the next request must wait for `wait_renewed`. A program that only checks the sandbox is not
+        counted.
         """
+        running = self._run(program, renew=renew)
+        return await (running if is_check or self._counter is None else self._counter.watch_use(running))
+
+    async def _run(self, program: Program, *, renew: bool) -> ExecResult:
         request = {
             "do": "exec",
             "command": list(program.command),

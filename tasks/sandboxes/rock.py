@@ -38,6 +38,8 @@ from rollflow.tasks.sandboxes.base import (
     SessionKind,
 )
 from rollflow.tasks.sandboxes.config import MIB, RockSandbox
+from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
+from rollflow.tasks.sandboxes.rock_answers import read_result, read_rocklet_result
 from rollflow.tasks.sandboxes.rock_session import KILLED, START_SECONDS, Answer, RequestFailed, RockSession
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
@@ -48,7 +50,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two requests whether a sandbox has started
 FAILED_COMMAND = -1  # exit code that reports a command that the server could not run
 SIGNALED = 128
-ROCKLET_ERROR, TIMED_OUT = 511, 504  # HTTP status for an exception in a rocklet, and for a command that took too long
 # shell script that creates a folder, enters the working folder, opens stdin and becomes the command
 BEGIN = 'mkdir -p "$1" && cd "$2" && exec <"$3" || exit 127; shift 3; exec "$@"'
 READ = """
@@ -71,7 +72,7 @@ class RockSandboxes:
     capabilities = frozenset({Capability.STATE, Capability.SESSIONS})
 
     def __init__(self, config: RockSandbox) -> None:
-        self._config = config
+        self._config, self.counter = config, KindCounter(config.kind)
         self._places = asyncio.Semaphore(config.at_once)
         self._client: httpx.AsyncClient | None = None
         self._live: set[RockRemoteSandbox] = set()
@@ -80,7 +81,7 @@ class RockSandboxes:
         """Run one program on the server; see `Sandboxes.start`."""
         self._open()
         try:
-            result = await self.run(Program(code="print(6 * 7)", timeout=START_SECONDS))
+            result = await self._run(Program(code="print(6 * 7)", timeout=START_SECONDS), {}, is_check=True)
             if result.stdout.split() != [b"42"]:
                 raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
         except SandboxFailed as error:
@@ -97,13 +98,15 @@ class RockSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program in a new sandbox, and repeat the program if the sandbox fails; see `Sandboxes.run`."""
+        return await self._run(program, files or {}, is_check=False)
 
+    async def _run(self, program: Program, files: Mapping[str, bytes], *, is_check: bool) -> ExecResult:
         async def once() -> ExecResult:
             sandbox = await self._create(NO_LIMITS)
             try:
-                for path, data in (files or {}).items():
+                for path, data in files.items():
                     await sandbox.upload(path, data)
-                return await sandbox.exec(program)
+                return await (sandbox.check(program) if is_check else sandbox.exec(program))
             finally:
                 await sandbox.close()
 
@@ -140,12 +143,14 @@ class RockSandboxes:
         """Release the slot of a sandbox, so that another sandbox can be started."""
         if sandbox in self._live:
             self._live.remove(sandbox)
+            self.counter.note_use(-1)
             self._places.release()
 
     async def _try(self, work: Callable[[], Awaitable[Found]]) -> Found:
         pause = FIRST_PAUSE
         for attempt in range(self._config.tries):
             if attempt:
+                self.counter.count_replacement(Replacement.FAILED)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:
@@ -158,6 +163,7 @@ class RockSandboxes:
         await self._places.acquire()
         sandbox = RockRemoteSandbox(self, self._config)
         self._live.add(sandbox)
+        self.counter.note_use(1)
         try:
             if self._config.protocol == "rock":
                 async with asyncio.timeout(self._config.start_seconds):
@@ -170,6 +176,7 @@ class RockSandboxes:
             if isinstance(error, RequestFailed):
                 raise SandboxFailed(f"no sandbox could be started: {error}") from None
             raise
+        self.counter.count_start()
         return sandbox
 
     def _open(self) -> httpx.AsyncClient:
@@ -220,6 +227,10 @@ class RockRemoteSandbox:
 
     async def exec(self, program: Program) -> ExecResult:
         """Run a program in this sandbox; see `Sandbox.exec`."""
+        return await self._sandboxes.counter.watch(self.check(program))
+
+    async def check(self, program: Program) -> ExecResult:
+        """Run a program as `exec` does, without counting the program."""
         if program.channel is not None:
             raise SandboxFailed("a server of ROCK's protocol gives a program no channel")
         async with self._turn:
@@ -266,7 +277,7 @@ class RockRemoteSandbox:
         """Open a session; see `Workspace.open_session`. Among servers of ROCK's protocol, only rollflow's own server
         has Python sessions.
         """
-        session = RockSession(self._send, kind, env, f"{self._folder}/work")
+        session = RockSession(self._send, kind, env, f"{self._folder}/work", self._sandboxes.counter)
         await session.open()
         return session
 
@@ -344,49 +355,3 @@ class RockRemoteSandbox:
             return ExecResult(ProgramEnd(end), KILLED, stdout, stderr, seconds)
         is_late = code == KILLED and seconds >= program.timeout
         return ExecResult(ProgramEnd.TIMEOUT if is_late else ProgramEnd.EXITED, code, stdout, stderr, seconds)
-
-
-def read_result(answer: httpx.Response) -> Answer:
-    """Return the result in a ROCK server's answer, a JSON object with a status and a result.
-
-    Raises:
-        RequestFailed: the answer has the status "Failed".
-        SandboxFailed: the answer does not have ROCK's format, or reports an error of the server.
-    """
-    found = _read_object(answer)
-    result = found.get("result")
-    result = result if isinstance(result, Mapping) else {}
-    if answer.status_code != 200 or found.get("status") not in ("Success", "Failed"):
-        raise SandboxFailed(f"the server answered with status {answer.status_code}: {shorten(answer.text)}")
-    if found["status"] == "Success":
-        return result
-    reason = shorten(str(found.get("error") or found.get("message") or ""))
-    if result.get("code") == 5000:
-        raise SandboxFailed(f"the server failed: {reason}")
-    raise RequestFailed(reason, result)
-
-
-def read_rocklet_result(answer: httpx.Response) -> Answer:
-    """Return the result in a rocklet's answer, which is the JSON object itself.
-
-    Raises:
-        RequestFailed: the rocklet raised an exception.
-        SandboxFailed: the answer does not have the format of a rocklet's answer.
-    """
-    found = _read_object(answer)
-    if answer.status_code == ROCKLET_ERROR:
-        raised = found.get("rockletexception")
-        raise RequestFailed(shorten(str(raised.get("message") if isinstance(raised, Mapping) else raised)), {})
-    if answer.status_code == TIMED_OUT:
-        raise RequestFailed("the command took too long", {})
-    if answer.status_code != 200:
-        raise SandboxFailed(f"the rocklet answered with status {answer.status_code}: {shorten(answer.text)}")
-    return found
-
-
-def _read_object(answer: httpx.Response) -> Answer:
-    try:
-        found = answer.json()
-    except ValueError:
-        found = None
-    return found if isinstance(found, Mapping) else {}

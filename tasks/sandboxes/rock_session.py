@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rollflow.tasks.sandboxes.base import ProgramEnd, SandboxFailed, SessionKind, SessionResult
+from rollflow.tasks.sandboxes.figures import KindCounter
 
 START_SECONDS = 10.0  # seconds allowed for the first program, and for the start of a session
 KILLED = -9
@@ -32,9 +33,13 @@ class RockSession:
     trailing whitespace.
     """
 
-    def __init__(self, send: Send, kind: SessionKind, env: Mapping[str, str], folder: str) -> None:
-        """Prepare a session that starts in the sandbox's folder; the function `send` sends a request to the sandbox."""
-        self._send, self._env = send, env
+    def __init__(
+        self, send: Send, kind: SessionKind, env: Mapping[str, str], folder: str, counter: KindCounter
+    ) -> None:
+        """Prepare a session that starts in the sandbox's folder; the function `send` sends a request to the sandbox,
+        and `counter` counts the runs.
+        """
+        self._send, self._env, self._counter = send, env, counter
         shell = f"export HOME={folder}; mkdir -p {folder}; cd {folder}"
         python = f"import os; os.makedirs({folder!r}, exist_ok=True); os.chdir({folder!r}); del os"
         self._enter = shell if kind is SessionKind.SHELL else python
@@ -60,6 +65,9 @@ class RockSession:
         """Run code in the session; see `SandboxSession.run`. If the server cannot interrupt commands, a command that
         takes too long ends the session, and a new session is opened.
         """
+        return await self._counter.watch(self._run_code(code, timeout))
+
+    async def _run_code(self, code: str, timeout: float) -> SessionResult:
         async with self._turn:
             began = time.monotonic()
             try:

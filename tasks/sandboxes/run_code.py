@@ -34,6 +34,7 @@ from rollflow.tasks.sandboxes.base import (
     Workspace,
 )
 from rollflow.tasks.sandboxes.config import MIB, RunCodeSandbox
+from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
 START_SECONDS = 10.0  # seconds allowed for the first program
@@ -47,7 +48,7 @@ class RunCodeSandboxes:
     capabilities = frozenset[Capability]()
 
     def __init__(self, config: RunCodeSandbox) -> None:
-        self._config = config
+        self._config, self._counter = config, KindCounter(config.kind)
         self._places = asyncio.Semaphore(config.at_once)
         self._client: httpx.AsyncClient | None = None
 
@@ -55,7 +56,7 @@ class RunCodeSandboxes:
         """Run one program on the server; see `Sandboxes.start`."""
         self._open()
         try:
-            result = await self.run(Program(code="print(6 * 7)", timeout=START_SECONDS))
+            result = await self._run(Program(code="print(6 * 7)", timeout=START_SECONDS), {})
             if result.stdout != b"42\n":
                 raise SandboxFailed(f"its first program printed {result.stdout!r} and {result.stderr!r}")
         except SandboxFailed as error:
@@ -74,7 +75,10 @@ class RunCodeSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program on the server; see `Sandboxes.run`."""
-        body = build_body(program, files or {}, self._config.memory_bytes)
+        return await self._counter.watch_use(self._run(program, files or {}))
+
+    async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
+        body = build_body(program, files, self._config.memory_bytes)
         try:
             return read_answer(await self._post(body, program.timeout))
         except TooLong:  # a server of this protocol need not limit a program's output
@@ -102,7 +106,9 @@ class RunCodeSandboxes:
         """
         limit, pause = seconds + self._config.wait_seconds, FIRST_PAUSE
         for attempt in range(self._config.tries):
+            self._counter.count_start()  # the server runs each request in a new sandbox
             if attempt:
+                self._counter.count_replacement(Replacement.FAILED)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:

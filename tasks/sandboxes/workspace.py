@@ -32,6 +32,7 @@ from rollflow.tasks.sandboxes.base import (
     SessionResult,
 )
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
+from rollflow.tasks.sandboxes.figures import KindCounter
 
 PACKAGE = "rollflow.tasks.sandboxes"
 MODULES = ("box.wire", "box.tree", "host.files", "guest.process", "guest.session", "guest.serve")
@@ -56,14 +57,18 @@ class BoxWorkspace:
     docstring, and `base.Workspace`.
     """
 
-    def __init__(self, sandbox: Sandbox, output_bytes: int, file_bytes: int, *, is_isolated: bool) -> None:
-        """Take over a sandbox; `output_bytes` and `file_bytes` are the largest sizes of an output and of a file.
+    def __init__(
+        self, sandbox: Sandbox, output_bytes: int, file_bytes: int, counter: KindCounter, *, is_isolated: bool
+    ) -> None:
+        """Take over a sandbox; `output_bytes` and `file_bytes` are the largest sizes of an output and of a file, and
+        `counter` counts the commands and the code that runs in sessions.
 
         If `is_isolated` is false, only files below the sandbox's folder can be read and written, and links are not
         followed.
         """
         self._sandbox, self.output_bytes, self._file_bytes = sandbox, output_bytes, file_bytes
-        self._is_isolated = is_isolated
+        self._is_isolated, self.counter = is_isolated, counter
+        counter.note_use(1)
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._guest: GuestConnection | None = None
@@ -80,6 +85,9 @@ class BoxWorkspace:
 
     async def exec(self, program: Program) -> ExecResult:
         """Run a command; see `Workspace.exec`."""
+        return await self.counter.watch(self._exec(program))
+
+    async def _exec(self, program: Program) -> ExecResult:
         if not program.command or program.channel is not None:
             raise SandboxFailed("a workspace runs commands without a channel; run code in a session")
         request = {
@@ -114,7 +122,7 @@ class BoxWorkspace:
     async def is_alive(self) -> bool:
         """Return whether the sandbox can run a command; see `Workspace.is_alive`."""
         try:
-            return not self._is_closed and (await self.exec(Program(command=["true"], keep_children=True))).succeeded
+            return not self._is_closed and (await self._exec(Program(command=["true"], keep_children=True))).succeeded
         except SandboxFailed:
             return False
 
@@ -130,6 +138,8 @@ class BoxWorkspace:
 
     async def close(self) -> None:
         """Kill all processes in the sandbox and delete its files; see `Workspace.close`."""
+        if not self._is_closed:
+            self.counter.note_use(-1)
         self._is_closed = True
         await self._sandbox.close()
         await self.end_processes()
@@ -187,6 +197,9 @@ class BoxSession:
 
     async def run(self, code: str, timeout: float = 10.0) -> SessionResult:
         """Run code in the session; see `SandboxSession.run`."""
+        return await self._workspace.counter.watch(self._run(code, timeout))
+
+    async def _run(self, code: str, timeout: float) -> SessionResult:
         async with self._turn:
             await self._wait_stopped()
             most, began = self._workspace.output_bytes, time.monotonic()

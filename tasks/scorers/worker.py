@@ -13,10 +13,10 @@ A request may have the deadline anchors of its data row (see the module `deadlin
 `DeadlineReport` to the score of a request with deadline anchors. A `DeadlineReport` about a test case that ran again is
 sent without a score.
 
-The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR`, with the `[reward]`
-section as JSON. The worker process sends its warnings to the open socket with the file descriptor `EAR`. The worker
-process ends when its input ends, so it cannot outlive its parent process. An error in a verifier becomes a score of 0
-and does not end the worker process.
+The worker is started as `python -m rollflow.tasks.scorers.worker REWARD TOKENIZER_FOLDER EAR FIGURES`, with the
+`[reward]` section as JSON. The worker process sends its warnings to the open socket with the file descriptor `EAR`, and
+counts in the open file `FIGURES` what happens in its sandboxes. The worker process ends when its input ends, so it
+cannot outlive its parent process. An error in a verifier becomes a score of 0 and does not end the worker process.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from rollflow.storage.token_arrays import Int32s
 from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.runtime.actor_warnings import send_to
 from rollflow.tasks.runtime.memory_limit import limit_memory
+from rollflow.tasks.sandboxes.figures import figures_of_process
 from rollflow.tasks.scorers import build_verifier
 from rollflow.tasks.scorers.base import Score, failure_score, is_cancelled, timeout_score, validate_score
 from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock, DeadlineReport, Rechecks
@@ -171,6 +172,7 @@ def main() -> None:
     # Ctrl-C in a terminal ends the owner of this process, which then ends its workers. A handler that does nothing is
     # used, because programs that this process starts would inherit an ignored signal.
     signal.signal(signal.SIGINT, lambda *_: None)
+    figures_of_process().share(int(sys.argv[4]))
     config, folder = REWARD.validate_json(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # text that a verifier prints must not be read as a score

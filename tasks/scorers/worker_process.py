@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from rollflow.storage.errors import RollflowError
 from rollflow.tasks.runtime.actor_warnings import open_socket
+from rollflow.tasks.sandboxes.figures import CounterBoard, figures_of_process
 from rollflow.tasks.scorers.base import Score
 from rollflow.tasks.scorers.code.deadlines import DeadlineReport
 
@@ -30,8 +31,9 @@ class NotReady(RollflowError):
 class WorkerProcess:
     """A scorer's worker process and the pipes to it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, figures: CounterBoard) -> None:
+        """Use a started process. `figures` are the counters of its sandboxes."""
+        self._process, self._figures = process, figures
         self._is_ready = False
         self.version = ""  # the version of the scorer, known once the worker process is ready
 
@@ -40,15 +42,17 @@ class WorkerProcess:
         """Start a worker process."""
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=pipe,
-            stdout=pipe,
-            env=environment,
-            pass_fds=(open_socket().fileno(),),
-            limit=LONGEST_LINE,
-        )
-        return cls(process)
+        with figures_of_process().open_child() as (figures, fd):
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                str(fd),
+                stdin=pipe,
+                stdout=pipe,
+                env=environment,
+                pass_fds=(open_socket().fileno(), fd),
+                limit=LONGEST_LINE,
+            )
+        return cls(process, figures)
 
     @property
     def alive(self) -> bool:
@@ -127,7 +131,7 @@ class WorkerProcess:
             await self.end()
             raise WorkerDied("the worker wrote no valid score") from None
         if not line:
-            await self._process.wait()
+            await self._wait()
             raise WorkerDied("the worker ended without an answer")
         return line
 
@@ -139,4 +143,9 @@ class WorkerProcess:
     async def end(self) -> None:
         """Kill the worker process and wait until it has ended."""
         self.kill()
+        await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait until the process has ended, and keep the counters of its sandboxes."""
         await self._process.wait()
+        figures_of_process().close_child(self._figures)

@@ -64,12 +64,15 @@ def test_run_page_table_is_one_growing_prefect_artifact(monkeypatch: pytest.Monk
     page = Page("Mine_1.b", lambda text: None)
     page.progress([{"versions": "1"}])
     page.progress([{"versions": "1"}, {"versions": "2"}])
+    page.sandboxes([])
+    page.sandboxes([{"kind": "rock"}])
     page.links({"MLflow": "http://there", "storage": "s3://here"})
     (tmp_path / "plot.png").write_bytes(b"picture")
     page.plot(tmp_path / "plot.png")
     page.close()
     assert server.kept == {
         "progress-mine-1-b": '[{"versions": "1"}, {"versions": "2"}]',
+        "sandboxes-mine-1-b": '[{"kind": "rock"}]',
         "places-mine-1-b": "- MLflow: <http://there>\n- storage: `s3://here`",
         "reward-mine-1-b": f"![The plot is reward.png in the run's storage](data:image/png;base64,{PICTURE})",
     }

@@ -10,9 +10,11 @@ import pytest
 from rollflow.flows.tracking import status_writer
 from rollflow.flows.tracking.status_writer import StatusWriter
 from rollflow.flows.tracking.tracking import shown_name
+from rollflow.flows.views.progress_blocks import sandbox_rows
 from rollflow.flows.views.status import STATUS, RunStatus, StageStatus, read_status
 from rollflow.storage.objects import open_store
 from rollflow.storage.policies import PolicyVersion
+from rollflow.storage.run_records.sandbox_figures import SandboxFigures, SandboxUse, read_sandbox_uses
 from rollflow.storage.run_records.usage import CpuUsage
 from rollflow.tasks.actors.statuses import LearnerPhase, LearnerStatus, RewardStatus, RolloutStatus
 from rollflow.tasks.run.cluster_config import ClusterConfig, RewardActorsConfig
@@ -117,6 +119,32 @@ def test_counts_of_rewards_are_metrics_of_the_version(tmp_path: Path) -> None:
     assert shown_name("reward") == "rollout/reward"
     without = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus()), tracker)._metrics_of(version)
     assert not any("/" in name for name in without)
+
+
+def test_figures_of_sandboxes_reach_status_record_and_mlflow(tmp_path: Path) -> None:
+    """The supervisor is restarted, and the reward actor dies and is restarted."""
+    describe(open_store(str(tmp_path)), "new", RunConfig())
+    context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
+
+    def show(process: str, figures: SandboxFigures) -> StatusWriter:
+        seen = RewardStatus(sandboxes=[SandboxUse(process, "rock", figures)])
+        writer = StatusWriter(context, Seen(RolloutStatus(), LearnerStatus(), seen), tracker)
+        writer.refresh("training")
+        return writer
+
+    show("first", SandboxFigures(3, ends={"exited": 2}, in_use=1))
+    show("first", SandboxFigures(4, ends={"exited": 3}, in_use=1))
+    writer = show("second", SandboxFigures(1, ends={"timeout": 1}, in_use=1))
+    status = read_status(context)
+    assert status is not None
+    assert status.sandboxes["rock"]["programs"] == 4.0
+    assert status.sandboxes["rock"]["in_use"] == 1.0, "the process that is gone uses no sandbox"
+    assert read_sandbox_uses(context.store).totals()["rock"].started == 5
+    metrics = writer._metrics_of(PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {"reward": 0.5}, ""))
+    assert metrics["sandboxes/rock/killed_timeout"] == 1.0
+    assert shown_name("sandboxes/rock/started") == "sandboxes/rock/started"
+    [row] = sandbox_rows(writer.sandboxes.totals())
+    assert (row["kind"], row["programs"], row["killed at the deadline"], row["in use"]) == ("rock", 4, 1, 1)
 
 
 def test_reward_actors_are_a_metric_if_they_may_be_several(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollflow.storage.objects import open_store
 from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.sandbox_figures import SandboxFigures, SandboxUse
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.storage.token_arrays import Int32s
@@ -110,6 +111,7 @@ def test_reward_counts_are_sums_over_all_helpers(steps: list[tuple[str, int, int
             [ActorWarning("reward helper", name, 1, "odd")],
             {"": CaseAnchors({}, old.kills + more, old.rechecked + more, old.false_kills)},
             {"": SecondVerdictCounts("v1", verdicts.verdicts + more + flips, verdicts.flips + flips)},
+            [SandboxUse(name, "rock", SandboxFigures(number))],
         )
         reports.note(name, now[name])
         if ends:
@@ -121,6 +123,7 @@ def test_reward_counts_are_sums_over_all_helpers(steps: list[tuple[str, int, int
     assert (reports.sum().busy_seconds, reports.sum().worker_seconds) == (total, 2 * total)
     assert {cost.process for cost in reports.sum().costs} == now.keys()
     assert len(reports.sum().warned) == len(now)
+    assert {use.process for use in reports.sum().sandboxes} == now.keys()
 
 
 def test_counts_of_a_new_scorer_version_replace_old_counts() -> None:

@@ -16,6 +16,7 @@ import ray
 
 from rollflow.storage.run_records.case_anchors import CaseAnchors
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
+from rollflow.tasks.actors.gauges import read_own_sandboxes
 from rollflow.tasks.actors.lease import Lease
 from rollflow.tasks.actors.placement import actor_options
 from rollflow.tasks.actors.reward_helpers.calls import PackedRequest, ScoreCalls, Verdicts
@@ -75,6 +76,7 @@ class RewardHelper:
             warnings_of(HELPER).read(),
             {name: self._report_anchors(name) for name in self._anchors},
             {name: replace(counts) for name, counts in self._counts.items()},
+            read_own_sandboxes(),
         )
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollflow.storage.run_records.case_anchors import CaseAnchors
+from rollflow.storage.run_records.sandbox_figures import SandboxUse
 from rollflow.storage.run_records.second_verdicts import SecondVerdictCounts
 from rollflow.storage.run_records.usage import CpuCost
 from rollflow.tasks.runtime.actor_warnings import ActorWarning
@@ -19,7 +20,7 @@ from rollflow.tasks.runtime.actor_warnings import ActorWarning
 class HelperReport:
     """A report of a helper about its work since its start. `anchors` has, for each scorer with adaptive deadlines, the
     run times that the reward actor does not know yet, and counts of programs killed early. `counts` has the counts of
-    each scorer that judges responses again.
+    each scorer that judges responses again. `sandboxes` has the figures of the sandboxes that the helper has used.
 
     `worker_seconds` is the number of worker processes times the seconds since the start.
     """
@@ -30,6 +31,7 @@ class HelperReport:
     warned: Sequence[ActorWarning] = ()
     anchors: Mapping[str, CaseAnchors] = field(default_factory=dict)
     counts: Mapping[str, SecondVerdictCounts] = field(default_factory=dict)
+    sandboxes: Sequence[SandboxUse] = ()
 
 
 class HelperReports:
@@ -61,11 +63,12 @@ class HelperReports:
         self._ended = HelperReport(busy, self._ended.worker_seconds + report.worker_seconds)
 
     def sum(self) -> HelperReport:
-        """Return the times of all helpers, with the costs and warnings of those that have not ended."""
+        """Return the times of all helpers, with costs, warnings and sandboxes of those that have not ended."""
         running = list(self._reports.values())
         return HelperReport(
             sum((report.busy_seconds for report in running), self._ended.busy_seconds),
             sum((report.worker_seconds for report in running), self._ended.worker_seconds),
             [cost for report in running for cost in report.costs],
             [warning for report in running for warning in report.warned],
+            sandboxes=[use for report in running for use in report.sandboxes],
         )

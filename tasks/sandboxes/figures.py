@@ -1,0 +1,199 @@
+"""Counts what happens in the sandboxes of this process and of its child processes, by kind of sandbox.
+
+    child process --counters in shared memory--> its parent, the process of a Ray actor --status--> supervisor
+
+The counters of a process lie in memory that the process shares with its parent process. So counting costs no message,
+and the counters of a child process are complete even if the child process was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import lru_cache
+from threading import Lock
+from typing import Protocol, TypeVar
+
+from rollflow.storage.run_records.sandbox_figures import BUCKETS, SandboxFigures, find_bucket
+from rollflow.tasks.sandboxes.base import ProgramEnd, SandboxFailed
+
+KINDS = ("bubblewrap", "sandlock", "unsafe-process", "run-code", "rock")
+
+
+class Replacement(StrEnum):
+    """Why a sandbox was replaced by a new one. A program that was killed at a limit is named by its `ProgramEnd`."""
+
+    TIMEOUT = ProgramEnd.TIMEOUT
+    MEMORY = ProgramEnd.MEMORY
+    PROCESSES = ProgramEnd.PROCESSES
+    OUTPUT = ProgramEnd.OUTPUT
+    FOLDER = ProgramEnd.FOLDER
+    SIGNAL = "signal"  # the program ended by a signal
+    CHILDREN = "children"  # the program was allowed to leave processes
+    STOPPED = "stopped"  # the caller did not wait for the program's end
+    FAILED = "failed"  # the sandbox failed, or did not answer
+    NOT_EMPTIED = "not emptied"  # the sandbox could not be emptied for the next program
+    PARENT_ENDED = "parent ended"  # the process that creates the sandboxes ended, and all sandboxes with it
+
+
+STOPPED = "stopped"  # how a program ended for whose end its caller did not wait
+ENDS = (*map(str, ProgramEnd), STOPPED)
+REASONS = tuple(map(str, Replacement))
+COUNTERS = ("started", "renewed", "failures", "in_use", "microseconds", *(f"end {end}" for end in ENDS), *REASONS)
+PLACES = {name: place for place, name in enumerate(COUNTERS)}
+FIRST_BUCKET = len(COUNTERS)
+SIZE = FIRST_BUCKET + BUCKETS  # number of counters of a kind
+BYTES = 8 * SIZE * len(KINDS)
+_making = Lock()
+
+
+class Ended(Protocol):
+    """The result of a program, or of a piece of code in a session."""
+
+    @property
+    def end(self) -> ProgramEnd: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+Result = TypeVar("Result", bound=Ended)
+
+
+class CounterBoard:
+    """The counters of one process, 64 bits each, in memory that another process may share."""
+
+    def __init__(self, fd: int = -1) -> None:
+        """Use the memory of an open file, or memory of this process alone if `fd` is -1."""
+        self.cells = memoryview(mmap.mmap(fd, BYTES)).cast("q")
+
+    def read(self, kind: str) -> SandboxFigures:
+        """Return the counters of a kind of sandbox."""
+        start = KINDS.index(kind) * SIZE
+        found = self.cells[start : start + SIZE].tolist()
+        return SandboxFigures(
+            started=found[PLACES["started"]],
+            renewed=found[PLACES["renewed"]],
+            replaced={reason: count for reason in REASONS if (count := found[PLACES[reason]])},
+            ends={end: count for end in ENDS if (count := found[PLACES[f"end {end}"]])},
+            failures=found[PLACES["failures"]],
+            seconds=found[PLACES["microseconds"]] / 1e6,
+            times={bucket: count for bucket, count in enumerate(found[FIRST_BUCKET:]) if count},
+            in_use=max(0, found[PLACES["in_use"]]),
+        )
+
+
+class ProcessFigures:
+    """The counters of this process and of its child processes."""
+
+    def __init__(self) -> None:
+        self._board, self._children, self._lock = CounterBoard(), set[CounterBoard](), Lock()
+
+    def add(self, place: int, count: int) -> None:
+        """Add to a counter of this process."""
+        with self._lock:
+            self._board.cells[place] += count
+
+    @contextmanager
+    def open_child(self) -> Iterator[tuple[CounterBoard, int]]:
+        """Open counters that a child process shares; return them with a file descriptor for the child
+        process. The file descriptor is open during the block, in which the child process is started.
+        """
+        fd = os.memfd_create("sandbox figures")
+        try:
+            os.ftruncate(fd, BYTES)
+            board = CounterBoard(fd)
+            yield board, fd
+            with self._lock:
+                self._children.add(board)
+        finally:
+            os.close(fd)
+
+    def close_child(self, board: CounterBoard) -> None:
+        """Keep the counters of a child process that has ended, except the number of sandboxes in use."""
+        with self._lock:
+            if board not in self._children:
+                return
+            self._children.remove(board)
+            for place, count in enumerate(board.cells):
+                if count and place % SIZE != PLACES["in_use"]:
+                    self._board.cells[place] += count
+
+    def share(self, fd: int) -> None:
+        """Count in the memory of an open file from now on, which the parent process reads; close the file."""
+        with self._lock:
+            before, self._board = self._board, CounterBoard(fd)
+            os.close(fd)
+            for place, count in enumerate(before.cells):
+                self._board.cells[place] += count
+
+    def read(self) -> Mapping[str, SandboxFigures]:
+        """Return the figures of each kind of sandbox that this process or its child processes have used."""
+        with self._lock:
+            boards = (self._board, *self._children)
+            sums = {kind: sum((board.read(kind) for board in boards), SandboxFigures()) for kind in KINDS}
+        return {kind: one for kind, one in sums.items() if one.events}
+
+
+def figures_of_process() -> ProcessFigures:
+    """Return the counters of this process."""
+    with _making:
+        return _create_figures()
+
+
+@lru_cache
+def _create_figures() -> ProcessFigures:
+    return ProcessFigures()
+
+
+class KindCounter:
+    """Counts what happens in this process's sandboxes of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        self._figures, self._start = figures_of_process(), KINDS.index(kind) * SIZE
+
+    def count_start(self) -> None:
+        """Count a new sandbox."""
+        self._add("started")
+
+    def count_renewal(self) -> None:
+        """Count a sandbox that was emptied for its next program."""
+        self._add("renewed")
+
+    def count_replacement(self, reason: Replacement) -> None:
+        """Count a sandbox in whose place a new one is used."""
+        self._add(reason)
+
+    def note_use(self, change: int) -> None:
+        """Note that a sandbox is used (1) or no longer used (-1)."""
+        self._add("in_use", change)
+
+    async def watch_use(self, running: Awaitable[Result]) -> Result:
+        """Await a program in a sandbox that is used only for the program, and count both."""
+        self.note_use(1)
+        try:
+            return await self.watch(running)
+        finally:
+            self.note_use(-1)
+
+    async def watch(self, running: Awaitable[Result]) -> Result:
+        """Await a program, and count how it ended."""
+        try:
+            found = await running
+        except asyncio.CancelledError:
+            self._add(f"end {STOPPED}")
+            raise
+        except SandboxFailed:
+            self._add("failures")
+            raise
+        self._add(f"end {found.end}")
+        self._add("microseconds", round(1e6 * found.seconds))
+        self._figures.add(self._start + FIRST_BUCKET + find_bucket(found.seconds), 1)
+        return found
+
+    def _add(self, name: str, count: int = 1) -> None:
+        self._figures.add(self._start + PLACES[name], count)
