@@ -26,11 +26,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 KILLED = ("reward worker", "reward actor", "sandboxes", "reward flow")
 RECIPE = (Path(__file__).parents[2] / "flows/recipes/domains.toml").read_text()
-SMALL = (
-    *("versions=200", "groups=6", "group_size=4", "train.minibatches=1", "evaluation.every=0", "evaluation.prompts=6"),
-    *("policy.cold_start.target_accuracy=0.01", "policy.cold_start.max_steps=5000", "engine.kind=timed"),
-    *("engine.median_tokens=8", "engine.seconds_per_token=0.01", f"recovery.restarts={RESTARTS}"),
-)
+VERSIONS = {"timed": 200, "vllm": 60}
+SIZES = {"timed": (6, 4), "vllm": (48, 8)}  # groups of a batch, and responses of a group
+SETTINGS = {
+    "timed": (
+        *("groups=6", "group_size=4", "train.minibatches=1", "evaluation.every=0", "evaluation.prompts=6"),
+        *("policy.cold_start.target_accuracy=0.01", "policy.cold_start.max_steps=5000", "engine.kind=timed"),
+        *("engine.median_tokens=8", "engine.seconds_per_token=0.01"),
+    ),
+    "vllm": ("evaluation.every=30",),
+}
 
 
 def trained_rows(store: ObjectStore) -> list[dict[str, Any]]:
@@ -42,10 +47,12 @@ def trained_rows(store: ObjectStore) -> list[dict[str, Any]]:
     return [row for file in files for row in TrajectoryBatch.from_bytes(batches.read(file)).table.to_pylist()]
 
 
-def test_killed_reward_stage_neither_loses_nor_adds_scores(tmp_path: Path) -> None:
-    home, draw = tmp_path / "home", random.Random()
-    victim = Victim(home, RECIPE, *(part for key in SMALL for part in ("--set", key)))
-    victim.versions, victim.groups, victim.group_size = 200, 6, 4
+@pytest.mark.parametrize("engine", ["timed", "vllm"])
+def test_killed_reward_stage_neither_loses_nor_adds_scores(tmp_path: Path, engine: str) -> None:
+    home, draw, versions = tmp_path / "home", random.Random(), VERSIONS[engine]
+    settings = (f"versions={versions}", f"recovery.restarts={RESTARTS}", *SETTINGS[engine])
+    victim = Victim(home, RECIPE, *(part for key in settings for part in ("--set", key)))
+    victim.versions, (victim.groups, victim.group_size) = versions, SIZES[engine]
     try:
         victim.wait_version(2, RUN_SECONDS)
         kills = []
@@ -53,14 +60,15 @@ def test_killed_reward_stage_neither_loses_nor_adds_scores(tmp_path: Path) -> No
             time.sleep(draw.uniform(0.0, 1.0))
             kills.append(victim.strike(role, draw))
             print(f"at version {victim.newest}: {kills[-1]}")
-        outcome = victim.finish(kills, RUN_SECONDS)
+        outcome = victim.finish(kills, 3 * RUN_SECONDS)
     finally:
         kill_everything(home)
+    print(outcome)
     assert outcome.violations == []
     assert outcome.right
     assert (outcome.lost, outcome.doubled) == (0, 0)
     rows = trained_rows(victim.store)
-    assert len(rows) == 200 * 6 * 4
+    assert len(rows) == versions * victim.groups * victim.group_size
     assert {row["outcome"] for row in rows}.isdisjoint({"killed", "timeout", "unjudged"})
     assert_scores_are_right(RunContext(victim.store.uri, home / "cache"), rows)
 
