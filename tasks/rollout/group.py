@@ -41,7 +41,7 @@ from rollflow.tasks.environments.base import Environment, SnapshotRejected
 from rollflow.tasks.environments.ports import NO_PORTS, EnvironmentPorts
 from rollflow.tasks.environments.single_turn import SINGLE_TURN
 from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
-from rollflow.tasks.rollout.judging import ScoreQueue, judge_repeatedly
+from rollflow.tasks.rollout.judging import Outages, ScoreQueue, judge_repeatedly
 from rollflow.tasks.rollout.limits import RolloutLimits
 from rollflow.tasks.rollout.peers import GroupPeers
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
@@ -70,6 +70,7 @@ class GroupPorts:
     spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
     scoring: ScoreQueue = field(default_factory=ScoreQueue)  # counts the responses that wait for a score
     journal: TurnJournal = field(default_factory=TurnJournal)  # stores finished turns
+    outages: Outages = field(default_factory=Outages)  # counts the groups in a row that nobody could judge
 
 
 class EpisodeCalls(NamedTuple):
@@ -183,6 +184,7 @@ class GroupRollout:
         is_broken = episode.first is None or episode.unjudged is None
         if (is_broken or ports.limits.judge_tries(prompt.scorer)) and (unjudged := episode.find_unjudged(score)):
             self.unjudged = unjudged.reason
+            await ports.outages.pause(prompt.scorer, self._find_end())
             await self.give_up(DiscardReason.UNJUDGED)
             return ()
         trajectories = episode.trajectories(score, sample, self.responses, self.ports.limits.staleness_from)

@@ -1,9 +1,13 @@
-"""Tries several times to score a response whose judge cannot be reached."""
+"""Tries several times to score a response whose judge cannot be reached.
+
+While a scorer can judge nothing, `Outages` delays the next tries, so that a run survives a long outage of a judge.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from rollflow.storage.records import Outcome
@@ -55,6 +59,42 @@ class ScoreQueue:
                     self._on_room()
 
         return judge_counted
+
+
+class Outages:
+    """Counts, for each scorer, the consecutive groups of responses that nobody could judge.
+
+    Groups that run at the same time count once, because a short outage of a judge's server affects all of them.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = Counter[str]()
+        self._issued = Counter[str]()  # scorer -> number of started groups when a group was last counted
+
+    def end(self, scorer: str) -> None:
+        """Note that the scorer judged a group of responses."""
+        self._in_a_row[scorer] = 0
+
+    def count(self, scorer: str, number: int, issued: int) -> int:
+        """Count the unjudged group with this `number`, after `issued` groups were started.
+
+        Return the new number of consecutive unjudged groups; return 0 if the group ran at the same time as one that was
+        counted.
+        """
+        if number <= self._issued[scorer]:
+            return 0
+        self._issued[scorer] = issued
+        self._in_a_row[scorer] += 1
+        return self._in_a_row[scorer]
+
+    async def pause(self, scorer: str, over: asyncio.Event) -> None:
+        """Wait before an unjudged group is issued again; stop waiting once `over` is set.
+
+        There is no pause before the first group in a row is counted. Each later pause is twice as long as the previous
+        pause, up to `LONGEST_PAUSE`.
+        """
+        if in_a_row := self._in_a_row[scorer]:
+            await _wait(over, min(FIRST_PAUSE * 2 ** min(in_a_row, 10), LONGEST_PAUSE))
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:

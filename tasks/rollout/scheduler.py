@@ -54,7 +54,7 @@ from rollflow.tasks.rollout.counts import SchedulerCounts
 from rollflow.tasks.rollout.formation import Formation
 from rollflow.tasks.rollout.group import GroupPorts, GroupRollout
 from rollflow.tasks.rollout.issue_order import Issue, IssueOrder
-from rollflow.tasks.rollout.judging import ScoreQueue
+from rollflow.tasks.rollout.judging import Outages, ScoreQueue
 from rollflow.tasks.rollout.limits import RolloutLimits, filter_reason
 from rollflow.tasks.rollout.prompt_spans import PromptSpans
 from rollflow.tasks.rollout.proxy import InferenceProxy
@@ -108,6 +108,7 @@ class RolloutScheduler:
         self._spans = PromptSpans(ports.spans)
         self._room, self._ready = asyncio.Event(), asyncio.Event()
         self._journal = ports.journal
+        self._outages = Outages()
         self.scoring = ScoreQueue(limits.max_unscored, self._room.set)
         self._group_ports = GroupPorts(
             limits,
@@ -121,6 +122,7 @@ class RolloutScheduler:
             self._spans,
             self.scoring,
             self._journal,
+            self._outages,
         )
         self._running: dict[GroupKey, GroupRollout] = {}  # running groups of responses, in the order of their start
         self._issued = 0
@@ -130,10 +132,7 @@ class RolloutScheduler:
         self._discards: list[Discard] = []
         self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups of responses in `_discards`
         self._filtered_in_a_row = 0
-        self._unjudged_in_a_row = Counter[str]()  # scorer -> number of consecutive unjudged groups of responses
         self._unjudged_of = Counter[int]()  # prompt -> its unjudged groups of responses since the last scored one
-        # scorer -> number of started groups when a group of the scorer was last unjudged
-        self._issued_at_unjudged = Counter[str]()
         # newest published policy version, which is the number of the learner's next batch
         self._published = proxy.version
         self._aborts: set[asyncio.Task[None]] = set()
@@ -239,7 +238,7 @@ class RolloutScheduler:
         self._starts.remove(rollout)
         self._free_requests(rollout.unanswered)
         if isinstance(ended, TrajectoryGroup):
-            self._unjudged_in_a_row[prompt.scorer] = 0
+            self._outages.end(prompt.scorer)
             self._unjudged_of.pop(rollout.key.prompt, None)
             self._add_scored(ended, rollout)
         else:
@@ -248,11 +247,7 @@ class RolloutScheduler:
         self._ready.set()
 
     def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
-        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer.
-
-        Unjudged groups of responses that run at the same time count once, because a short outage of a judge's server
-        affects all of them.
-        """
+        """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer."""
         if discard.reason is not DiscardReason.UNJUDGED:
             return
         prompt, most = discard.key.prompt, self.limits.judging_of(scorer).max_unjudged
@@ -263,11 +258,7 @@ class RolloutScheduler:
                 f"time nobody could judge a response (the last reason: {rollout.unjudged}); fix the scorer, or remove "
                 "the prompt, then resume the run"
             )
-        if rollout.number <= self._issued_at_unjudged[scorer]:
-            return
-        self._issued_at_unjudged[scorer] = self._issued
-        self._unjudged_in_a_row[scorer] += 1
-        if self._unjudged_in_a_row[scorer] == most:
+        if self._outages.count(scorer, rollout.number, self._issued) == most:
             raise ConfigError(
                 f"{name_section(scorer)}.max_unjudged = {most}: so many groups in a row had a response that nobody "
                 f"could judge (the last reason: {rollout.unjudged}); fix the scorer, then resume the run"

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ from tests.support.waiting import HANG_SECONDS, RUN_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
-AWAY_SECONDS = 12.0
+AWAY_SECONDS = 60.0
 RECIPE = """
 name = "judged"
 versions = 12
@@ -59,13 +60,7 @@ max_new_tokens = 16
 median_tokens = 8
 seconds_per_token = 0.01
 
-[reward]
-kind = "judge"
-url = "{url}"
-model = "judge"
-tries = 2
-judge_tries = 2
-call_seconds = 5
+{reward}
 
 [evaluation]
 every = 0
@@ -73,6 +68,39 @@ prompts = 2
 
 [store]
 uri = "{store}"
+"""
+ALONE = """
+[reward]
+kind = "judge"
+url = "{url}"
+model = "judge"
+tries = 2
+judge_tries = 2
+call_seconds = 5
+"""
+# Half of the reward is for a short response, and the judge is asked only about short ones.
+COMPOSITE = """
+[reward]
+kind = "composite"
+requires = ["short"]
+judge_tries = 2
+
+[reward.parts.short]
+weight = 0.5
+
+[reward.parts.short.scorer]
+kind = "regex"
+pattern = "(?s).{{0,8}}"
+
+[reward.parts.grade]
+weight = 0.5
+
+[reward.parts.grade.scorer]
+kind = "judge"
+url = "{url}"
+model = "judge"
+tries = 2
+call_seconds = 5
 """
 MARKED = re.compile(r"\[BEGIN RESPONSE (\w+)\]\n(.*?)\n\[END RESPONSE \1\]", re.DOTALL)
 
@@ -103,12 +131,28 @@ class UnreliableJudge:
         return faults[number // 10 % 4] if number % 10 == 0 else verdict(score=grade(body["messages"][-1]["content"]))
 
 
-def test_run_with_an_unreliable_judge_trains_on_verdicts_only(tmp_path: Path) -> None:
+def grade_alone(text: str, verdict_value: float) -> float:
+    """Return the reward of a response without a composite; nobody judges an empty response."""
+    return verdict_value if text else 0.0
+
+
+def grade_short(text: str, verdict_value: float) -> float:
+    """Return the reward of a response in the composite."""
+    return 0.5 + 0.5 * grade_alone(text, verdict_value) if len(text) <= 8 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"), [(ALONE, grade_alone), (COMPOSITE, grade_short)], ids=["alone", "part"]
+)
+def test_run_with_an_unreliable_judge_trains_on_verdicts_only(
+    tmp_path: Path, reward: str, expected: Callable[[str, float], float]
+) -> None:
     make_policy(tmp_path / "policy")
     judge = UnreliableJudge()
     with judge_server(judge.behave) as server:
         recipe = tmp_path / "recipe.toml"
-        recipe.write_text(RECIPE.format(policy=tmp_path / "policy", url=server.url, store=tmp_path / "store"))
+        chosen = reward.format(url=server.url)
+        recipe.write_text(RECIPE.format(policy=tmp_path / "policy", reward=chosen, store=tmp_path / "store"))
         command = [sys.executable, "-m", "rollflow.flows.commands.cli", "run", str(recipe), "--run-id", "judged"]
         environment = {**os.environ, "ROLLFLOW_HOME": str(tmp_path / "home")}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
@@ -117,7 +161,7 @@ def test_run_with_an_unreliable_judge_trains_on_verdicts_only(tmp_path: Path) ->
     [folder] = {path.parent for path in (tmp_path / "store").rglob("log")}
     store = open_store(str(folder))
     tokenizer, config = PolicyTokenizer(tmp_path / "policy"), JudgeReward(url=server.url, model="judge")
-    rows = 0
+    rows, rewards = 0, set[float]()
     for entry in read(store):
         if not isinstance(entry.body, BatchCommitted):
             continue
@@ -127,9 +171,11 @@ def test_run_with_an_unreliable_judge_trains_on_verdicts_only(tmp_path: Path) ->
             response = [token for token, own in zip(row["tokens"], row["loss_mask"], strict=True) if own]
             text = tokenizer.decode_response(response).strip()
             asked = ask_verdict(config, Material("", ""), text).messages[1]["content"]
-            assert row["reward"] == pytest.approx(grade(asked) / 10 if text else 0.0)
+            assert row["reward"] == pytest.approx(expected(text, grade(asked) / 10))
+            rewards.add(row["reward"])
             rows += 1
     assert rows >= 12 * 4 * 4
+    assert len(rewards) > 6
     assert audit(store, deep=True).violations == []
 
 

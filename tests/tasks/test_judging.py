@@ -268,11 +268,20 @@ class Away(Pipeline):
 
 def test_short_outage_of_a_judge_does_not_end_the_run() -> None:
     """Many groups run at a time, so one short outage meets more groups than `max_unjudged`."""
-    pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judging": {"": JudgingLimits(1, 20)}})
+    pipeline = Away(MemoryStore("outage"), versions=2, groups=30, choices={"judging": {"": JudgingLimits(1, 5)}})
     pipeline.until = 0.2
     run_virtual(pipeline.run())
-    assert discards(pipeline).count(DiscardReason.UNJUDGED) > 20
+    assert discards(pipeline).count(DiscardReason.UNJUDGED) > 5
     assert pipeline.state.version == 2
+
+
+def test_long_outage_of_a_judge_does_not_end_the_run() -> None:
+    """Without pauses between two dispatches of a prompt, 20 dispatches fail within a few seconds."""
+    pipeline = Away(MemoryStore("long outage"), versions=2, choices={"judging": {"": JudgingLimits(1, 20)}})
+    pipeline.until = 300.0
+    run_virtual(pipeline.run())
+    assert pipeline.state.version == 2
+    assert pipeline.calls < 1000
 
 
 def test_cancelled_group_is_not_judged_again() -> None:
