@@ -111,13 +111,12 @@ class BoxSandboxes:
         sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers), counter)
         order = {"do": "new", "number": self._numbers, "limits": self._lower_limits(limits)}
         try:
-            await send_with(self._box, json.dumps(order).encode(), theirs.fileno())
+            with theirs:  # while this end is open here, the death of the box does not end the wait for the sandbox
+                await send_with(self._box, json.dumps(order).encode(), theirs.fileno())
             await sandbox.wait_ready(CREATE_SECONDS)
         except BaseException:
             await sandbox.close()
             raise
-        finally:
-            theirs.close()
         self._counter.count_start()
         return sandbox
 

@@ -95,6 +95,20 @@ async def test_killed_box_is_a_failure_and_a_replacement(counted: ProcessFigures
     assert found.replaced == {"failed": 1, "parent ended": 1}
 
 
+async def test_box_killed_during_a_creation_ends_the_creation() -> None:
+    async with start_and_close(BubblewrapSandboxes(BubblewrapSandbox(spares=0))) as sandboxes:
+        assert isinstance(sandboxes, BubblewrapSandboxes)
+        assert sandboxes._process is not None
+        box = psutil.Process(sandboxes._process.pid)
+        for process in (box, *box.children(recursive=True)):
+            process.suspend()
+        creating = asyncio.create_task(sandboxes.create())
+        await asyncio.sleep(0.2)
+        box.kill()
+        with pytest.raises(SandboxFailed, match="killed"):  # and not after the 30 s that a creation may take
+            await creating
+
+
 async def test_server_that_does_not_answer_counts_each_try(
     counted: ProcessFigures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
