@@ -113,6 +113,25 @@ class TrajectoryBatch:
         """Return an optional column of the batch, or None if no row of the batch has a value in this column."""
         return self.table[name].combine_chunks() if name in self.table.schema.names else None
 
+    @property
+    def left_out(self) -> NDArray[np.bool_]:
+        """A mask over the rows of the batch, which is true for the rows of a response that nobody could judge and that
+        the learner leaves out."""
+        column = self.optional("left_out")
+        found = [False] * len(self) if column is None else [bool(value) for value in column.to_pylist()]
+        return np.array(found, bool)
+
+    @property
+    def judged(self) -> TrajectoryBatch:
+        """The part of the batch that the learner trains on: the batch without the responses that nobody could judge and
+        that are left out. If no response is left out, `judged` is the batch itself."""
+        left_out_R = self.left_out
+        if not left_out_R.any():
+            return self
+        kept = self.table.filter(pa.array(~left_out_R))
+        empty = [name for name in kept.schema.names[len(SCHEMA) :] if kept[name].null_count == len(kept)]
+        return TrajectoryBatch(kept.drop_columns(empty))
+
     def __len__(self) -> int:
         """Return the number of trajectories in the batch."""
         return int(self.table.num_rows)
@@ -217,7 +236,7 @@ def pack_group(group: TrajectoryGroup) -> PackedGroup:
     """Convert the rows of a complete group to columns, so that the commit of a batch only has to join columns."""
     counts = group.started_version, group.newest_version, group.response_tokens, group.surplus_tokens
     parts, arrays = _pack(group)
-    return PackedGroup(group.key, parts, *counts, arrays, group.pass_rate)
+    return PackedGroup(group.key, parts, *counts, arrays, group.pass_rate, group.left_out)
 
 
 def _pack(group: TrajectoryGroup) -> tuple[tuple[bytes, ...], optional_columns.Arrays]:

@@ -35,6 +35,7 @@ COLUMNS = (
     pa.field("token_rewards", pa.list_(pa.float32())),
     pa.field("turn_states", pa.list_(pa.int64())),
     pa.field("role", pa.dictionary(pa.int32(), pa.utf8())),
+    pa.field("left_out", pa.bool_()),
 )
 NAMES = tuple(field.name for field in COLUMNS)
 NUMBERS: dict[pa.DataType, type[TokenArray[Any]]] = {
@@ -127,6 +128,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "token_rewards": Float32s.of,
     "turn_states": Int64s.of,
     "role": str,
+    "left_out": bool,
 }
 
 
@@ -141,6 +143,9 @@ def _build(kind: pa.DataType, rows: Sequence[Any]) -> pa.Array:
         return pa.Array.from_buffers(kind, len(rows), [_validity(rows)], children=children)
     if pa.types.is_dictionary(kind):
         return _codes(kind, rows)
+    if pa.types.is_boolean(kind):
+        values = pa.py_buffer(np.packbits([bool(row) for row in rows], bitorder="little"))
+        return pa.Array.from_buffers(kind, len(rows), [_validity(rows), values])
     if kind.value_type == FOREIGN:
         return pa.array([None if row is None else list(map(_write_part, row)) for row in rows], kind)
     if kind.value_type in NUMBERS:

@@ -178,7 +178,10 @@ class Trajectory:
     the version of the scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens:
     the reward of that token, which counts in addition to `reward`, or NaN for a token without a reward of its own. Only
     sampled tokens have token rewards. The field `role` names the role in which the policy sampled the tokens, in an
-    episode in which the policy plays several roles; `reward` is then the reward of this role.
+    episode in which the policy plays several roles; `reward` is then the reward of this role. The field `left_out` is
+    True if no scorer could judge the response, and the learner leaves it out: the response is in no baseline and is not
+    trained on. Its outcome is "unjudged", its `reason` says why nobody could judge it, and its `reward` is NaN, so that
+    no mean can contain it unnoticed. `left_out` is None for all other responses.
     """
 
     sample: int
@@ -203,6 +206,7 @@ class Trajectory:
     token_rewards: Sequence[float] | None = None
     turn_states: Sequence[int] | None = None
     role: str | None = None
+    left_out: bool | None = None
 
     @property
     def total_reward(self) -> float:
@@ -231,6 +235,26 @@ class PassRate(NamedTuple):
     prompt: int
     correct: int
     responses: int
+
+
+LEAST_JUDGED = 2  # a response is left out of its group only if so many other responses of the group were judged
+LONGEST_WHY = 300  # largest number of characters of a reason in an `UnjudgedResponse`
+
+
+class UnjudgedResponse(NamedTuple):
+    """The log's record of a response that nobody could judge, with the reason. Either the response's group was
+    discarded, or the response is left out of its group.
+    """
+
+    prompt: int
+    attempt: int
+    sample: int  # number of the response in its group
+    why: str
+
+    @property
+    def key(self) -> GroupKey:
+        """The key of the response's dispatch."""
+        return GroupKey(self.prompt, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +293,21 @@ class TrajectoryGroup:
         return sum(t.branch is None for t in self.trajectories)
 
     @property
+    def left_out(self) -> tuple[UnjudgedResponse, ...]:
+        """The responses of the group that nobody could judge, and that the learner leaves out."""
+        unjudged = [t for t in self.trajectories if t.left_out and t.branch is None]
+        return tuple(UnjudgedResponse(*self.key, t.sample, t.reason[:LONGEST_WHY]) for t in unjudged)
+
+    @property
     def episode_rewards(self) -> list[float]:
-        """The total reward of each episode, which includes the token rewards of the episode's branches. In an episode
-        with several roles, the reward is that of the role of the first trajectory."""
+        """The total reward of each judged episode, which includes the token rewards of the episode's branches. In an
+        episode with several roles, the reward is that of the role of the first trajectory."""
+        judged = [t for t in self.trajectories if not t.left_out]
         if self.episodes == len(self.trajectories):
-            return [t.total_reward for t in self.trajectories]
+            return [t.total_reward for t in judged]
         # `first` maps a trajectory to the first one of its episode
         totals, first = dict[int, float](), dict[int, Trajectory]()
-        for t in self.trajectories:
+        for t in judged:
             first[t.sample] = found = t if t.branch is None else first[t.branch.parent]
             if found is t:
                 totals[t.sample] = t.total_reward
@@ -286,10 +317,10 @@ class TrajectoryGroup:
 
     @property
     def pass_rate(self) -> PassRate | None:
-        """The numbers of correct and of all responses in the group; None if it is unknown whether a response is
+        """The numbers of correct and of all judged responses in the group; None if it is unknown whether a response is
         correct. In the pass rate, an episode counts once, even if several trajectories branch off it.
         """
-        outcomes = [t.outcome for t in self.trajectories if t.branch is None]
+        outcomes = [t.outcome for t in self.trajectories if t.branch is None and not t.left_out]
         return None if None in outcomes else PassRate(self.key.prompt, outcomes.count(Outcome.CORRECT), len(outcomes))
 
 
@@ -308,6 +339,7 @@ class PackedGroup:
     # maps the name of an optional column to the column's values for the group's rows
     optional: Mapping[str, Any] = field(default_factory=dict, repr=False)
     pass_rate: PassRate | None = None
+    left_out: tuple[UnjudgedResponse, ...] = ()  # responses that nobody could judge, and that the learner leaves out
 
 
 # a complete group of trajectories, either as objects or packed as Arrow columns

@@ -27,7 +27,7 @@ from rollflow.storage.log.run_log import AttachedObject, Log, Writer
 from rollflow.storage.log.state import CommittedBatch, EntryRefused, RunState
 from rollflow.storage.objects.base import ObjectStore
 from rollflow.storage.objects.disk import raise_missing
-from rollflow.storage.records import Discard, FinishedGroup, GroupKey, PassRate, StoredObject
+from rollflow.storage.records import Discard, FinishedGroup, GroupKey, PassRate, StoredObject, UnjudgedResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class StagedBatch:
     issued: tuple[int, ...] = ()  # prompts that were sent to the engines for the first time, in this order
     discards: tuple[Discard, ...] = ()
     filtered_rates: tuple[PassRate, ...] = ()  # pass rates of the groups in `discards` that the run's filter removed
+    unjudged: tuple[UnjudgedResponse, ...] = ()  # responses of the groups in `discards` that nobody could judge
 
     @property
     def ended_groups(self) -> list[GroupKey]:
@@ -81,6 +82,7 @@ class TrajectoryStore:
                 discards=staged.discards,
                 surplus_tokens=sum(group.surplus_tokens for group in staged.groups),
                 rates=committed_rates(staged),
+                unjudged=(*staged.unjudged, *(one for group in staged.groups for one in group.left_out)),
             )
 
         entry = writer.append(body, attached)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -251,11 +252,12 @@ def _check_starts(batch: TrajectoryBatch, table: _Table) -> Iterator[Found]:
 
 def _check_rewards(batch: TrajectoryBatch, limits: BatchLimits) -> Iterator[Found]:
     """Check that the filter in the run's config would have kept every group of the batch, given the group's rewards."""
-    index, rewards = batch.table["index"].to_numpy()[batch.episode_rows].tolist(), batch.episode_rewards.tolist()
-    for first in range(0, len(rewards), limits.group_size):
-        why = limits.filtered(rewards[first : first + limits.group_size])
+    judged = batch.judged
+    index = judged.table["index"].to_numpy()[judged.episode_rows].tolist()
+    for prompt, group in groupby(zip(index, judged.episode_rewards.tolist(), strict=True), key=lambda one: one[0]):
+        why = limits.filtered([reward for _, reward in group])
         if why is not None:
-            yield "lineage", f"group {index[first]} was trained on, although the config's filter removes it: {why}"
+            yield "lineage", f"group {prompt} was trained on, although the config's filter removes it: {why}"
             return
 
 

@@ -126,6 +126,9 @@ class _Audit:
         # maps a batch's log entry to the policy version that was trained on the batch, or to None if the batch was
         # voided
         self.outcomes: dict[int, int | None] = {}
+        # maps a batch's log entry to the log entry of the policy version that was trained on the batch, and to the
+        # number of responses that the learner says it left out
+        self.told_left_out: dict[int, tuple[int, float]] = {}
         # maps a policy version and a kind of objects that were not pruned to the log entry and the objects
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}
         self.doubts: list[NamedObject] = []
@@ -285,6 +288,7 @@ class _Audit:
             if counts or (body.number, kind) not in self.objects:
                 self.objects[body.number, kind] = n, objects
         if body.batch_entry is not None and counts:
+            self.told_left_out[body.batch_entry] = n, body.metrics.get("left_out_responses", 0.0)
             self._settle(body.batch_entry, body.number)
 
     def _settle(self, batch: int, version: int | None) -> None:
@@ -298,8 +302,12 @@ class _Audit:
         """Count the rows of a batch, as soon as the rows were read and the batch was trained on or voided."""
         if batch in self.outcomes and batch in self.rows:
             rows, version = self.rows.pop(batch), self.outcomes.pop(batch)
+            n, told = self.told_left_out.pop(batch, (-1, 0.0))
             if version is not None:
                 self.report.count_trained(version, rows)
+                if told != rows.left_out:
+                    what = f"its batch has {rows.left_out} unjudged responses to leave out"
+                    self.report.add("unjudged", entry_path(n), f"the learner left out {told:g} responses, but {what}")
 
     # --- objects ------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ def check_batch(body: BatchCommitted, claim: int, after: RunState, limits: Batch
         )
     for discard in body.discards:
         yield from _check_discard(discard, after)
+    yield from _check_unjudged(body)
     if limits is None:
         return
     if len(body.groups) != limits.groups:
@@ -67,6 +68,18 @@ def _check_discard(discard: Discard, after: RunState) -> Iterator[Found]:
             "lineage",
             f"dispatch {_name(discard.key)} was discarded as {discard.reason} with impossible values: {what}",
         )
+
+
+def _check_unjudged(body: BatchCommitted) -> Iterator[Found]:
+    """Check that each unjudged response belongs to a group that the log entry commits, filters or discards as
+    unjudged."""
+    reasons = DiscardReason.FILTERED, DiscardReason.UNJUDGED
+    known = {one.key for one in body.discards if one.reason in reasons} if body.unjudged else set()
+    known |= {group.key for group in body.groups} if body.unjudged else set()
+    for one in body.unjudged:
+        if one.key not in known:
+            what = f"an unjudged response of dispatch {_name(one.key)}, which it neither commits nor discards so"
+            yield "unjudged", f"the entry of batch {body.number} has {what}"
 
 
 def _check_against(discard: Discard, after: RunState, limits: BatchLimits) -> Iterator[Found]:

@@ -68,8 +68,8 @@ def check_optional(batch: TrajectoryBatch, vocabulary: int, *, judges_all: bool 
     """Report values in the optional columns of a batch that rollflow never writes; all token ids must be below
     `vocabulary`.
 
-    If `judges_all` is true, report each trajectory whose response could not be judged, because a run must not train on
-    such a trajectory.
+    If `judges_all` is true, report each trajectory whose response could not be judged and is not left out, because a
+    run must not train on such a trajectory.
 
     The caller must first check with the module `rows` that all list columns of a row have the same length.
     """
@@ -79,8 +79,9 @@ def check_optional(batch: TrajectoryBatch, vocabulary: int, *, judges_all: bool 
         for name, column in columns.items():
             yield from CHECKS[name](rows, column)
         if judges_all and "outcome" in columns:
+            left_out_R = batch.left_out.tolist()
             for row, outcome in enumerate(columns["outcome"].to_pylist()):
-                if outcome == Outcome.UNJUDGED:
+                if outcome == Outcome.UNJUDGED and not left_out_R[row]:
                     yield "unjudged", f"nobody judged trajectory {rows.name(row)}, and the batch contains it"
 
 
@@ -232,6 +233,12 @@ def _check_roles(rows: _Rows, column: pa.Array) -> Iterator[Found]:
             yield "lineage", f"trajectory {rows.name(row)} has a role without a name"
 
 
+def _check_left_out(rows: _Rows, column: pa.Array) -> Iterator[Found]:
+    for row, left_out in enumerate(column.to_pylist()):
+        if left_out is False:
+            yield "altered", f"trajectory {rows.name(row)} is marked as not left out; only the other mark is written"
+
+
 CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "reward_parts": _check_parts,
     "outcome": _check_outcomes,
@@ -244,6 +251,7 @@ CHECKS: dict[str, Callable[[_Rows, pa.Array], Iterator[Found]]] = {
     "token_rewards": _check_token_rewards,
     "turn_states": _check_states,
     "role": _check_roles,
+    "left_out": _check_left_out,
 }
 
 

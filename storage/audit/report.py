@@ -31,6 +31,7 @@ class RowCounts:
     domains: Counter[str]  # domain -> groups
     # number of trajectories that were scored, by domain and version of the scorer
     scorers: dict[str, Counter[str]] = field(default_factory=dict)
+    left_out: int = 0  # number of episodes that nobody could judge and that the learner leaves out
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class AuditReport:
     discarded_tokens: int = 0
     surplus_tokens: int = 0  # tokens in surplus (unused) responses of the groups that were trained on
     trained_tokens: int = 0
+    left_out: int = 0  # number of episodes that nobody could judge and that were left out of their trained groups
     objects: int = 0  # the number of stored objects that were read and hashed
     bytes: int = 0  # the total size in bytes of the objects that this audit read
     quarantined: list[str] = field(default_factory=list)  # voided batches, with the reasons
@@ -87,6 +89,7 @@ class AuditReport:
     def count_trained(self, version: int, rows: RowCounts) -> None:
         """Add the rows of the batch that policy version `version` was trained on to the report's counts."""
         self.trajectories += rows.staleness.total()
+        self.left_out += rows.left_out
         self.staleness.update(rows.staleness)
         self.domains.update(rows.domains)
         for domain, scored in rows.scorers.items():

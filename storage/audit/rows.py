@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from rollflow.storage.audit.answers import NOT_ASKED, ExpectedRows, check_rows
+from rollflow.storage.audit.left_out import check_left_out
 from rollflow.storage.audit.optional_rows import check_optional
 from rollflow.storage.audit.report import RowCounts, ViolationKind
 from rollflow.storage.batch import TrajectoryBatch
@@ -43,7 +44,8 @@ def count_rows(batch: TrajectoryBatch, number: int) -> RowCounts:
     """Count the episodes in batch `number` for the audit's report."""
     started = zip(batch.table["started_version"].to_pylist(), batch.branches, strict=True)
     staleness = Counter(number - version for version, branch in started if not branch)
-    return RowCounts(staleness, batch.domains, _count_scorers(batch))
+    left_out = int(batch.left_out[batch.episode_rows].sum())
+    return RowCounts(staleness, batch.domains, _count_scorers(batch), left_out)
 
 
 def _count_scorers(batch: TrajectoryBatch) -> dict[str, Counter[str]]:
@@ -74,6 +76,7 @@ def compare(batch: TrajectoryBatch, body: BatchCommitted, version: int, rules: R
         yield from _sums(batch, body, tokens)
         yield from _check_rates(batch, body, rated=rules.rated)
     yield from _values(batch, tokens, version)
+    yield from check_left_out(batch, body, rules.asked, rules.group_size)
     judges_all = rules.asked.limits is not None and rules.asked.limits.judges_all
     yield from check_optional(batch, rules.asked.vocabulary, judges_all=judges_all)
     if not samples:
@@ -148,8 +151,9 @@ def _check_rates(batch: TrajectoryBatch, body: BatchCommitted, *, rated: bool) -
     column = batch.optional("outcome")
     outcomes = [None] * len(batch) if column is None else column.to_pylist()
     of_group: dict[int, list[str | None]] = {}
-    for prompt, outcome, branch in zip(batch.table["index"].to_pylist(), outcomes, batch.branches, strict=True):
-        if not branch:
+    hidden_R = batch.left_out | np.array(batch.branches, bool)
+    for prompt, outcome, hidden in zip(batch.table["index"].to_pylist(), outcomes, hidden_R.tolist(), strict=True):
+        if not hidden:
             of_group.setdefault(prompt, []).append(outcome)
     known = {
         prompt: PassRate(prompt, found.count(Outcome.CORRECT), len(found))
@@ -196,7 +200,7 @@ def _values(batch: TrajectoryBatch, tokens: _Tokens, version: int) -> Iterator[F
         )
     if not (np.isfinite(tokens.logprob_C) & (tokens.logprob_C <= HIGHEST_LOGPROB)).all():
         yield "lineage", "a token has a behaviour log-probability that is positive or not finite"
-    if not np.isfinite(batch.table["reward"].to_numpy()).all():
+    if not np.isfinite(batch.table["reward"].to_numpy()[~batch.left_out]).all():
         yield "lineage", "a trajectory has a reward that is not finite"
 
 

@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from rollflow.storage.errors import Corrupt, Missing
 from rollflow.storage.log.retention import Kind
-from rollflow.storage.records import Discard, GroupKey, PassRate, StoredObject
+from rollflow.storage.records import Discard, GroupKey, PassRate, StoredObject, UnjudgedResponse
 
 Role = Literal["creator", "supervisor", "scheduler", "learner"]
 
@@ -90,7 +90,9 @@ class BatchCommitted:
     The field `issued` lists the prompts that were sent to the engines for the first time since the scheduler's last
     commit, in this order. The field `discards` lists the groups of responses that were discarded since the scheduler's
     last commit. The field `rates` has the known pass rates of the groups in the batch and of the filtered groups among
-    `discards`.
+    `discards`. The field `unjudged` says why a response could not be judged: it lists the responses that are left out
+    of the groups in the batch and of the filtered groups, and one response of each group that was discarded as
+    unjudged. An entry without such a response has no field `unjudged`.
     """
 
     number: int
@@ -101,6 +103,7 @@ class BatchCommitted:
     discards: tuple[Discard, ...] = ()
     surplus_tokens: int = 0  # number of tokens in surplus responses that were generated and not used
     rates: tuple[PassRate, ...] = ()
+    unjudged: tuple[UnjudgedResponse, ...] = ()
     kind: Literal["batch-committed"] = "batch-committed"
 
 
@@ -248,6 +251,8 @@ def entry_number(path: str) -> int | None:
 def encode(entry: Entry) -> EncodedEntry:
     """Encode a log entry as bytes; the lists of a large log entry move to a separate index object."""
     tree = _ENTRY.dump_python(entry, mode="json")
+    if not tree["body"].get("unjudged", True):
+        del tree["body"]["unjudged"]  # earlier releases wrote no such field
     data = seal_tree(tree)
     if len(data) <= LARGEST:
         return EncodedEntry(data)

@@ -62,8 +62,12 @@ def check_rates(s: RunState, body: BatchCommitted) -> None:
     with this pass rate."""
     if not body.rates:
         return
-    filtered = [one.key.prompt for one in body.discards if one.reason is DiscardReason.FILTERED]
-    finished = Counter([*filtered, *(group.prompt for group in body.groups)])
-    possible = all(0 <= rate.correct <= rate.responses == s.group_size for rate in body.rates)
+    filtered = [one.key for one in body.discards if one.reason is DiscardReason.FILTERED]
+    ended = {*filtered, *(group.key for group in body.groups)}
+    finished = Counter(key.prompt for key in ended)
+    left_out = Counter(one.prompt for one in body.unjudged if one.key in ended)
+    possible = all(
+        0 <= rate.correct <= rate.responses == s.group_size - left_out[rate.prompt] > 0 for rate in body.rates
+    )
     if not possible or not Counter(rate.prompt for rate in body.rates) <= finished:
         raise EntryRefused(f"the entry of batch {body.number} has pass rates that are not those of its groups")

@@ -23,10 +23,15 @@ from rollflow.tasks.scorers.base import MOST_PARTS
 def compute_batch_metrics(
     batch: TrajectoryBatch, commit: BatchCommitted, discards: Sequence[Discard], version: int
 ) -> dict[str, float]:
-    """Compute the mean reward, accuracy, staleness, token counts and discards of a training batch."""
+    """Compute the mean reward, accuracy, staleness, token counts and discards of a training batch.
+
+    Responses that nobody could judge and that are left out count only in `response_tokens` and `left_out_tokens`.
+    """
+    every, batch = batch, batch.judged
     rewards = _read_rewards(batch)
     staleness = version - np.array(batch.table["started_version"].to_pylist())[batch.episode_rows]
     tokens = np.array([group.tokens for group in commit.groups])
+    left_out = 0 if batch is every else int(tokens.sum()) - int(_count_tokens(batch).sum())
     return {
         "reward": float(rewards.mean()),
         **_compute_token_reward(batch),
@@ -38,7 +43,8 @@ def compute_batch_metrics(
         "surplus_tokens": float(commit.surplus_tokens),
         "discarded_tokens": float(sum(d.response_tokens for d in discards)),
         **{f"discarded_{reason}": float(n) for reason, n in Counter(d.reason.value for d in discards).items()},
-        "response_length": float(tokens.sum() / batch.episodes),
+        "response_length": float((tokens.sum() - left_out) / batch.episodes),
+        **({} if batch is every else {"left_out_tokens": float(left_out)}),
         "discarded_groups": float(len(discards)),
         **{
             f"staleness_{age}": float(count)
@@ -76,8 +82,9 @@ def compute_domain_metrics(batch: TrajectoryBatch, domains: Collection[str]) -> 
 
     If the run has several domains, compute each domain's mean reward, accuracy and response length, too. Over many
     batches, the numbers of groups of responses per domain approach the configured shares. A domain without responses in
-    the batch gets no reward and no accuracy.
+    the batch gets no reward and no accuracy. Responses that are left out do not count.
     """
+    batch = batch.judged
     found = batch.domains
     metrics = {f"groups_{safe_name(domain)}": float(found[domain]) for domain in domains} | _compute_parts(batch)
     if len(domains) < 2:

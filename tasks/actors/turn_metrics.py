@@ -13,15 +13,17 @@ def compute_turn_metrics(batch: TrajectoryBatch) -> dict[str, float]:
     episodes with each outcome.
 
     A batch without recorded turns has no such metrics. An episode counts once, no matter how many branches it has; a
-    row without recorded turns has one turn.
+    row without recorded turns has one turn. Episodes that nobody could judge and that are left out count only in the
+    shares of outcomes.
     """
+    every, batch = batch, batch.judged
     if (starts := batch.optional("turn_starts")) is None:
         return {}
     turns = sum(1 if found is None else len(found) for found in starts.to_pylist())
     tokens = batch.table["loss_mask"].combine_chunks().flatten().true_count
     found = {"turns": turns / batch.episodes, "turn_length": tokens / max(turns, 1)}
-    if (outcomes := batch.optional("outcome")) is not None:
-        rows = zip(outcomes.to_pylist(), batch.branches, strict=True)
+    if (outcomes := every.optional("outcome")) is not None:
+        rows = zip(outcomes.to_pylist(), every.branches, strict=True)
         counts = Counter(outcome for outcome, is_branch in rows if outcome is not None and not is_branch)
-        found |= {f"outcome_{outcome.value}": counts[outcome.value] / batch.episodes for outcome in Outcome}
+        found |= {f"outcome_{outcome.value}": counts[outcome.value] / every.episodes for outcome in Outcome}
     return found

@@ -109,7 +109,8 @@ class TorchLearner(TrainedModels):
 
     def step(self, batch: TrajectoryBatch, version: int, settle: WaitForPublish = no_wait) -> Mapping[str, float]:
         """See `Learner`."""
-        data = BatchRows.of(batch)
+        judged = batch.judged
+        data = BatchRows.of(judged)
         if self.config.objective.observation_weight:
             data = data.with_observed()
         check_batch(data, version)
@@ -121,6 +122,8 @@ class TorchLearner(TrainedModels):
         updates.seen.gather(self.ranks)
         found |= updates.seen.metrics(entropy=self.objective.uses_entropy)
         found |= {"learning_rate": self.learning_rate(version), "rows_with_signal": float(before.signal_R.mean())}
+        if left_out := batch.episodes - judged.episodes:
+            found["left_out_responses"] = float(left_out)
         release_memory(self.model.parameters())
         return {**found, **self.adapt_kl_weight(found), **before.metrics(), **self.ranks.take_metrics()}
 

@@ -7,8 +7,9 @@
 - A request for which no engine was left is sent again, with the same seed. The group's other responses are kept.
 - If more than `group_size` responses are generated, the first `group_size` responses that end are kept, and the others
   are aborted. The tokens of all responses are counted.
-- If nobody can judge a response, after several tries, the dispatch is given up: a reward of 0 would train the policy on
-  a failure that the policy did not cause.
+- If nobody can judge a response, after several tries, the response is left out of its group, or the dispatch is given
+  up, as the config says: a reward of 0 would train the policy on a failure that the policy did not cause. A dispatch
+  is also given up if too few of its responses can be judged, or if the policy sampled no token of the response.
 - `give_up` aborts the running requests. A dispatch that was given up returns a `Discard` with the number of tokens that
   were generated for the dispatch.
 - An environment may compute between two turns. If an episode is given up while its environment computes, the task of
@@ -20,19 +21,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rollflow.storage.errors import EngineFailed
 from rollflow.storage.records import (
+    LONGEST_WHY,
     Discard,
     DiscardReason,
     GroupKey,
+    Outcome,
     Prompt,
     StopReason,
     Trajectory,
     TrajectoryGroup,
+    UnjudgedResponse,
 )
 from rollflow.storage.run_records.finished_turns import TurnKey, hash_parts
 from rollflow.storage.token_arrays import ANY_TOKEN
@@ -92,7 +97,8 @@ class GroupRollout:
     awaited: bool = field(kw_only=True)  # True if a batch waits for this group of responses and does not preempt it
     # number of batches with this prompt that led to NaN or infinite weights
     redraws: int = field(default=0, kw_only=True)
-    unjudged: str = field(default="", kw_only=True)  # reason why a response could not be judged
+    # the response that could not be judged and for which the group was given up, with the reason
+    unjudged: UnjudgedResponse | None = field(default=None, kw_only=True)
     _peers: GroupPeers | None = None  # for a scorer that compares the responses of a group
     _over: asyncio.Event | None = None  # set once the group of responses was given up, if a judge may wait
     unanswered: int = field(init=False)  # number of the group's episodes in which the policy still generates tokens
@@ -108,6 +114,7 @@ class GroupRollout:
     _ended: int = 0  # number of responses of the group that ended without an abort
     _tokens: int = 0  # tokens of all responses
     _surplus: int = 0  # tokens of the group's responses that are not kept
+    _left_out: int = 0  # number of responses of the group that could not be judged
     _later: RequestOptions = field(init=False)  # options of all turns but the first
 
     def __post_init__(self) -> None:
@@ -182,14 +189,35 @@ class GroupRollout:
             return ()
         # With `judge_tries = 0`, what the scorer could not judge has the reward 0. A broken environment has none.
         is_broken = episode.first is None or episode.unjudged is None
-        if (is_broken or ports.limits.judge_tries(prompt.scorer)) and (unjudged := episode.find_unjudged(score)):
-            self.unjudged = unjudged.reason
-            await ports.outages.pause(prompt.scorer, self._find_end())
-            await self.give_up(DiscardReason.UNJUDGED)
-            return ()
+        judges_again = is_broken or ports.limits.judge_tries(prompt.scorer)
+        if unjudged := episode.find_unjudged(score) if judges_again else None:
+            if not self._leave_out(episode, unjudged):
+                await ports.outages.pause(prompt.scorer, self._find_end())
+                await self.give_up(DiscardReason.UNJUDGED)
+                return ()
+            score = Score(math.nan, unjudged.reason, Outcome.UNJUDGED, version=unjudged.version)
         trajectories = episode.trajectories(score, sample, self.responses, self.ports.limits.staleness_from)
+        if unjudged:
+            trajectories = tuple(replace(one, left_out=True) for one in trajectories)
         self.ports.spans.respond(self.key, trajectories[0])
         return trajectories
+
+    def _leave_out(self, episode: PlayedEpisode, unjudged: Score) -> bool:
+        """Return whether a response that nobody could judge is left out of its group; if not, note the reason why the
+        group is given up."""
+        limits, why = self.ports.limits, unjudged.reason
+        self._left_out += 1
+        judged = limits.group_size - self._left_out
+        if not limits.judging_of(episode.prompt.scorer).leaves_out:
+            pass
+        elif episode.first is None:
+            why = f"the policy sampled no token of the response: {why}"
+        elif judged < limits.least_judged:
+            why = f"at most {judged} of {limits.group_size} responses can be judged: {why}"
+        else:
+            return True
+        self.unjudged = self.unjudged or UnjudgedResponse(*self.key, episode.sample, why[:LONGEST_WHY])
+        return False
 
     def _build_episode(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> PlayedEpisode:
         """Create an episode of the prompt, whose history is recorded if the journal stores turns."""

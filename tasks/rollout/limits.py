@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollflow.storage.records import LEAST_JUDGED
 from rollflow.tasks.rollout.config import FilterConfig
 
 
@@ -20,6 +21,7 @@ class JudgingLimits:
     # number of consecutive groups of responses that the scorer could not judge, after which the run fails
     max_unjudged: int = 20
     compares_group: bool = False  # True if the scorer compares a response with the other responses to the same prompt
+    leaves_out: bool = False  # True if a response that nobody could judge is left out of its group
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,11 @@ class RolloutLimits:
     def judge_tries(self, scorer: str) -> int:
         """Return how often the scorer with this name tries to judge a response."""
         return self.judging_of(scorer).tries
+
+    @property
+    def least_judged(self) -> int:
+        """Smallest number of judged responses of a group of which the other responses may be left out."""
+        return min(LEAST_JUDGED, self.group_size)
 
     @property
     def lead(self) -> float:

@@ -33,7 +33,8 @@ class PromptSpans:
             tokens = trajectory.response_tokens
             ending = str(trajectory.ending)
             self._spans.record_prompt(key, "generate", generated, scored, tokens=tokens, ending=ending, **more)
-            self._spans.record_prompt(key, "score", scored, reward=trajectory.reward, **more)
+            paid = {} if trajectory.left_out else {"reward": trajectory.reward}
+            self._spans.record_prompt(key, "score", scored, **paid, **more)
 
     def complete(self, key: GroupKey) -> None:
         """Record that all responses to a prompt have rewards, and wait for a batch."""

@@ -41,6 +41,7 @@ from rollflow.storage.records import (
     PassRate,
     Prompt,
     TrajectoryGroup,
+    UnjudgedResponse,
 )
 from rollflow.storage.token_arrays import ANY_TOKEN
 from rollflow.storage.trajectories import StagedBatch
@@ -131,6 +132,7 @@ class RolloutScheduler:
         self._had_room = True  # False if the engines had no free slot when admission last decided
         self._discards: list[Discard] = []
         self._filtered_rates: list[PassRate] = []  # pass rates of the filtered groups of responses in `_discards`
+        self._unjudged: list[UnjudgedResponse] = []  # responses of the groups in `_discards` that nobody could judge
         self._filtered_in_a_row = 0
         self._unjudged_of = Counter[int]()  # prompt -> its unjudged groups of responses since the last scored one
         # newest published policy version, which is the number of the learner's next batch
@@ -248,20 +250,22 @@ class RolloutScheduler:
 
     def _check_judged(self, discard: Discard, scorer: str, rollout: GroupRollout) -> None:
         """Raise `ConfigError` after too many groups of responses in a row could not be judged by a scorer."""
-        if discard.reason is not DiscardReason.UNJUDGED:
+        unjudged = rollout.unjudged
+        if discard.reason is not DiscardReason.UNJUDGED or unjudged is None:
             return
+        self._unjudged.append(unjudged)
         prompt, most = discard.key.prompt, self.limits.judging_of(scorer).max_unjudged
         self._unjudged_of[prompt] += 1
         if self._unjudged_of[prompt] == most:
             raise ConfigError(
                 f"{name_section(scorer)}.max_unjudged = {most}: prompt {prompt} was issued so many times, and each "
-                f"time nobody could judge a response (the last reason: {rollout.unjudged}); fix the scorer, or remove "
+                f"time nobody could judge a response (the last reason: {unjudged.why}); fix the scorer, or remove "
                 "the prompt, then resume the run"
             )
         if self._outages.count(scorer, rollout.number, self._issued) == most:
             raise ConfigError(
                 f"{name_section(scorer)}.max_unjudged = {most}: so many groups in a row had a response that nobody "
-                f"could judge (the last reason: {rollout.unjudged}); fix the scorer, then resume the run"
+                f"could judge (the last reason: {unjudged.why}); fix the scorer, then resume the run"
             )
 
     async def _count_response(self, tokens: int) -> None:
@@ -300,6 +304,7 @@ class RolloutScheduler:
         self.counts.filtered[why] += 1
         self._filtered_in_a_row += 1
         self._filtered_rates += [] if group.pass_rate is None else [group.pass_rate]
+        self._unjudged += group.left_out
         self._discard(Discard(group.key, DiscardReason.FILTERED, group.started_version, group.response_tokens))
         if self.limits.filter and self._filtered_in_a_row >= self.limits.filter.max_consecutive:
             raise ConfigError(  # the run fails, because after a restart the same prompts would be filtered again
@@ -342,8 +347,9 @@ class RolloutScheduler:
         self._advance()
         discards, self._discards = tuple(self._discards), []
         rates, self._filtered_rates = tuple(self._filtered_rates), []
+        unjudged, self._unjudged = tuple(self._unjudged), []
         self._order.forget_slowness(group.key.prompt for group in groups)
-        return StagedBatch(number, groups, self._order.take_issued(), discards, rates)
+        return StagedBatch(number, groups, self._order.take_issued(), discards, rates, unjudged)
 
     def _must_wait(self, number: int) -> bool:
         running = (rollout.number for rollout in self._running.values() if rollout not in self._left_behind)

@@ -30,6 +30,7 @@ from rollflow.tasks.run.cluster_config import ClusterConfig
 from rollflow.tasks.runtime.names import RecipeName
 from rollflow.tasks.runtime.renamed_keys import RECIPE, Renames
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Section, check_storable, refusal, refuse_all
+from rollflow.tasks.scorers.base_config import find_judging_faults
 from rollflow.tasks.scorers.config import ExactReward, ReasoningGymReward, RewardConfig, list_remote, name_section
 
 Refusals = Iterator[PydanticCustomError]
@@ -285,9 +286,8 @@ class RunConfig(Section):
                 yield refusal(f"prompts.{which}.reward", source.reward, self.explain_missing(source.reward))
         faults = *find_set_faults(self.prompts), *find_game_faults(self.prompts, self.environment)
         yield from (refusal(*fault) for fault in faults)
-        if len({config.judge_tries > 0 for config in self.scorers.values()}) > 1:
-            cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
-            yield refusal("reward.judge_tries", self.reward.judge_tries, cure)
+        sections = {name_section(name): scorer for name, scorer in self.scorers.items()}
+        yield from (refusal(*fault) for fault in find_judging_faults(sections, self.group_size))
 
     def explain_missing(self, name: str) -> str:
         """Return what the user can do about a scorer name that does not exist."""

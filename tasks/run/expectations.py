@@ -56,6 +56,7 @@ def read_limits(config: RunConfig) -> BatchLimits:
         redundant_responses=config.rollout.redundant_responses,
         max_new_tokens=config.engine.max_new_tokens,
         judges_all=config.judges_again,
+        leave_out=frozenset(name for name, one in config.scorers.items() if one.leaves_out),
         reasons=reasons_of(config),
         made_up=isinstance(config.engine, TimedEngineConfig),
         single_turn=isinstance(config.environment, SingleTurnEnvironment),

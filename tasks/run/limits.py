@@ -33,7 +33,7 @@ def build_limits(config: RunConfig) -> RolloutLimits:
         staleness_from=rollout.staleness_from,
         filter=rollout.filter,
         judging={
-            name: JudgingLimits(one.judge_tries, one.max_unjudged, one.compares_group)
+            name: JudgingLimits(one.judge_tries, one.max_unjudged, one.compares_group, one.leaves_out)
             for name, one in config.scorers.items()
         },
         shares=tuple(source.share for source in config.prompts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -66,6 +66,10 @@ class LengthPenalty(Section):
         return self.penalty * min(1.0, max(0.0, (length - self.start) / (self.full - self.start)))
 
 
+# keys about responses that nobody could judge
+JUDGING = ("judge_tries", "max_unjudged", "unjudged")
+
+
 class RewardBase(Section):
     """The keys that all kinds of verifier have."""
 
@@ -109,13 +113,19 @@ class RewardBase(Section):
         ge=0,
         le=100,
         description="number of tries to score a response that no scorer can judge, for example while a judge server "
-        "is away; then all responses to its prompt are discarded, and the prompt is issued again. 0: the reward is 0",
+        "is away; then the key unjudged says what happens. 0: the reward is 0",
     )
     max_unjudged: int = Field(
         20,
         gt=0,
         description="number of prompts in a row with a response that nobody could judge after which the run fails; "
         "prompts that run at the same time count once",
+    )
+    unjudged: Literal["issue_again", "leave_out"] = Field(
+        "issue_again",
+        description="what happens to a response that could not be judged in judge_tries tries. issue_again: all "
+        "responses to its prompt are discarded, and the prompt is issued again; leave_out: the response is not trained "
+        "on and is in no baseline, and the others are, if at least 2 of them were judged",
     )
     second_verdict_share: float = Field(
         0.0,
@@ -163,3 +173,29 @@ class RewardBase(Section):
     def compares_group(self) -> bool:
         """True if the score of a response depends on the other responses to the same prompt."""
         return False
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if a response that nobody could judge is left out of its group."""
+        return self.unjudged == "leave_out"
+
+    @model_validator(mode="after")
+    def _leaves_out_after_tries(self) -> Self:
+        if self.leaves_out and not self.judge_tries:
+            cure = "with judge_tries = 0, an unjudged response has the reward 0; set judge_tries to 1 or more"
+            refuse("unjudged", self.unjudged, cure)
+        return self
+
+
+LEAST_JUDGED = 2  # smallest number of judged responses to a prompt of which another response may be left out
+
+
+def find_judging_faults(sections: Mapping[str, RewardBase], group_size: int) -> Iterator[tuple[str, object, str]]:
+    """Yield key, value and fix of each key of these scorers, by section, that does not fit the other sections."""
+    if len({scorer.judge_tries > 0 for scorer in sections.values()}) > 1:
+        cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
+        yield "reward.judge_tries", next(iter(sections.values())).judge_tries, cure
+    for section, scorer in sections.items():
+        if scorer.leaves_out and group_size <= LEAST_JUDGED:
+            cure = f"a group keeps at least {LEAST_JUDGED} judged responses; set group_size above {LEAST_JUDGED}"
+            yield f"{section}.unjudged", scorer.unjudged, cure

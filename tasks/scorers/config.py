@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rollflow.tasks.runtime.sections import LONGEST_SECONDS, Imported, Section, refuse
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, SandboxConfig
-from rollflow.tasks.scorers.base_config import RewardBase
+from rollflow.tasks.scorers.base_config import JUDGING, RewardBase
 from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.judge.config import JudgeReward
 from rollflow.tasks.scorers.model.config import ModelReward
@@ -159,7 +159,7 @@ PartConfig = Annotated[
 ]
 REMOTE = (JudgeReward, ModelReward)  # scorers that run in no worker process
 # keys that only the composite reward sets, for all its parts; and those for its parts in worker processes
-SHARED = ("format", "judge_tries", "length_penalty", "max_unjudged", "second_verdict_share", "special_tokens")
+SHARED = (*JUDGING, "format", "length_penalty", "second_verdict_share", "special_tokens")
 SHARED_BY_WORKERS = ("at_once", "deadline_seconds", "start_seconds", "workers")
 
 

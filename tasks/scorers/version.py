@@ -28,12 +28,12 @@ from rollflow.tasks.scorers.config import REMOTE, CompositeReward, RewardConfig,
 LENGTH = 12  # number of hexadecimal digits of a scorer's version
 # config keys that do not affect scores
 OPERATIONS = {
-    *("at_once", "judge_tries", "max_unjudged", "second_verdict_share", "start_seconds", "workers"),
+    *("at_once", "judge_tries", "max_unjudged", "second_verdict_share", "start_seconds", "unjudged", "workers"),
     *("batch_tokens", "cpus", "gpus", "max_batch"),
     *("budget_tokens", "cache_entries", "call_seconds", "token_env", "tokens_per_minute", "tries"),
 }
-# a key that earlier releases did not have; the parts of a composite scorer cannot set it
-_OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share"}}}}
+# keys that earlier releases did not have; the parts of a composite scorer cannot set them
+_OF_PARTS: dict[str, Any] = {"parts": {"__all__": {"scorer": {"second_verdict_share", "unjudged"}}}}
 EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source files that every scorer uses
 # kind of scorer -> source files that only this kind uses
 SOURCES: dict[str, tuple[str, ...]] = {

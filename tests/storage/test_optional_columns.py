@@ -40,6 +40,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "token_rewards": st.lists(st.floats(width=32, allow_nan=False) | st.just(math.nan), max_size=6).map(Float32s.of),
     "turn_states": st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=4).map(Int64s.of),
     "role": TEXT,
+    "left_out": st.booleans(),
 }
 ROW = st.fixed_dictionaries({}, optional=VALUES)
 BARE = (group(0), group(1), group(2))

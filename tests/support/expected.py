@@ -21,6 +21,7 @@ def limits_for(limits: RolloutLimits, *, single_turn: bool = True) -> BatchLimit
         redundant_responses=limits.redundant_responses,
         max_new_tokens=limits.max_new_tokens,
         judges_all=limits.judge_tries("") > 0,
+        leave_out=frozenset(name for name, one in limits.judging.items() if one.leaves_out),
         reasons=frozenset(
             {left}
             | ({DiscardReason.UNJUDGED} if limits.judge_tries("") else set())

@@ -321,8 +321,15 @@ class Pipeline:
         }
         weights, state = ((stored,) for stored in self.policies.stage(self.learning, version, files))
         entry = None if batch is None else batch.entry
-        self.policies.publish(self.learning, VersionPublished(version, entry, weights, state))
+        metrics = {} if batch is None else self._count_left_out(batch)
+        self.policies.publish(self.learning, VersionPublished(version, entry, weights, state, metrics=metrics))
         self.policies.prune(self.learning)
+
+    def _count_left_out(self, batch: CommittedBatch) -> dict[str, float]:
+        """Return the metric of a learner that leaves out unjudged responses."""
+        read = TrajectoryBatch.from_bytes(self.batches.read(batch.file))
+        left_out = read.episodes - read.judged.episodes
+        return {"left_out_responses": float(left_out)} if left_out else {}
 
 
 def is_finite(stored: pa.Buffer) -> bool:

@@ -136,8 +136,8 @@ class JudgeReward(RewardBase):
         3,
         ge=1,
         le=100,
-        description="number of tries to score a response while the endpoint gives no verdict; then all responses to "
-        "its prompt are discarded, and the prompt is issued again",
+        description="number of tries to score a response while the endpoint gives no verdict; then the key unjudged "
+        "says what happens",
     )
     workers: Literal[1] = Field(1, description="not used: the reward actor itself calls the endpoint")
 

@@ -82,8 +82,8 @@ class ModelReward(RewardBase):
         3,
         ge=1,
         le=100,
-        description="number of times that a response is tried while the reward model is away, before all responses "
-        "to its prompt are discarded and the prompt is issued again",
+        description="number of tries to score a response while the reward model is away; then the key unjudged says "
+        "what happens",
     )
 
     @property

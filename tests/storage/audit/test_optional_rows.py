@@ -60,6 +60,7 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
         "altered",
         "trajectory 8.0.0 has 2 turns and 1 states of turns",
     ),
+    ({"left_out": False}, "altered", "trajectory 8.0.0 is marked as not left out; only the other mark is written"),
     ({"role": ""}, "lineage", "trajectory 8.0.0 has a role without a name"),
     ({"routed_experts": Int16s.of([1, 2])}, "altered", "trajectory 8.0.0 has 3 tokens and 2 routed experts"),
     ({"routed_experts": Int16s.of([1, 2, -2])}, "lineage", "a routed expert is below -1"),
