@@ -52,6 +52,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.response_reader import ResponseReader
 from rollflow.tasks.run.restore import name_of
 
+SHOWN_REASONS = 3  # Largest number of reasons why responses could not be judged that are shown.
 SHOWN = 12  # Largest number of response groups that a list names; further groups are only counted.
 
 
@@ -231,6 +232,8 @@ def _add_batch_rows(context: RunContext, entry: int, table: Table) -> None:
     lost = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     keys = _format_keys([d.key for d in discards])
     table.add_row("discarded", f"{lost}: {keys}" if lost else "none")
+    for why, count in Counter(one.why for one in batch.unjudged).most_common(SHOWN_REASONS):
+        table.add_row("not judged", Text(f"{count} responses: {why}"))
     table.add_row("issued", _format_keys([GroupKey(prompt, 0) for prompt in batch.issued]))
 
 
@@ -306,7 +309,8 @@ def _show_trajectories(
         table.add_row("response", Text(ResponseReader(context).read(key.prompt, one)))
     table.add_row("tokens", f"{one.response_tokens}: {_describe_spans(one)}")
     table.add_row("log-probs", describe_logprobs([value for part in parts for value in part.logprobs]))
-    table.add_row("reward", f"{one.reward:g} ({one.reason})" if one.reason else f"{one.reward:g}")
+    reward = "none, left out of its group" if one.left_out else f"{one.reward:g}"
+    table.add_row("reward", Text(f"{reward} ({one.reason})" if one.reason else reward))
     for row in _describe_optional(one):
         table.add_row(*row)
     table.add_row("ending", one.ending.value)
@@ -358,7 +362,8 @@ def _group_table(context: RunContext, key: GroupKey, trajectories: Sequence[Traj
     for t in trajectories:
         stale, response = str(number - t.started_version), Text(reader.read(key.prompt, t), overflow="ellipsis")
         cells = [cell(t) for cell in shown.values()]
-        table.add_row(str(t.sample), f"{t.reward:g}", *cells, t.ending.value, stale, str(t.response_tokens), response)
+        reward = "left out" if t.left_out else f"{t.reward:g}"
+        table.add_row(str(t.sample), reward, *cells, t.ending.value, stale, str(t.response_tokens), response)
     return table
 
 

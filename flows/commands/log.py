@@ -110,6 +110,12 @@ def _describe_batch(body: BatchCommitted) -> str:
     lost = Counter(discard.reason.value for discard in body.discards)
     reasons = ", ".join(f"{count} {reason}" for reason, count in lost.most_common())
     discarded = f"; discarded: {reasons}" if lost else ""
+    keys = {group.key for group in body.groups} if body.unjudged else ()
+    left_out = [one for one in body.unjudged if one.key in keys]
+    if left_out:
+        discarded += f"; {len(left_out)} unjudged responses left out"
+    if body.unjudged:
+        discarded += f"; why unjudged: {body.unjudged[-1].why}"
     return f"batch {body.number} committed: {len(body.groups)} groups, {tokens:,} response tokens{discarded}"
 
 

@@ -184,7 +184,7 @@ def _sample_responses(context: RunContext, version: PolicyVersion) -> dict[str, 
         "domain": [group.domain for group, _ in rows],
         "prompt": [context.tokenizer.decode(prompt_tokens(sample)) for _, sample in rows],
         "response": [reader.read(group.key.prompt, sample) for group, sample in rows],
-        "reward": [sample.reward for _, sample in rows],
+        "reward": [None if sample.left_out else sample.reward for _, sample in rows],
         "reason": [sample.reason for _, sample in rows],
         "tokens": [sample.response_tokens for _, sample in rows],
     }

@@ -51,7 +51,7 @@ from rollflow.storage.errors import RollflowError
 VIEW = "?workflowType=machine_learning"  # With this query, MLflow's UI shows metrics instead of GenAI traces.
 ROLLOUT = (
     *("reward", "accuracy", "staleness_", "response_", "surplus_", "discarded_", "groups_", "part_", "alarms"),
-    *("skipped_", "turns", "turn_length", "outcome_"),
+    *("skipped_", "turns", "turn_length", "outcome_", "left_out_"),
 )
 SYSTEM = ("wait_seconds", "step_seconds", "publish_seconds", "tokens_per_second", "idle", "waste")
 METRICS_A_CALL = 900  # Largest number of metrics that are logged in one call. MLflow accepts 1,000.

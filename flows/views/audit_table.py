@@ -52,6 +52,8 @@ def print_report(report: AuditReport, shares: Mapping[str, float], console: Cons
     console.print(staleness_table(report))
     console.print(fates_table(report))
     console.print(tokens_line(report))
+    if report.left_out:
+        console.print(f"{report.left_out:,} unjudged responses are stored and left out of their groups")
     if len(shares) > 1:
         console.print(domains_table(report.domains, shares))
     for line in scorer_lines(report):

@@ -157,7 +157,9 @@ def _read_curves(context: RunContext, versions: Sequence[PolicyVersion]) -> dict
     seconds = np.maximum(at - at[0] - pauses, 0.0)
     tokens = np.cumsum([0.0, *(_metric(trained, "response_tokens"))])
     numbers = np.array([float(one.number) for one in versions])
-    lost, used = _metric(trained, "discarded_tokens") + _metric(trained, "surplus_tokens"), np.diff(tokens)
+    left_out = np.array([one.metrics.get("left_out_tokens", 0.0) for one in trained])
+    lost = _metric(trained, "discarded_tokens") + _metric(trained, "surplus_tokens") + left_out
+    used = np.diff(tokens) - left_out
     values = {
         "reward": _metric(trained, "reward"),
         "staleness": _metric(trained, "staleness_mean"),

@@ -91,7 +91,8 @@ def _with_texts(context: RunContext, one: Trajectory) -> dict[str, Any]:
 
 
 def _values(one: Trajectory) -> dict[str, Any]:
-    return {field.name: getattr(one, field.name) for field in fields(one) if field.name not in NAMES}
+    found = {field.name: getattr(one, field.name) for field in fields(one) if field.name not in NAMES}
+    return {**found, "reward": None} if one.left_out else found
 
 
 def _optional_values(one: Trajectory) -> dict[str, Any]:
@@ -108,6 +109,7 @@ def _optional_values(one: Trajectory) -> dict[str, Any]:
         "token_rewards": lambda rewards: [None if math.isnan(reward) else reward for reward in rewards],
         "turn_states": list,
         "role": str,
+        "left_out": bool,
     }
     return {name: convert[name](getattr(one, name)) for name in NAMES if getattr(one, name) is not None}
 

@@ -124,7 +124,9 @@ def system_figures(before: PolicyVersion, version: PolicyVersion, paused: float 
     need the time are left out if the clock was set back.
     """
     metrics, seconds = version.metrics, version.at - before.at - paused
-    used, lost = metrics["response_tokens"], metrics["discarded_tokens"] + metrics["surplus_tokens"]
+    left_out = metrics.get("left_out_tokens", 0.0)
+    used = metrics["response_tokens"] - left_out
+    lost = metrics["discarded_tokens"] + metrics["surplus_tokens"] + left_out
     figures = {"waste": lost / (lost + used)} if lost + used else {}
     if seconds > 0:
         figures |= {"tokens_per_second": used / seconds, "idle": min(1.0, metrics["wait_seconds"] / seconds)}

@@ -69,8 +69,12 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
 
     # This is 0 or less if the clock was set back; the row then has no figures that need the time.
     seconds = trained[-1].at - before.at - paused
-    used, lost = total("response_tokens"), total("discarded_tokens") + total("surplus_tokens")
-    bias = length_bias(used, groups * len(trained), total("discarded_tokens"), total("discarded_groups"))
+    used = total("response_tokens") - total("left_out_tokens")
+    lost = total("discarded_tokens") + total("surplus_tokens") + total("left_out_tokens")
+    left_out = total("left_out_responses")
+    bias = length_bias(
+        total("response_tokens"), groups * len(trained), total("discarded_tokens"), total("discarded_groups")
+    )
     turns = [version.metrics["turns"] for version in trained if "turns" in version.metrics]
     return {
         **({"turns": f"{sum(turns) / len(turns):.1f}"} if turns else {}),
@@ -79,6 +83,7 @@ def _figures(versions: Sequence[PolicyVersion], groups: int, paused: float) -> d
         "tokens/s": f"{used / seconds:,.0f}" if seconds > 0 else "",
         "idle": f"{min(1.0, total('wait_seconds') / seconds):.0%}" if seconds > 0 else "",
         "waste": f"{lost / (used + lost):.1%}" if used + lost else "",
+        **({"unjudged, left out": f"{left_out:,.0f}"} if left_out else {}),
         "length bias": f"{bias:+.1%}",
     }
 

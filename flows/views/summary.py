@@ -81,6 +81,7 @@ def _collect(context: RunContext, report: AuditReport) -> dict[str, Any]:
         "cpu_seconds": read_usage(context.store).totals(),
         "recoveries": dict(Counter(recovery.role for recovery in RecoveryLog(context.store).read())),
         "discarded_tokens": report.discarded_tokens,
+        **({"left_out_responses": report.left_out} if report.left_out else {}),
         "length_bias": round(summary_bias(report), 4),
         "audit": "clean" if report.clean else [f"{v.kind}: {v.where}: {v.what}" for v in report.violations],
         "engine": context.config.engine.kind,

@@ -9,13 +9,14 @@ and their prompts are issued again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollflow.storage.errors import Missing
 from rollflow.storage.log.entries import BatchCommitted, BatchVoided, VersionPublished, WrittenEntry
 from rollflow.storage.log.reading import get_entry, iterate_written
 from rollflow.storage.log.run_log import Log
-from rollflow.storage.records import Discard, DiscardReason, GroupKey
+from rollflow.storage.records import Discard, DiscardReason, GroupKey, UnjudgedResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,14 @@ class Discarded:
 
     batch: int
     discard: Discard
+    why: str = ""  # why a response could not be judged; "" in the log of an earlier release
 
     def __str__(self) -> str:
         lost = self.discard
         return (
             f"discarded as {lost.reason} when batch {self.batch} was formed; started under version "
             f"{lost.started_version}; {lost.response_tokens} response tokens"
-        )
+        ) + (f"; {self.why}" if self.why else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,10 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     newest = -1
     for stored in iterate_written(log, 0, log.state.n):
         match stored.entry.body:
-            case BatchCommitted(number, groups=groups, discards=discards):
+            case BatchCommitted(number, groups=groups, discards=discards, unjudged=unjudged):
                 newest = max(newest, number)
-                found |= {lost.key: Discarded(number, lost) for lost in discards if lost.key.prompt == prompt}
+                gone = [lost for lost in discards if lost.key.prompt == prompt]
+                found |= {lost.key: Discarded(number, lost, _find_reason(lost, unjudged)) for lost in gone}
                 for key in (group.key for group in groups if group.prompt == prompt):
                     found[key], committed[stored.entry.n] = AwaitingTraining(number), key
                 if any(lost.key.prompt == prompt and lost.reason is DiscardReason.FILTERED for lost in discards):
@@ -108,6 +111,13 @@ def list_fates(log: Log, prompt: int) -> dict[GroupKey, Fate]:
     if prompt in log.state.open:
         found[GroupKey(prompt, log.state.open[prompt])] = InFlight(newest)
     return found
+
+
+def _find_reason(lost: Discard, unjudged: Sequence[UnjudgedResponse]) -> str:
+    """Return why a response could not be judged, if its group was discarded as unjudged; "" if the log does not say
+    why."""
+    reasons = (one.why for one in unjudged if one.key == lost.key)
+    return next(reasons, "") if lost.reason is DiscardReason.UNJUDGED else ""
 
 
 def find_version(log: Log, version: int) -> WrittenEntry:

@@ -253,6 +253,8 @@ class Rejudging:
             for one in group.trajectories
         ]
         for place, (one, tokens) in enumerate(zip(group.trajectories, responses, strict=True)):
+            if one.left_out:
+                continue  # nobody could judge the response, so there is no verdict to repeat
             peers = responses[:place] + responses[place + 1 :] if compares else ()
             request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages, peers, adapts=False)
             yield StoredVerdict(version, group.key, group.domain, one, request)

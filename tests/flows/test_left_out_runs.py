@@ -1,0 +1,127 @@
+"""A small run with unjudged responses that are left out: its training, audit, replay, and what people see of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollflow.flows.commands.cli import main
+from rollflow.flows.tracking.tracking import ROLLOUT
+from rollflow.flows.views.progress import system_figures
+from rollflow.flows.views.progress_blocks import block_rows
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.records import (
+    Discard,
+    DiscardReason,
+    GroupKey,
+    Outcome,
+    Trajectory,
+    TrajectoryGroup,
+    UnjudgedResponse,
+)
+from rollflow.storage.trajectories import StagedBatch
+from rollflow.tasks.run.context import RunContext
+from tests.support import small_run
+from tests.support.small_run import prepare_small, train_small
+
+WHY = "the judge [at judge.example] is away"
+JUDGED_BY = {"kind": "reasoning-gym", "unjudged": "leave_out"}
+
+
+def leave_out(one: Trajectory) -> Trajectory:
+    return replace(one, left_out=True, reward=math.nan, outcome=Outcome.UNJUDGED, reason=WHY)
+
+
+def change_group(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Leave out the second response of each group with an odd prompt."""
+    rows = [replace(one, outcome=Outcome.CORRECT if one.reward else Outcome.WRONG) for one in group.trajectories]
+    if group.key.prompt % 2:
+        rows[1] = leave_out(rows[1])
+    return replace(group, trajectories=tuple(rows))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
+    """Train three versions; batch 2 discards an unjudged group with its reason."""
+    home, made = tmp_path_factory.mktemp("home"), small_run.batch
+
+    def batch(context: RunContext, number: int, **given: Any) -> StagedBatch:
+        staged = made(context, number, **given)
+        lost = tuple(Discard(one.key, DiscardReason.UNJUDGED, 0, 21) for one in staged.discards)
+        told = tuple(UnjudgedResponse(*one.key, 2, WHY) for one in lost)
+        return replace(staged, groups=tuple(map(change_group, staged.groups)), discards=lost, unjudged=told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLFLOW_HOME", str(home))
+        patch.setattr(small_run, "batch", batch)
+        context = prepare_small(home, versions=3, reward=JUDGED_BY)
+        train_small(context)
+        yield context
+
+
+def read_batch(run: RunContext, version: int) -> TrajectoryBatch:
+    entry = run.policies.find(version).batch_entry
+    assert entry is not None
+    return TrajectoryBatch.from_bytes(run.batches.read(run.batches.read_commit(entry).file))
+
+
+def test_metrics_of_a_version_name_what_was_left_out(run: RunContext) -> None:
+    for version in (1, 2, 3):
+        metrics, batch = run.policies.find(version).metrics, read_batch(run, version)
+        lost = [one for group in batch.groups() for one in group.trajectories if one.left_out]
+        kept = [one for group in batch.groups() for one in group.trajectories if not one.left_out]
+        assert len(lost) == 1
+        assert metrics["left_out_responses"] == 1.0
+        assert metrics["left_out_tokens"] == sum(one.response_tokens for one in lost)
+        assert metrics["reward"] == pytest.approx(sum(one.reward for one in kept) / len(kept))
+        assert metrics["response_length"] == pytest.approx(sum(one.response_tokens for one in kept) / len(kept))
+        assert any("left_out_responses".startswith(name) for name in ROLLOUT)
+
+
+def test_deep_audit_of_the_run_is_clean(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--deep", "small"]) == 0
+    assert "3 unjudged responses are stored and left out of their groups" in capsys.readouterr().out
+
+
+def test_replay_of_the_run_has_the_same_bits(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "small", "--all"]) == 0
+    assert "version 3" in capsys.readouterr().out
+
+
+def test_inspect_shows_what_was_left_out_and_why(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "small", "1.0"]) == 0
+    assert "left out" in capsys.readouterr().out
+    assert main(["inspect", "small", "1.0.1"]) == 0
+    assert f"none, left out of its group ({WHY})" in capsys.readouterr().out
+    assert main(["inspect", "small", "1.0.1", "--json"]) == 0
+    [value] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["trajectories"]
+    assert (value["left_out"], value["reward"], value["reason"]) == (True, None, WHY)
+
+
+def test_inspect_shows_why_a_group_was_not_judged(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "small", "4.0"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "discarded as unjudged" in text
+    assert WHY in text
+    assert main(["inspect", "small", "3"]) == 0
+    assert f"2 responses: {WHY}" in " ".join(capsys.readouterr().out.split())
+    assert main(["log", "small"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 unjudged responses left out" in text
+    assert GroupKey(4, 1) in read_batch(run, 3).keys
+
+
+def test_progress_counts_left_out_tokens_as_waste(run: RunContext) -> None:
+    before, version = run.policies.find(0), run.policies.find(1)
+    lost = version.metrics["left_out_tokens"]
+    expected = (lost + version.metrics["discarded_tokens"]) / (
+        version.metrics["response_tokens"] + version.metrics["discarded_tokens"]
+    )
+    assert system_figures(before, version)["waste"] == pytest.approx(expected)
+    [row] = block_rows(run, [(1, 3)])
+    assert row["unjudged, left out"] == "3"
