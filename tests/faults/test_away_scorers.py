@@ -1,0 +1,96 @@
+"""A whole run whose scorer cannot judge two of ten responses, and leaves them out of their groups."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.log.entries import BatchCommitted, VersionPublished
+from rollflow.storage.objects import open_store
+from rollflow.storage.records import DiscardReason, Outcome
+from rollflow.tasks.policies.tokenizer import PolicyTokenizer
+from tests.e2e.test_runs import Command
+from tests.support.away_scorer import WHY, compute_value, is_away
+from tests.support.log_runs import read
+from tests.support.small_run import make_policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
+
+VERSIONS, GROUPS, SIZE = 12, 4, 8
+RECIPE = """
+name = "away"
+versions = {versions}
+groups = {groups}
+group_size = {size}
+
+[policy]
+path = "{policy}"
+
+[[prompts]]
+kind = "sorting"
+
+[engine]
+kind = "timed"
+max_new_tokens = 16
+median_tokens = 8
+seconds_per_token = 0.01
+
+[reward]
+kind = "import"
+path = "tests.support.away_scorer:score"
+judge_tries = 1
+unjudged = "leave_out"
+
+[evaluation]
+every = 0
+prompts = 2
+"""
+
+
+def test_unjudged_responses_of_a_run_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stored row, each log entry and each version's metrics agree with the texts of the responses."""
+    make_policy(tmp_path / "policy")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ["PYTHONPATH"]]))
+    recipe = RECIPE.format(policy=tmp_path / "policy", versions=VERSIONS, groups=GROUPS, size=SIZE)
+    command = Command(tmp_path / "home", recipe)
+    command.run("run", str(command.recipe), "--run-id", "away")
+    store, tokenizer = open_store(f"{command.home}/store/runs/away"), PolicyTokenizer(tmp_path / "policy")
+    entries, found, of_entry = read(store), Counter[bool](), dict[int, int]()
+    for entry in entries:
+        if not isinstance(body := entry.body, BatchCommitted):
+            continue
+        groups = TrajectoryBatch.from_bytes(store.get(body.file.path)).groups()
+        rows = [one for group in groups for one in group.trajectories]
+        lost = []
+        for one in rows:
+            own = [token for token, chosen in zip(one.tokens, one.loss_mask, strict=True) if chosen]
+            text = tokenizer.decode_response(own).strip()
+            found[is_away(text)] += 1
+            if is_away(text):
+                lost.append(one)
+                assert (one.left_out, one.outcome, math.isnan(one.reward)) == (True, Outcome.UNJUDGED, True)
+                assert WHY in one.reason
+            else:
+                assert (one.left_out, one.outcome) == (None, Outcome.PARTIAL)
+                assert one.reward == pytest.approx(compute_value(text))
+        of_entry[entry.n] = len(lost)
+        keys = {group.key for group in body.groups}
+        assert len([one for one in body.unjudged if one.key in keys]) == len(lost)
+        again = {one.key for one in body.discards if one.reason is DiscardReason.UNJUDGED}
+        assert {one.key for one in body.unjudged if one.key not in keys} == again
+        assert all(WHY in one.why for one in body.unjudged)
+    assert found[True] + found[False] >= VERSIONS * GROUPS * SIZE
+    assert found[True] > VERSIONS
+    versions = [entry.body for entry in entries if isinstance(entry.body, VersionPublished)]
+    told = {one.batch_entry: one.metrics.get("left_out_responses", 0.0) for one in versions if one.batch_entry}
+    assert told == {n: of_entry[n] for n in told}
+    report = json.loads(command.run("audit", "away", "--deep", "--json").splitlines()[-1])
+    assert report["violations"] == []
+    assert report["left_out"] == sum(told.values())
+    command.run("replay", "away", "--all")
