@@ -123,9 +123,9 @@ class RewardBase(Section):
     )
     unjudged: Literal["issue_again", "leave_out"] = Field(
         "issue_again",
-        description="what happens to a response that could not be judged in judge_tries tries. issue_again: all "
-        "responses to its prompt are discarded, and the prompt is issued again; leave_out: the response is not trained "
-        "on and is in no baseline, and the others are, if at least 2 of them were judged",
+        description="what follows if a response could not be judged. issue_again: all responses to the prompt are "
+        "discarded, and the prompt is issued again; leave_out: only this response is not trained on and in no "
+        "baseline, if 2 others were judged",
     )
     second_verdict_share: float = Field(
         0.0,

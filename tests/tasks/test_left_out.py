@@ -451,7 +451,7 @@ class StuckScorer(Pipeline):
         return replace(super()._prompt(index), reference={"index": index})
 
 
-def test_group_given_up_during_a_score_ends_at_once_and_counts_once() -> None:
+def test_group_given_up_during_a_score_is_counted_once() -> None:
     """The environment waits for `episode.score` when its group becomes too old."""
     choices = {"on_stale": "drop", "max_batches_ahead": 1.0}
     pipeline = StuckScorer(
