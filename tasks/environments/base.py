@@ -30,8 +30,8 @@ from rollflow.tasks.environments.ports import EnvironmentPorts, Message
 from rollflow.tasks.environments.tool_calls import Action
 from rollflow.tasks.scorers.base import Score
 
-# Computes the log-probs (nats) of tokens[1:] under a policy, each given the tokens before it. Returns None if there is
-# no model.
+# Computes the log-probs (nats) of tokens[1:] under a policy, each given the tokens before it.
+# Returns None if there is no model.
 LogProbs = Callable[[Sequence[int]], Awaitable[Sequence[float] | None]]
 
 
@@ -59,8 +59,8 @@ class Episode(Protocol):
     def limit(self) -> str:
         """A sentence that names the limit that the episode has reached; "" if another turn may follow.
 
-        Once a limit is reached, `generate` returns None. The environment may still score the state that the episode has
-        reached.
+        Once the episode has reached a limit, `generate` returns None. The environment may still score the state that
+        the episode has reached.
         """
 
     @property
@@ -68,8 +68,8 @@ class Episode(Protocol):
         """A text that identifies the episode in its run; "" in an evaluation. A crash of the run does not change the
         id.
 
-        An environment may send actions to an outside service. If it sends the id and the turn's number with each
-        action, the service can recognize an action that it has already done.
+        An environment may send actions to an outside service. If the environment sends the id and the turn's number
+        with each action, the service can recognize an action that it has already done.
         """
 
     @property
@@ -170,9 +170,8 @@ class Episode(Protocol):
         """Append chat messages after the newest answer, so that the policy can answer again. If no room for an answer
         would be left, change nothing and return False.
 
-        The tokens that the policy sampled stay in the context. Some chat templates change earlier answers, for example
-        by removing thoughts. With such a template, the whole conversation is rendered again and a branch begins
-        (`start_branch`).
+        The tokens that the policy sampled stay in the context. If the chat template changes earlier answers (some
+        templates remove thoughts), the whole conversation is rendered again and a branch begins (`start_branch`).
 
         Raises:
             ValueError: the policy has not answered since the last call.

@@ -1,4 +1,5 @@
-"""Plays a game on a grid. In each turn the policy writes one letter, and the environment replies with what has moved.
+"""Plays a game on a grid. In each turn, the policy writes one letter, and the environment replies with the new
+positions.
 
     board in the prompt --> ( one letter of the policy --> what has moved )* --> reward 1 at the goal, else 0
 

@@ -63,7 +63,7 @@ class KuhnPoker(Environment):
 
 def _tell_role(episode: Episode, seat: int, state: str) -> bool:
     """Let a player (role) act, after adding the newest action of the other player to its context. Return False if the
-    response has no room for this."""
+    response has no room for another action."""
     tokenizer = episode.ports.tokenizer
     episode.take_role(ROLES[seat])
     if len(state) <= 1 + seat:  # the first turn of the role

@@ -87,8 +87,8 @@ class StepClock:
     """A clock that measures nothing, for an environment without time limits."""
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Note that the environment computes from now on. If `turn_ended` is true, this time counts for the next
-        turn."""
+        """Start counting time, because the environment computes from now on. If `turn_ended` is true, this time counts
+        for the next turn."""
 
     def pause(self) -> None:
         """Stop counting time, because the environment waits for the policy or the scorer, or has ended."""
@@ -100,7 +100,8 @@ NO_CLOCK = StepClock()
 class TurnClock(StepClock):
     """Measures the time for which an environment computes. Waits for generations and scores do not count.
 
-    An environment may wait for several scores at the same time. Its time counts again when all these waits have ended.
+    An environment may wait for several scores at the same time. The time of the environment counts again when all its
+    waits have ended.
     """
 
     def __init__(self, limits: EpisodeLimits, expire: Callable[[str], None]) -> None:
@@ -111,8 +112,8 @@ class TurnClock(StepClock):
         self._waits = 1  # number of waits that have not ended; `go_on` ends the first wait at the start
 
     def go_on(self, *, turn_ended: bool = False) -> None:
-        """Note that the environment computes from now on. If `turn_ended` is true, this time counts for the next
-        turn."""
+        """Start counting time, because the environment computes from now on. If `turn_ended` is true, this time counts
+        for the next turn."""
         if turn_ended:
             self._used.begin_turn()
         self._waits -= 1

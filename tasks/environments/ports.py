@@ -20,8 +20,8 @@ from rollflow.storage.records import Prompt
 from rollflow.tasks.environments.limits import NO_LIMITS, EpisodeLimits
 from rollflow.tasks.environments.tools import Toolbox
 
-# A message has a `role` and a `content`. If it also has a `frame`, a policy without chat template reads the text
-# `frame`, in which "{}" is replaced by the content.
+# A message has a `role` and a `content`.
+# If a message has a `frame`, a policy without chat template reads the frame with the content in place of "{}".
 Message = Mapping[str, str]
 
 

@@ -100,7 +100,7 @@ class TimedEnvironment(Environment):
         return [self._draw_limit(draw) for _ in range(turns)]
 
     def draw_steps(self, seed: int, attempt: int = 0) -> Iterator[Step]:
-        """Yield the randomly drawn reset of an episode, and then endlessly many drawn steps."""
+        """Yield the reset of an episode, and then its steps without end, all drawn at random."""
         config, draw = self._config, random.Random(f"steps {seed} {attempt}")
         factor = config.slow_factor if draw.random() < config.slow_share else 1.0
         yield Step(factor * self._draw_seconds(draw, config.reset_seconds, config.reset_sigma))

@@ -42,8 +42,7 @@ COLUMNS = 6  # number of values that `Diagnostics.add` stores for each token
 
 
 class Diagnostics:
-    """Collects values of the tokens that a policy version is trained on. The diagnostics are computed from these
-    values.
+    """Collects values of the tokens that a policy version is trained on, in order to compute the diagnostics.
 
     Collected values stay on the device until the policy version is trained, because reading a value would wait for the
     device.
@@ -52,8 +51,7 @@ class Diagnostics:
     def __init__(self, version: int) -> None:
         self.updates = 0  # number of updates so far
         self.version = version
-        # `_added` stores three things for each micro-batch: the values of its tokens, the divergences, and whether the
-        # first update is still to come.
+        # For each micro-batch: values of its tokens, divergences, and whether the first update is still to come.
         self._added: list[tuple[Tensor, Tensor | None, bool]] = []
         self._found: list[np.ndarray] = []  # token values of each micro-batch, in the order of the calls of `add`
         self._gaps: list[np.ndarray] = []

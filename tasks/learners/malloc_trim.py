@@ -1,5 +1,5 @@
-"""Returns freed memory to the operating system. Otherwise, the C library would keep this memory while weights are
-published."""
+"""Returns freed memory to the operating system. Without this module, the C library would keep the memory while weights
+are published."""
 
 from __future__ import annotations
 

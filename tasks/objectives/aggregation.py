@@ -11,8 +11,8 @@ def row_weights(tokens_R: Tensor, aggregation: str, longest: int, episodes_R: Te
 
     `tokens_R` gives the number of tokens with loss mask 1 in each row of the minibatch. Tokens whose loss is set to
     zero by a clip or a correction are counted, too. A row without tokens with loss mask 1 does not count as a row.
-    `episodes_R` gives the number of each row's episode; all rows of an episode count as one row. It is None if each row
-    is an episode.
+    `episodes_R` gives the number of each row's episode (None if each row is an episode); all rows of an episode count
+    as one row.
     """
     if episodes_R is not None:
         _, of_R = torch.unique(episodes_R, return_inverse=True)

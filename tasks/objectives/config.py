@@ -1,5 +1,5 @@
-"""Defines the configuration section `[train.objective]`. It describes the loss as a combination of parts (ratio,
-surrogate, correction, advantage, penalties).
+"""Defines the configuration section `[train.objective]`, in which the loss is a combination of parts (ratio, surrogate,
+correction, advantage, penalties).
 
 A part of an objective is a subsection of a few keys. The formula and the paper of each part are documented beside the
 code that computes the formula. The key `kind` names a preset objective (see `presets.py`). Parts and keys of an
@@ -205,8 +205,8 @@ class PartsObjective(ObjectiveBase):
 
     @property
     def trains_tokens(self) -> bool:
-        """True if each token can have an advantage of its own. With a clipped ratio of the whole response, this is not
-        possible, because the gradient is then the same for all tokens of the response.
+        """True if each token can have an advantage of its own. If the ratio of the whole response is clipped, the
+        gradient is the same for all tokens of the response.
         """
         return self.ratio.level == "token" or not isinstance(self.surrogate, Clip | BinaryTv)
 
@@ -266,9 +266,9 @@ def find_turn_faults(objective: ObjectiveBase, environment: Section) -> Iterator
             yield refusal(f"environment.{key}", given, cure)
 
 
-# The keys that a recorded run's configuration contains for an objective. If all these keys are present, keys without an
-# effect are not rejected, so that the recorded run can be replayed. A form also sends every key, so `check_new` repeats
-# the important checks when a run is created.
+# The keys that the configuration of a recorded run contains for an objective.
+# If all of these keys are present, a key without an effect is not rejected, so that the run can be replayed.
+# A form also sends every key, so `check_new` repeats the important checks when a run is created.
 RECORDED = frozenset({"ratio", "surrogate", "correction", "advantage", "aggregation", "penalties"})
 
 

@@ -2,9 +2,9 @@
 without a gradient.
 
 If the surrogate's older policy is the proximal policy pi_p, the correction uses the ratio pi_p / mu (decoupled PPO).
-Otherwise, the correction uses the ratio pi / mu. Here pi is the trained policy, and mu is the policy that sampled the
-tokens. A token whose loss is masked out still counts in the denominators of the mean losses. Shapes: M is the number of
-tokens in a micro-batch, and B the number of tokens in a whole batch.
+With any other older policy, the correction uses the ratio pi / mu of the trained policy pi and the policy mu that
+sampled the tokens. A token whose loss is masked out still counts in the denominators of the mean losses. Shapes: M is
+the number of tokens in a micro-batch, and B the number of tokens in a whole batch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def keep_second_moment(part: Correction, proximal_B: Tensor, behaviour_B: Tensor
     The method is M2PO (Zheng et al. 2025, Prosperity before collapse). Tokens with the largest squared log-ratios are
     dropped first. Tokens with equal squares are dropped together. As in AReaL, any token may be dropped, and the mean
     is taken over all tokens. The paper considers only tokens with A > 0 and r > 1, or with A < 0 and r < 1, where A is
-    the advantage and r the ratio. If even the smallest squared log-ratio is above `second_moment`, no token is kept. In
-    this case, AReaL keeps the token with the smallest square.
+    the advantage and r the ratio. If even the smallest squared log-ratio is above `second_moment`, no token is kept;
+    AReaL would keep the token with the smallest square.
     """
     square_B = (proximal_B - behaviour_B).double().square()
     ordered_B = square_B.sort().values

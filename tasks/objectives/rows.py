@@ -46,12 +46,12 @@ class BatchRows:
     versions: np.ndarray  # int32, B: policy version that sampled each token
     groups: np.ndarray  # int64, R: number of each row's group, from 0; a group has the same prompt and the same role
     rewards: np.ndarray  # float32, R: reward of each row
-    # int64, R: number of each row's episode, from 0; None: each row is an episode of its own. The rows of an episode
-    # are its branches in the order of time, and each sampled token belongs to one branch. Each role of an episode
-    # counts as an episode of its own, so that it has its own returns and baseline.
+    # int64, R: number of each row's episode, from 0. If it is None, each row is an episode of its own.
+    # The rows of an episode are its branches in order of time, and each sampled token belongs to one branch.
+    # Each role of an episode counts as an episode of its own, with its own returns and baseline.
     episodes: np.ndarray | None = None
-    # float32, B: reward of each token besides the row's reward; NaN for a token without reward. None if no token has a
-    # reward.
+    # float32, B: reward of each token besides the row's reward; NaN for a token without reward.
+    # None if no token has a reward.
     token_rewards: np.ndarray | None = None
     # int64, U: indices in `tokens` at which the recorded turns begin; a row without recorded turns is a single turn
     turn_starts: np.ndarray | None = None

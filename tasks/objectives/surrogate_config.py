@@ -102,8 +102,8 @@ class PolicyGradient(Section):
 
 
 class BinaryTv(Section):
-    """Options of the binary total-variation loss: the advantage times the probability ratio. Only tokens whose
-    probability is still close to their probability under the older policy count.
+    """Options of the binary total-variation loss: the advantage times the probability ratio. A token counts only if its
+    probability is still close to its probability under the older policy.
     """
 
     kind: Literal["binary-tv"] = Field(

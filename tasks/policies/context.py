@@ -23,8 +23,8 @@ NAMES = (
     "model_max_length",
 )
 ORIGINAL = "original_max_position_embeddings"
-# The probe for weight updates has at least this number of tokens. It is longer than a sliding window by the same
-# number.
+# The probe for weight updates has at least this number of tokens.
+# The probe is longer than a sliding window by this number of tokens.
 PROBE = 32
 # The probe for weight updates has at most this number of tokens. A longer probe would take longer than a training step.
 LONGEST_PROBE = 8448
@@ -36,7 +36,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 
     Linear RoPE scaling multiplies the context length by the scaling factor. With LongRoPE, the context length is at
     most the model's original context length, because the scaling factors change there. With dynamic RoPE scaling, the
-    context length is the length in the config. In longer sequences, a log-prob would depend on later tokens.
+    context length is the length in the config, because in longer sequences a log-prob depends on later tokens.
 
     Raises:
         ConfigError: the config names no context length.

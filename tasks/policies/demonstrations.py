@@ -28,8 +28,8 @@ class Demonstration(NamedTuple):
     sampled: Sequence[bool] = ()
 
 
-# Returns the demonstrations of a question. If the chat template changes earlier answers, there is one demonstration for
-# each context; otherwise, there is one demonstration.
+# Returns the demonstrations of a question.
+# There are several if the chat template changes earlier answers: one for each context.
 Encode = Callable[[Prompt, Question], Sequence[Demonstration]]
 
 

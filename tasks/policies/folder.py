@@ -112,7 +112,7 @@ def find_local_policy(path: str, key: str = "policy.path") -> Path | None:
 
 
 def find_policy(path: str, download: bool = True, key: str = "policy.path") -> Path | None:
-    """Return the local folder of a policy. For a model on the Hugging Face hub, this is a folder in the hub's cache.
+    """Return the local folder of a policy. A model on the Hugging Face hub has its local folder in the hub's cache.
 
     If a model is not in the hub's cache, the function downloads the model, or returns None with `download=False`.
     """

@@ -92,8 +92,7 @@ class PolicyRenderer:
         spoken = [self._drop_end(message) for message in (*earlier, *recent)]
         later = [*self._cut_messages(spoken, answers=True), *self._cut_messages(messages)]
         whole = template.render_messages([*prompt.messages, *later])
-        # Some chat templates begin a thought in the prompt. The prompt cannot be changed any more, so nothing is
-        # rewritten.
+        # Nothing is rewritten if the template has begun a thought in the prompt, which cannot be changed.
         return self._encode(whole[len(before) :]) if whole.startswith(before) else None
 
     def _drop_end(self, message: Mapping[str, str]) -> Mapping[str, str]:
@@ -124,7 +123,7 @@ class PolicyRenderer:
         return "".join(before + content + after for (before, _, after), content in framed)
 
     def _encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a text. The pieces between its marks are tokenized separately."""
+        """Return the tokens of a text, whose pieces between the marks are tokenized separately."""
         return [token for piece in text.split(CUT) for token in self._tokenizer.encode_response(piece)]
 
     def parse(self, tokens: Sequence[int]) -> Mapping[str, str]:

@@ -1,4 +1,5 @@
-"""Defines the tokenizer of a policy. It uses the library `tokenizers` for text, and `transformers` for chat templates.
+"""Defines the tokenizer of a policy, which uses the library `tokenizers` for text, and `transformers` for chat
+templates.
 
 Tools other than rollflow, such as vLLM, open a policy folder with transformers' `AutoTokenizer`. For some model types,
 `AutoTokenizer` builds a tokenizer that differs from `tokenizer.json`. `find_other_reading` compares `AutoTokenizer`'s
@@ -30,8 +31,7 @@ from rollflow.tasks.prompts.base import Asked
 
 # pieces of text that two tokenizers may encode differently, alone or in combination
 PIECES = ("a", "Zz", "7", "\u0663", "\u00bd", " ", "  ", "\n", "\t", ".", "'s", "e\u0301", "\u65e5", "\U0001f642")
-# A text with at least this number of characters is tokenized by `encode_batch`, which releases Python's lock, so that
-# other threads run meanwhile.
+# Texts with at least this number of characters are tokenized by `encode_batch`, which releases Python's lock.
 LONG = 10_000
 
 
@@ -43,7 +43,8 @@ class PolicyTokenizer:
 
         By default, `now` is the current time. With `single_start`, a prompt begins with at most one start token and
         does not end with an end token. Without `single_start`, a prompt has all tokens that the tokenizer adds, and the
-        context length is `max_position_embeddings`. Runs of older versions of rollflow need this.
+        context length is `max_position_embeddings`. Only runs of older versions of rollflow need a tokenizer without
+        `single_start`.
         """
         self.folder = folder
         self._now = time.time() if now is None else now
@@ -89,8 +90,7 @@ class PolicyTokenizer:
         return self._control.cut(text)
 
     def cut_message(self, text: str) -> str:
-        """Do the same as `cut_control` for a message. Other messages or a template's text may stand directly before or
-        after it."""
+        """Do the same as `cut_control` for a message that may directly follow or precede other text."""
         return self._control.cut_message(text)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def check_environment(config: ForeignEnvironment) -> None:
-    """Create the environment in a worker process, as an episode does. The deadlines of the config apply.
+    """Create the environment in a worker process as an episode does, with the deadlines of the config.
 
     Raises:
         ConfigError: the environment cannot be created; the message says what the user must change.

@@ -28,8 +28,8 @@ from rollflow.tasks.environments.guest.wire import LONGEST_PACKET, MARK, pack_pa
 
 END_SECONDS = 10.0  # largest number of seconds that the keeper may take to end
 AGAIN_SECONDS = 0.01  # seconds between two tries to write to a full socket, or to kill processes
-# Without these variables, libraries that numpy uses would start threads at their import. A process with threads cannot
-# be forked safely.
+# Without these variables, libraries that numpy uses would start threads at their import.
+# A process with threads cannot be forked safely.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

@@ -2,8 +2,8 @@
 arrival.
 
 An episode occupies a place until the keeper (first worker process) reports that the episode's process has ended. If
-this report takes longer than `STUCK_SECONDS`, all worker processes are killed and started anew. Otherwise, the
-environment could run out of places.
+this report takes longer than `STUCK_SECONDS`, all worker processes are killed and started anew, so that no place stays
+occupied forever.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from rollflow.tasks.environments.limits import EpisodeLimits
 
 
 class WorldSettings(Protocol):
-    """The config keys for worker processes. Their descriptions are in `foreign.config`."""
+    """The config keys for worker processes, which `foreign.config` describes."""
 
     @property
     def interpreter(self) -> str:

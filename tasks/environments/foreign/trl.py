@@ -27,8 +27,7 @@ class TrlEpisodes(ForeignEpisodes):
         described, text = await self._begin(episode, world)
         if await restore_world(episode, world) is None:
             await open_prompt(episode, described.get("tools") or (), text or "")
-        # A policy without a chat template has not learned to end its turn after a tool call, so a stop string ends the
-        # turn.
+        # Without a chat template, a stop string must end the turn after a tool call.
         stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
         made = None
         while not episode.limit:

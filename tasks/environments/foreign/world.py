@@ -50,8 +50,8 @@ class World:
             raise WorldEnded(Outcome.UNJUDGED, f"its process did not start ({error})") from None
 
     async def open(self, seed: int, seconds: float | None = None) -> Mapping[str, Any]:
-        """Create the environment and return the description of its tools. By default, the time limits of the episode
-        apply.
+        """Create the environment and return the description of its tools. `seconds` replaces the time limits of the
+        episode.
         """
         self.described = await self._ask({"do": "open", "seed": seed}, seconds)
         if not _are_tools(self.described.get("tools", [])):
@@ -64,7 +64,7 @@ class World:
         return self._read_text(await self._ask({"do": "reset", "row": dict(row), "seed": seed}))
 
     async def call(self, name: str, arguments: Any, key: str = "", seconds: float | None = None) -> str:
-        """Call a tool and return its result. By default, the time limits of the episode apply. `key` identifies the
+        """Call a tool and return its result. `seconds` replaces the time limits of the episode. `key` identifies the
         call in its run; a crash of the run does not change it.
 
         Raises:

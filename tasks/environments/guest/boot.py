@@ -2,7 +2,7 @@
 of the control socket.
 
 The interpreter may have no rollflow installed, and must not import rollflow's other packages. During the import of the
-guest's modules, empty modules therefore replace the packages that contain the guest. Afterwards the empty modules are
+guest's modules, empty modules replace the packages that contain the guest. After the import, the empty modules are
 removed, so that an environment can import an installed rollflow.
 """
 

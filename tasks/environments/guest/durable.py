@@ -4,8 +4,8 @@ A class may have the following parts.
 
 - `snapshot(self) -> bytes` returns the state of an episode after a turn. `restore(self, data)` is called after a reset,
   and returns the object to this state.
-- `begin_action(self, action_key)` is called before each action. It returns the result if this action was done before,
-  else None.
+- `begin_action(self, action_key)` is called before each action. The method returns the result of the action if it was
+  done before, else None.
 - `can_replay = False` means that the environment's actions must not be done a second time.
 """
 
@@ -57,7 +57,7 @@ class DurableParts:
         return {"data": base64.b64encode(data).decode()}
 
     def restore(self, data: str) -> Fields:
-        """Return the environment to the state in which a snapshot was taken."""
+        """Restore the state that the environment had when a snapshot was taken."""
         self._finish(self._own.restore(base64.b64decode(data)))
         return {}
 

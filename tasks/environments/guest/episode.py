@@ -13,8 +13,9 @@
 
 The answer `{"error": TEXT}` means that the user's code raised an error. The answer `{"fault": TEXT}` means that the
 environment must be corrected by its user; no policy can have caused this fault. The answer `{"lost": TEXT, "status":
-NUMBER, "said": TEXT}` means that a part of the environment, such as an MCP server, has ended. `status` is its wait
-status, or null if the part still runs and must be ended. `said` is the last text that the part has written.
+NUMBER, "said": TEXT}` means that a part of the environment, such as an MCP server, has ended. `status` is the wait
+status of the ended part, or null if the part still runs and must be ended. `said` is the last text that the part has
+written.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def load_class(spec: Fields) -> dict[str, Any]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global random generators. Without this, all processes that the template forks would draw equal random
-    numbers."""
+    """Seed the global random generators. Without own seeds, all processes that the template forks would draw the same
+    random numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % SEEDS)

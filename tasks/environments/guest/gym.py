@@ -85,8 +85,8 @@ def list_counters(environment: Any) -> Iterator[Any]:
 
 
 def create_environment(spec: Fields, parts: dict[str, Any]) -> Any:
-    """Create the environment. If it can render text (mode "ansi") and the config names no render mode, use this
-    mode."""
+    """Create the environment. If the environment can render text (mode "ansi") and the config names no render mode, use
+    this mode."""
     options = dict(spec["options"])
     if parts.get("path"):
         factory = parts["path"]

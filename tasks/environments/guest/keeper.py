@@ -313,8 +313,7 @@ def end_with_parent(parent: int) -> None:
 def run(control: int) -> None:
     """Run the keeper; `control` is the file descriptor of the socket to rollflow."""
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
-    # Duplicate the file descriptor, because `select` accepts no number above 1023 and rollflow may have passed a larger
-    # one.
+    # `select` accepts no file descriptor above 1023, so the descriptor is duplicated to get a small number.
     connection = socket.socket(fileno=os.dup(control))
     os.close(control)
     keeper = GuestKeeper(connection)

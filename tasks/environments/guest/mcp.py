@@ -132,7 +132,7 @@ class McpConnection:
             self._send({"id": request["id"], "error": error})
 
     def _send(self, message: Fields) -> None:
-        """Queue a message. It is written while `_receive` waits for the next message of the server."""
+        """Queue a message, which `_receive` writes while it waits for the server's next message."""
         self._unsent += json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
         self._write()
 

@@ -1,7 +1,7 @@
 """Builds the JSON schema of a tool from a function's annotations and docstring, in the format that chat templates use.
 
-The docstring must follow Google's style: a summary, then a section `Args:` with one entry for each argument. An entry
-may end with `(choices: ["a", "b"])`.
+The docstring must follow Google's style: a summary, then a section `Args:` with one entry for each argument. The entry
+of an argument may end with its allowed values, such as `(choices: ["a", "b"])`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class TrlGuest:
         return {"text": None if found is None else read_content(found)}
 
     def do_call(self, name: str, arguments: Any, key: str = "") -> Fields:
-        """Call a tool. The policy reads an error as the result of the call. `key` identifies the call in its run."""
+        """Call a tool. If the call fails, the policy reads the error as the result. `key` identifies the call in its
+        run."""
         if name not in self._tools:
             tools = ", ".join(self._tools) or "none"
             return {"error": f"there is no tool {name[:LONGEST_NAME]!r}; the tools are {tools}"}
@@ -75,7 +76,7 @@ class TrlGuest:
         return self._durable.restore(data)
 
     def do_close(self) -> Fields:
-        """End the episode. TRL's contract has no method for this, so nothing is called."""
+        """End the episode. TRL's contract has no method for the end of an episode, so nothing is called."""
         return {}
 
     def _finish(self, result: Any) -> Any:

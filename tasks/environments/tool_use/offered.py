@@ -16,8 +16,8 @@ class OfferedTool:
     """A tool of one episode: its schema in the format that chat templates use, and a function that calls the tool.
 
     The function takes the arguments of a call, and returns the text that the policy reads. The function raises
-    `CallFailed` if the call failed and the policy reads the reason. It raises `WorldEnded` if the episode cannot
-    continue.
+    `CallFailed` if the call failed and the policy reads the reason. The function raises `WorldEnded` if the episode
+    cannot continue.
     """
 
     schema: Mapping[str, Any]

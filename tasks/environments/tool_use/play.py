@@ -97,8 +97,7 @@ async def converse(
     the policy reads.
     """
     await open_prompt(episode, schemas, "")
-    # A policy without a chat template has not learned to end its turn after a tool call, so a stop string ends the
-    # turn.
+    # Without a chat template, a stop string must end the turn after a tool call.
     stop = () if episode.ports.renderer.is_chat(episode.prompt) else (END,)
     while (made := await episode.generate(stop=stop)) is not None:
         action = episode.read_action(made.tokens)

@@ -31,8 +31,7 @@ def chosen_tokens(
     forward pass stored.
     """
     made = logits_MV if logits_MV._base is None else logits_MV._base
-    # If an operation such as tanh computed the logits, its backward pass needs the logits. A copy of the logits is then
-    # overwritten instead.
+    # If an operation such as tanh computed the logits, its backward pass needs them, so a copy is overwritten.
     if hasattr(made.grad_fn, "_saved_result"):
         logits_MV = logits_MV.clone()
     logp_M, entropy_M = _ChosenTokens.apply(logits_MV, targets_M, temperature, entropy)  # type: ignore[no-untyped-call]
@@ -43,8 +42,8 @@ class _ChosenTokens(torch.autograd.Function):
     """An autograd function that computes log-probs and entropies in the memory of the logits. See the module's
     docstring.
 
-    The operation that computed the logits must not need the logits in its backward pass. Otherwise, autograd notices
-    that the logits were overwritten, and raises an error.
+    The operation that computed the logits must not need the logits in its backward pass. If the operation needs the
+    logits, autograd notices that they were overwritten, and raises an error.
     """
 
     @staticmethod

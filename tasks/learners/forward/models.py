@@ -122,8 +122,8 @@ class TrainedModels:
     def begin(self, version: int, settle: WaitForPublish = no_wait) -> None:
         """Prepare the first update of a policy version.
 
-        The only stored tensors that `begin` changes are those of the reference policy. Before it changes them, it calls
-        `settle`. The method `begin` may also create the critic, whose tensors are not stored yet.
+        The only stored tensors that `begin` changes are those of the reference policy; it calls `settle` before this
+        change. The method `begin` may also create the critic, whose tensors are not stored yet.
         """
         self.policy.begin(self.learning_rate(version))
         if self.reference is not None:

@@ -5,9 +5,9 @@ of the environment in the minibatch. With the aggregation `sequence-mean`, each 
 of these means, as in ECHO (Shrivastava et al. 2026, Terminal agents learn world models for free). ECHO uses the weight
 0.05.
 
-The same forward pass predicts the policy's tokens and the tokens of the environment; the latter at temperature 1. A
-token counts if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt
-does not count. Trajectories whose advantages are zero count, too.
+One forward pass predicts the policy's tokens, and also the tokens of the environment at temperature 1. A token counts
+if the policy did not sample it, and if it follows the first sampled token of its trajectory. The prompt does not count.
+Trajectories whose advantages are zero also contribute to the observation loss.
 
 In shapes, R is the number of rows, and O the number of tokens of the environment in a part of a micro-batch.
 """

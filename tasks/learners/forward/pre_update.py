@@ -143,7 +143,7 @@ def _credit_by_critic(
     part: Advantage, shaped_R: Tensor, data: BatchRows, price_B: Tensor, values_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the advantage and the return of each token, from a critic's values. An episode with several branches
-    counts as one sequence. Its reward is the reward of the last branch."""
+    counts as one sequence, with the reward of the last branch."""
     order = data.order_by_episode()
     if data.token_rewards is not None:
         price_B = price_B.double() - torch.from_numpy(data.token_rewards).double().nan_to_num()

@@ -47,9 +47,8 @@ def begin_group(ranks: GlooRanks, device: torch.device) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     groups._WORLD_GROUP = deepspeed.comm.comm.cdb = None
-    # ZeRO 3 replaces `linear` in the whole process. As a result, the gradient of a bias arrives after the gradient of
-    # the weight. ZeRO 2 adds up gradients in the order in which they arrive, so all ranks must use the original
-    # `linear`.
+    # ZeRO 3 replaces `linear` in the whole process, which changes the order in which gradients arrive.
+    # ZeRO 2 adds up gradients in the order of arrival, so all ranks must use the original `linear`.
     torch.nn.functional.linear = getattr(Replaced, "linear_bk", torch.nn.functional.linear)
     store, bound = PrefixStore("deepspeed", ranks.store), timedelta(seconds=ranks.seconds)
     torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.count, timeout=bound)

@@ -4,7 +4,7 @@ FSDP2 gathers a group of parameters into one buffer, in which the shards of all 
 copies each parameter out of the buffer. On a CPU, the patch saves memory in three ways.
 
 If a group consists of one parameter, the gathered parameter itself is used as the buffer, so nothing is copied. The
-largest group is that of the embeddings, which contains one parameter. Embeddings of 100,000 tokens with 2,048 numbers
+embeddings form the largest group, which contains only one parameter. Embeddings of 100,000 tokens with 2,048 numbers
 each take 0.4 GB in bfloat16.
 
 The embeddings are gathered by gloo's broadcast, because gloo's all-gather would allocate a buffer of its own.

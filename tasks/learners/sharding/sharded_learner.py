@@ -264,7 +264,7 @@ class ShardedLearner(TorchLearner):
 
     def pad_passes(self, data: BatchRows, rows: Sequence[int]) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield the same number of micro-batches on each rank, each with a flag. The flag is False for a micro-batch
-        that is added only to reach this number. The loss of such a micro-batch does not count."""
+        that is added only to make the numbers equal, and whose loss does not count."""
         own = list(self.micros(data, rows))
         counts = torch.zeros(self.ranks.count)
         counts[self.ranks.rank] = len(own)

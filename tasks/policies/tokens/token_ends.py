@@ -26,14 +26,13 @@ REPLACEMENT = "\ufffd"  # the character that a decoder writes for invalid bytes
 def find_ends(fast: Tokenizer, tokens: Sequence[int], whole: str, special: bool) -> list[int] | None:
     """Return for each token the number of characters of `whole`, the decoded response, up to the end of the token.
 
-    If `special` is False, special tokens have no characters. A token that ends within a character does not count the
-    character. An invalid byte counts at its own token, or up to three bytes later. Return None if no method reproduces
-    the decoded response.
+    If `special` is False, special tokens have no characters. If a token ends within a character, the character does not
+    count for this token. An invalid byte counts at its own token, or up to three bytes later. Return None if no method
+    reproduces the decoded response.
     """
     left_out = set[int]() if special else _special_tokens(fast)
     kept = [token for token in tokens if token not in left_out]
-    # `_decode_stepwise` is tried last: if a token ends with a part of a character, it counts the characters before this
-    # part too late.
+    # `_decode_stepwise` is tried last, because it is inexact if a token ends with a part of a character.
     methods = (_decode_bytes, *([_decode_replaced] if REPLACEMENT in whole else []), _decode_stepwise)
     ends = next((ends for method in methods if (ends := method(fast, kept, whole)) is not None), None)
     if ends is None or len(kept) == len(tokens):
@@ -83,11 +82,10 @@ def _decode_bytes(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[in
 
 
 def _decode_replaced(fast: Tokenizer, tokens: Sequence[int], whole: str) -> list[int] | None:
-    """Decode a copy of the response. In the copy, each run of byte tokens that is not valid UTF-8 is replaced by
-    question marks.
+    """Decode a copy of the response in which question marks replace each run of byte tokens that is not valid UTF-8.
 
-    The decoder of such vocabularies writes a replacement character for every byte of the run. With question marks, the
-    text therefore has the same length.
+    The decoder of such vocabularies writes one replacement character for every byte of the run, so question marks do
+    not change the length of the text.
     """
     stand_in = fast.token_to_id(STAND_IN)
     if stand_in is None:
