@@ -53,7 +53,7 @@ def load_class(spec: Fields) -> dict[str, Any]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global random generators. Without own seeds, all processes that the template forks would draw the same
+    """Seed the global random generators. Without new seeds, all processes that the template forks would draw the same
     random numbers."""
     random.seed(seed)
     if "numpy" in sys.modules:
