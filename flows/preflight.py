@@ -51,7 +51,15 @@ from rollflow.tasks.prompts.near_duplicates import near_duplicates
 from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.run.context import RunContext, open_prompts, probe_tokens
-from rollflow.tasks.run.prompt_check import Tell, describe_files, fit_files, probe_sources, read_files
+from rollflow.tasks.run.prompt_check import (
+    Tell,
+    describe_files,
+    fit_files,
+    list_asked,
+    probe_sources,
+    read_files,
+    try_pytest_cases,
+)
 from rollflow.tasks.run.prompt_pins import Pin, pin_prompts, read_once
 from rollflow.tasks.run.reward_models import check_models, check_pinned
 from rollflow.tasks.run.scorer_trial import try_own_scorers
@@ -98,6 +106,7 @@ def preflight(config: RunConfig, *, download: bool = True, ask: bool = True, tel
     notes += [*_check_sandbox(config, ask), *check_models(config, download)]
     read = read_once()
     rows = read_files(config, read)
+    try_pytest_cases(config, list_asked(rows))
     if config.policy.path is not None and find_policy(config.policy.path, download) is None:
         notes += _note_few_held_out(config, open_prompts(config, None, read).count_held_out())
         notes.append(

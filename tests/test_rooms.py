@@ -163,6 +163,8 @@ LIBRARIES: dict[str, set[str]] = {
     "uvicorn": {"tasks/sandboxes/server"},
     "gymnasium": {"tasks/environments/guest"},
     "langdetect": {"tasks/scorers/text/language"},
+    "pytest": {"tasks/scorers/code/pytest_guest"},
+    "_pytest": {"tasks/scorers/code/pytest_case"},
     "openai": {"tasks/scorers/judge/endpoint"},
     "aiolimiter": {"tasks/scorers/judge/endpoint"},
     "httpx": {

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,9 @@ from rollflow.tasks.prompts.run_prompts import RunPrompts
 from rollflow.tasks.prompts.section import PromptBase
 from rollflow.tasks.run.config import RunConfig
 from rollflow.tasks.scorers import build_verifier
+from rollflow.tasks.scorers.code.pytest_case import has_pytest_file, try_testers
 from rollflow.tasks.scorers.config import (
+    CodeReward,
     ExactReward,
     MathsReward,
     ReasoningGymReward,
@@ -70,6 +72,33 @@ def read_files(config: RunConfig, read: Reader) -> Rows:
 
 def _find_reward(config: RunConfig, source: PromptBase, reference: Mapping[str, Any]) -> RewardConfig:
     return config.scorers[source.scorer_of(reference)]
+
+
+def try_pytest_cases(config: RunConfig, asked: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Start pytest in the sandboxes of the scorers that run pytest files; `asked` has the name of the scorer and the
+    reference of each question. If the run uses another Ray cluster, nothing is tried, because sandboxes run on its
+    nodes.
+
+    Raises:
+        ConfigError: this machine cannot run pytest in the sandboxes of a scorer.
+    """
+    tried = list[CodeReward]()
+    for name, reference in asked if config.cluster.address == "auto" else ():
+        if not has_pytest_file(reference):
+            continue
+        for section, scorer in split_scorer(name_section(name), config.scorers[name]).items():
+            if isinstance(scorer, CodeReward) and scorer.sandbox not in [one.sandbox for one in tried]:
+                tried.append(scorer)
+                try:
+                    try_testers(scorer.sandbox)
+                except ConfigError as error:
+                    raise ConfigError(f"{section}.{error}") from None
+
+
+def list_asked(rows: Rows) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name of the scorer and the reference of each row of the prompt files."""
+    for source, found in rows.items():
+        yield from ((source.scorer_of(row.reference), row.reference) for row in found)
 
 
 def fit_files(
@@ -113,6 +142,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
             for question in asked:
                 if wrong := fault(question.reference):
                     raise ConfigError(f"prompts.{which}: question {shorten_value(question.text)}: {wrong}")
+        try_pytest_cases(config, ((source.scorer_of(question.reference), question.reference) for question in asked))
         room = _compute_room(config, tokenizer)
         lengths = [
             len(tokenizer.encode_prompt(apply_template(source, question.asked), source.chat, source.system))
@@ -130,7 +160,7 @@ def probe_sources(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyToken
 
 
 # a config key of a scorer in an error message about a row
-OWN_KEY = re.compile(r"\breward\.(kind|answer|adaptive\.reference_column)(?= = )")
+OWN_KEY = re.compile(r"\breward\.(kind|answer|adaptive\.reference_column|sandbox\.kind)(?= = )")
 
 
 @dataclass(frozen=True, slots=True)

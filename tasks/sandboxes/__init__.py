@@ -13,6 +13,9 @@ runs in the sandbox.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from rollflow.tasks.sandboxes.base import Sandboxes
 from rollflow.tasks.sandboxes.config import (
     BubblewrapSandbox,
@@ -24,17 +27,22 @@ from rollflow.tasks.sandboxes.config import (
 )
 
 
-def build_sandboxes(config: SandboxConfig) -> Sandboxes:
-    """Return the sandboxes of the kind that the config section `[sandbox]` names, without starting them."""
+def build_sandboxes(config: SandboxConfig, packages: Mapping[str, str] | None = None) -> Sandboxes:
+    """Return the sandboxes of the kind that the config section `[sandbox]` names, without starting them.
+
+    `packages` are the paths of Python packages of this machine, by name; each is a folder or a file. Programs in
+    sandboxes of this machine can read them at the paths that `place_packages` returns.
+    """
+    given = packages or {}
     match config:
         case BubblewrapSandbox():
             from rollflow.tasks.sandboxes.bubblewrap import BubblewrapSandboxes
 
-            return BubblewrapSandboxes(config)
+            return BubblewrapSandboxes(config, given)
         case SandlockSandbox() | UnsafeProcessSandbox():
             from rollflow.tasks.sandboxes.processes import ProcessSandboxes
 
-            return ProcessSandboxes(config)
+            return ProcessSandboxes(config, given)
         case RunCodeSandbox():
             from rollflow.tasks.sandboxes.run_code import RunCodeSandboxes
 
@@ -43,3 +51,12 @@ def build_sandboxes(config: SandboxConfig) -> Sandboxes:
             from rollflow.tasks.sandboxes.rock import RockSandboxes
 
             return RockSandboxes(config)
+
+
+def place_packages(config: SandboxConfig, packages: Mapping[str, str]) -> dict[str, str]:
+    """Return the paths at which programs in the sandboxes see the Python packages `packages`, by name."""
+    if isinstance(config, BubblewrapSandbox):
+        from rollflow.tasks.sandboxes.bubblewrap import PACKAGES
+
+        return {name: f"{PACKAGES}/{Path(path).name}" for name, path in packages.items()}
+    return dict(packages)

@@ -51,6 +51,8 @@ LINKS = (
     *(("/proc/self/fd", "/dev/fd"), ("/proc/self/fd/0", "/dev/stdin"), ("/proc/self/fd/1", "/dev/stdout")),
     *(("/proc/self/fd/2", "/dev/stderr"), ("full", "/dev/zero"), ("/work", "/dev/shm"), ("/work", "/tmp")),
 )
+PACKAGES = "/packages"  # folder of further Python packages in the box
+NO_PACKAGES: Mapping[str, str] = {}
 LONGEST_ERROR = 500  # largest number of characters of an error message of bwrap that is shown
 LIMITS = ("memory_bytes", "processes", "open_files", "folder_bytes", "folder_files", "output_bytes")
 
@@ -289,17 +291,17 @@ class BubblewrapSandboxes(BoxSandboxes):
     capabilities = frozenset(Capability)
     renews = True
 
-    def __init__(self, config: BubblewrapSandbox) -> None:
+    def __init__(self, config: BubblewrapSandbox, packages: Mapping[str, str] = NO_PACKAGES) -> None:
         super().__init__(config)
-        self._bubblewrap = config
+        self._bubblewrap, self._packages = config, packages
 
     def _build_command(self, descriptor: int) -> list[str]:
-        return build_command(self._bubblewrap, descriptor)
+        return build_command(self._bubblewrap, descriptor, self._packages)
 
 
-def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
+def build_command(config: BubblewrapSandbox, descriptor: int, packages: Mapping[str, str] = NO_PACKAGES) -> list[str]:
     """Return the `bwrap` command that starts a box; the box's first process gets the caller's socket as file descriptor
-    `descriptor`.
+    `descriptor`. `packages` are Python packages that the programs may read: paths by name.
 
     Raises:
         SandboxFailed: the program bwrap is not installed on this machine.
@@ -308,7 +310,8 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
         raise SandboxFailed("there is no program bwrap; install the package bubblewrap")
     root = os.geteuid() == 0
     limits = {name: getattr(config, name) for name in LIMITS}
-    limits |= {"imports": config.imports, "user": NOBODY if root else None, "descriptor": descriptor}
+    limits |= {"imports": config.imports, "packages": [PACKAGES] if packages else []}
+    limits |= {"user": NOBODY if root else None, "descriptor": descriptor}
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--cap-add", "ALL"] if root else ["--unshare-user"]
     options += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
@@ -321,6 +324,9 @@ def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
     inside = base if base.is_relative_to("/usr") else Path("/python")
     if inside != base:
         options += ["--ro-bind", str(base), str(inside)]
+    options += ["--perms", "0755", "--dir", PACKAGES] if packages else []
+    for path in packages.values():
+        options += ["--ro-bind", path, f"{PACKAGES}/{Path(path).name}"]
     options += ["--perms", "0755", "--dir", "/dev"]
     for name in DEVICES:
         options += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]

@@ -19,11 +19,12 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from rollflow.tasks.sandboxes.base import Capability, SandboxFailed
-from rollflow.tasks.sandboxes.bubblewrap import LIMITS, BoxSandboxes
+from rollflow.tasks.sandboxes.bubblewrap import LIMITS, NO_PACKAGES, BoxSandboxes
 from rollflow.tasks.sandboxes.config import SandlockSandbox, UnsafeProcessSandbox
 
 HOST = Path(__file__).parent / "host"
@@ -33,8 +34,12 @@ END_SECONDS = 10.0  # seconds that the supervising processes may take to kill pr
 class ProcessSandboxes(BoxSandboxes):
     """Creates sandboxes whose programs are processes of this machine, either confined by sandlock or not confined."""
 
-    def __init__(self, config: SandlockSandbox | UnsafeProcessSandbox) -> None:
+    def __init__(
+        self, config: SandlockSandbox | UnsafeProcessSandbox, packages: Mapping[str, str] = NO_PACKAGES
+    ) -> None:
+        """Create no sandbox yet. `packages` are Python packages that the programs may read: paths by name."""
         super().__init__(config)
+        self._packages = packages
         self._folder: str | None = None
         own = Capability.ISOLATION if isinstance(config, SandlockSandbox) else Capability.CHILDREN
         self.capabilities = frozenset(
@@ -55,6 +60,7 @@ class ProcessSandboxes(BoxSandboxes):
             "python": str(python),
             "python_folder": str(base),
             "program": str((HOST / "program.py").resolve()),
+            "readable": list(self._packages.values()),
             "packages": str(Path(spec.origin).parent.parent) if spec and spec.origin else "",
             "path": f"{base}/bin:/usr/local/bin:/usr/bin:/bin",
         }

@@ -41,7 +41,7 @@ def find_reference_fault(config: RewardConfig, reference: Mapping[str, Any]) -> 
             case CodeReward():
                 from rollflow.tasks.scorers.code.scorer import find_cases_fault
 
-                return find_cases_fault(reference, config.adaptive)
+                return find_cases_fault(config, reference)
             case InstructionsReward():
                 from rollflow.tasks.scorers.text.instructions import check_constraints
 

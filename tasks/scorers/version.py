@@ -38,7 +38,14 @@ EVERY = ("base.py", "token_values.py", "verifier.py")  # names of the source fil
 # kind of scorer -> source files that only this kind uses
 SOURCES: dict[str, tuple[str, ...]] = {
     "choice": ("text/choice.py", "text/marked.py"),
-    "code": ("code/scorer.py", "code/cases.py", "code/deadlines.py", "code/guest.py"),
+    "code": (
+        "code/scorer.py",
+        "code/cases.py",
+        "code/deadlines.py",
+        "code/guest.py",
+        "code/pytest_case.py",
+        "code/pytest_guest.py",
+    ),
     "composite": ("composite.py", "routed.py"),
     "exact": ("exact.py",),
     "import": (),
@@ -51,6 +58,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 # kind of scorer -> packages that compute its scores
 LIBRARIES: dict[str, tuple[str, ...]] = {
+    "code": ("pytest",),
     "instructions": ("langdetect",),
     "maths": ("math-verify", "latex2sympy2_extended", "sympy"),
     "model": ("torch", "transformers", "tokenizers"),

@@ -10,17 +10,21 @@ import pytest
 from rollflow.flows.commands.cli import main
 from rollflow.flows.commands.doctor import run_checks
 from rollflow.tasks.sandboxes import processes
+from rollflow.tasks.scorers.code import pytest_case
 
 RECIPE = (
     '[reward]\nkind = "code"\n[reward.sandbox]\nkind = "run-code"\nurl = "http://127.0.0.1:9/run_code"\ntries = 1\n'
 )
 
 
-def check(folder: Path, *arguments: str) -> int:
+PRINTED = {"stdin": "", "stdout": "1"}
+PYTEST_CASE = {"pytest": "from solution import f\ndef test_f():\n    assert f() == 1\n"}
+
+
+def check(folder: Path, *arguments: str, case: dict[str, str] = PRINTED) -> int:
     """Check a recipe whose programs run on a server that does not exist; return the exit code."""
     recipe, rows = folder / "recipe.toml", folder / "rows.jsonl"
-    cases = [{"stdin": "", "stdout": "1"}]
-    lines = [{"question": f"Print {n}.", "answer": "print(1)", "cases": cases} for n in range(100)]
+    lines = [{"question": f"Print {n}.", "answer": "print(1)", "cases": [case]} for n in range(100)]
     rows.write_text("\n".join(map(json.dumps, lines)))
     recipe.write_text(f'{RECIPE}[[prompts]]\nkind = "jsonl"\npath = "{rows}"\n')
     return main(["check", str(recipe), "--set", "engine.kind=timed", *arguments])
@@ -48,6 +52,30 @@ def test_sandbox_of_every_scorer_is_checked(
     )
     assert main(["check", str(recipe)]) == 2
     assert f'{section}.sandbox.kind = "bubblewrap" cannot run on this machine' in capsys.readouterr().err
+
+
+def test_pytest_case_is_refused_by_row_on_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path, "--offline", case=PYTEST_CASE) == 2
+    error = capsys.readouterr().err
+    assert 'line 1: case 1: reward.sandbox.kind = "run-code" cannot run test cases with "pytest"' in error
+    assert 'use sandbox.kind = "bubblewrap", "sandlock" or "unsafe-process"' in error
+
+
+def test_recipe_with_pytest_cases_needs_pytest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ("--set", "reward.sandbox.kind=unsafe-process")
+    assert check(tmp_path, *plain, case=PYTEST_CASE) == 0
+    monkeypatch.setattr(pytest_case, "_find_package", lambda _: None)
+    assert check(tmp_path, *plain) == 0  # no case needs pytest
+    capsys.readouterr()
+    assert check(tmp_path, *plain, case=PYTEST_CASE) == 2
+    wanted = (
+        'rollflow: reward.sandbox.kind = "unsafe-process" cannot run test cases with "pytest": pytest is not installed'
+    )
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(wanted)
+    assert 'pip install "rollflow[testing]"' in line
 
 
 def test_offline_check_contacts_no_sandbox_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,11 +51,11 @@ class Box:
 def build_as_user(build: Any) -> Any:
     """Return a builder of commands that start the box as an ordinary user, with the system's Python."""
 
-    def build_command(config: BubblewrapSandbox, descriptor: int) -> list[str]:
+    def build_command(config: BubblewrapSandbox, descriptor: int, *more: Any) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: USER)
             patch.setattr(sys, "base_prefix", "/usr")
-            command = build(config, descriptor)
+            command = build(config, descriptor, *more)
         return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", *command]
 
     return build_command

@@ -15,7 +15,16 @@ from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
 from tests.sandboxes.programs import PROGRAMS
 from tests.sandboxes.programs.base import Hostile
-from tests.sandboxes.programs.forgeries import ASSERT, CALL, CHECK, FORGERIES, PRINT, Forgery
+from tests.sandboxes.programs.forgeries import (
+    ASSERT,
+    CALL,
+    CHECK,
+    FORGERIES,
+    PRINT,
+    PYTEST,
+    Forgery,
+    write_pytest_case,
+)
 from tests.support.counts import examples
 
 LIMITS: dict[str, Any] = {"memory_bytes": 64 * MIB, "folder_bytes": 8 * MIB, "folder_files": 200, "processes": 16}
@@ -60,7 +69,7 @@ async def judge_wrong(scorer: CodeScorer, code: str, *cases: dict[str, Any]) -> 
 def test_program_that_forges_its_test_result_is_scored_wrong(
     loop: asyncio.Runner, scorer: CodeScorer, forgery: Forgery
 ) -> None:
-    loop.run(judge_wrong(scorer, forgery.code, forgery.case))
+    loop.run(judge_wrong(scorer, forgery.code, forgery.case, write_pytest_case(forgery.case)))
 
 
 @pytest.mark.many
@@ -68,4 +77,4 @@ def test_program_that_forges_its_test_result_is_scored_wrong(
 def test_hostile_program_is_scored_wrong_on_every_test_type(
     loop: asyncio.Runner, scorer: CodeScorer, hostile: Hostile
 ) -> None:
-    loop.run(judge_wrong(scorer, hostile.source, PRINT, CHECK, CALL, ASSERT))
+    loop.run(judge_wrong(scorer, hostile.source, PRINT, CHECK, CALL, ASSERT, PYTEST))

@@ -16,7 +16,13 @@ from rollflow.tasks.prompts.tables import read_file
 from rollflow.tasks.run.prompt_check import read_files
 from rollflow.tasks.scorers.code.cases import read_case
 
-GOOD = [{"stdin": "1", "stdout": "2"}, {"call": "f", "args": [1], "expected": None}, {"assert": "assert f(1) == 2"}]
+PYTEST = "from solution import f\ndef test_f():\n    assert f(1) == 2\n"
+GOOD: list[dict[str, Any]] = [
+    {"stdin": "1", "stdout": "2"},
+    {"call": "f", "args": [1], "expected": None},
+    {"assert": "assert f(1) == 2"},
+]
+GOOD.append({"pytest": PYTEST})
 
 
 def read(path: Path, **keys: Any) -> list[Any]:
@@ -51,6 +57,12 @@ WRONG: list[tuple[Any, str]] = [
     ([{"call": "f", "tolerance": -1, "expected": 2}], "case 1 of 1: 'tolerance' of a case is -1, which no difference"),
     ([{"call": "f", "tolerance": 10**400, "expected": 2}], "case 1 of 1: 'tolerance' of a case is 1000"),
     ([GOOD[0], {"assert": "assert f(1"}], "case 2: its code is no Python ('(' was never closed in line 1)"),
+    ([{"pytest": 1}], "case 1 of 1: 'pytest' of a case is 1, not a text"),
+    ([{"pytest": PYTEST, "stdin": "1"}], "case 1 of 1: a case has the keys pytest, stdin; it needs"),
+    ([GOOD[0], {"pytest": f"{PYTEST}("}], "case 2: its code is no Python ('(' was never closed in line 4)"),
+    ([{"pytest": "import solution"}], "case 1: its pytest file defines no function test_...; add one"),
+    ([{"pytest": "def test_f(): pass"}], "case 1: its pytest file does not import the module solution"),
+    ([{"pytest": f"import numpy\n{PYTEST}"}], "case 1: its pytest file imports numpy, which is not in Python's"),
     ([{"stdin": "1", "checker": "if"}], "case 1: its code is no Python (invalid syntax in line 1)"),
 ]
 

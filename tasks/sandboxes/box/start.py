@@ -155,8 +155,10 @@ def main() -> Request:
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
+    sys.path.extend(limits["packages"])
     for name in limits["imports"]:
         importlib.import_module(name)
+    del sys.path[len(sys.path) - len(limits["packages"]) :]
     prepare_forks()
     owner.send(b"{}")
     return Parent(owner, limits).serve()

@@ -100,7 +100,7 @@ def find_sandlock(settings: dict[str, Any]) -> Launch:
             f"the kernel has Landlock version {max(found, 0)}, and sandlock needs version {needed} (Linux 6.12)"
         )
     existing = [path for path in (*READABLE, *READABLE_FILES) if os.path.exists(path)]
-    shared = [*existing, settings["python_folder"], settings["program"]]
+    shared = [*existing, settings["python_folder"], settings["program"], *settings["readable"]]
 
     def launch(
         places: Places, command: Sequence[str], env: Mapping[str, str], fds: tuple[int, int, int]

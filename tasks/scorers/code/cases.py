@@ -5,6 +5,7 @@
     {"call": name, "args": [...], "expected": value}  the function returns that value (also: "named", "tolerance")
     {"assert": code}                                  the code raises no error; it sees the program's functions
     {"stdin": text, "checker": code}                  the checker exits with 0; it reads input.txt and output.txt
+    {"pytest": source}                                each test function passes; see the module `pytest_case`
 
 The expected values, the assertions and the checker never enter the sandbox of the program.
 """
@@ -15,8 +16,8 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,26 @@ MOST_ANSWERED = 2**24  # largest number of characters of the answers to all call
 LARGEST_TOLERANCE = 1e300
 REPEATS = "tests made another call when they ran again"
 PLAIN_ANSWER = re.compile(r'\{"value": (?:[\[\], ]|true|false|null|-?\d[\d.e+-]*+)*+\}')  # truth values and numbers
-FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", or "assert"'
+FORMS = '"stdin" with "stdout" or "checker", "call" with "expected", "assert", or "pytest"'
+KEYS = ("assert", "call", "checker", "pytest", "stdin", "stdout")
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The result of one test case; `end` says how the program ended."""
+    """The result of one test case; `end` says how the program ended. `share` is the share of the case's own tests that
+    passed, or None if the case has no tests of its own.
+    """
 
     passed: bool
     reason: str
     end: ProgramEnd
     seconds: float
+    share: float | None = None
+
+    @property
+    def value(self) -> float:
+        """What the case counts in the reward, from 0 to 1."""
+        return float(self.passed) if self.share is None else self.share
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +103,43 @@ class Tested:
         """
         if Capability.CHANNEL not in sandboxes.capabilities:
             return await judge_by_turns(sandboxes, self, code, seconds)
-        guest, (ours, theirs) = read_guest(), socket.socketpair()
-        program = Program(code=f"{guest}\nserve_candidate({code!r}, 'main.py')", timeout=seconds, channel=ours)
-        tests = Program(
-            code=f"{guest}\nrun_tests({self.tests!r}, {self.entry!r})",
-            name="tests.py",
-            timeout=seconds + TESTS_SECONDS,
-            channel=theirs,
-        )
-        with ours, theirs:
-            candidate = asyncio.create_task(sandboxes.run(program))
-            testing = asyncio.create_task(sandboxes.run(tests))
-            try:
-                verdict = await testing
-                if verdict.succeeded:
-                    return CaseResult(True, "", verdict.end, verdict.seconds)
-                await asyncio.wait([candidate], timeout=END_SECONDS)
-                if candidate.done() and not (found := candidate.result()).succeeded:
-                    return CaseResult(False, describe_failure(found), found.end, found.seconds)
-                return CaseResult(False, _last_line(verdict.stderr), ProgramEnd.EXITED, verdict.seconds)
-            finally:
-                for task in (candidate, testing):
-                    task.cancel()
-                await asyncio.gather(candidate, testing, return_exceptions=True)
+        tests = f"{read_guest()}\nrun_tests({self.tests!r}, {self.entry!r})"
+        return await run_beside((sandboxes, sandboxes), code, tests, seconds, _read_verdict)
 
 
-Case = Printed | Tested
+def _read_verdict(verdict: ExecResult) -> CaseResult:
+    reason = "" if verdict.succeeded else _last_line(verdict.stderr)
+    return CaseResult(verdict.succeeded, reason, ProgramEnd.EXITED, verdict.seconds)
+
+
+async def run_beside(
+    pair: tuple[Sandboxes, Sandboxes], code: str, tests: str, seconds: float, read: Callable[[ExecResult], CaseResult]
+) -> CaseResult:
+    """Run a program in a sandbox of the first kind of the pair, and its tests in a sandbox of the second kind, with a
+    channel between them. The function `read` returns the result of the case from the end of the tests. If the program
+    has failed, the result says how.
+
+    Raises:
+        SandboxFailed: a sandbox failed.
+    """
+    ours, theirs = socket.socketpair()
+    program = Program(code=f"{read_guest()}\nserve_candidate({code!r}, 'main.py')", timeout=seconds, channel=ours)
+    testing = Program(code=tests, name="tests.py", timeout=seconds + TESTS_SECONDS, channel=theirs)
+    with ours, theirs:
+        candidate = asyncio.create_task(pair[0].run(program))
+        verdict = asyncio.create_task(pair[1].run(testing))
+        try:
+            result = read(await verdict)
+            if result.passed:
+                return result
+            await asyncio.wait([candidate], timeout=END_SECONDS)
+            if candidate.done() and not (found := candidate.result()).succeeded:
+                return replace(result, reason=describe_failure(found), end=found.end, seconds=found.seconds)
+            return result
+        finally:
+            for task in (candidate, verdict):
+                task.cancel()
+            await asyncio.gather(candidate, verdict, return_exceptions=True)
 
 
 async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds: float) -> CaseResult:
@@ -144,7 +165,7 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
         if not found.succeeded:
             return CaseResult(False, describe_failure(found), found.end, found.seconds)
         longest = max(longest, found.seconds)
-        answers.append(_read_last_line(found.stdout))
+        answers.append(read_last_line(found.stdout))
         replay = f"run_tests({case.tests!r}, {case.entry!r}, Recording({calls!r}, {answers!r}))"
         tests = Program(code=f"{guest}\n{replay}", name="tests.py", timeout=seconds + TESTS_SECONDS)
         verdict = await sandboxes.run(tests)
@@ -154,7 +175,7 @@ async def judge_by_turns(sandboxes: Sandboxes, case: Tested, code: str, seconds:
             return _fail(REPEATS, verdict)  # the program may have returned a set, whose order may differ between runs
         if verdict.return_code != ASKS:
             return CaseResult(verdict.succeeded, _last_line(verdict.stderr), verdict.end, longest)
-        calls.append(_read_last_line(verdict.stdout))
+        calls.append(read_last_line(verdict.stdout))
         if len(calls) > MOST_CALLS:
             return _fail(f"the tests made more than {MOST_CALLS} calls, and the sandboxes have no channel", verdict)
         if sum(map(len, answers)) > MOST_ANSWERED:
@@ -165,22 +186,29 @@ def _fail(reason: str, verdict: ExecResult) -> CaseResult:
     return CaseResult(False, reason, ProgramEnd.EXITED, verdict.seconds)
 
 
-def read_case(row: Any) -> Case:
-    """Read one test case of a data row; raise `ValueError` with a sentence if the test case has no valid form.
+def list_forms(row: Any) -> list[str]:
+    """Return the keys of a test case that decide its form; raise `ValueError` if the test case is no object.
 
     A key with the value null counts as missing, because in a table every test case has the keys of all forms.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a case is {row!r}, not an object with {FORMS}")
-    match sorted(key for key in ("assert", "call", "checker", "stdin", "stdout") if row.get(key) is not None):
+    return sorted(key for key in KEYS if row.get(key) is not None)
+
+
+def read_case(row: Any) -> Printed | Tested:
+    """Read one test case of a data row; raise `ValueError` with a sentence if the test case has no valid form. The
+    form {"pytest": source} is read by the module `pytest_case`.
+    """
+    match list_forms(row):
         case ["stdin", "stdout"]:
-            return Printed(_text(row, "stdin"), _text(row, "stdout"))
+            return Printed(read_text(row, "stdin"), read_text(row, "stdout"))
         case ["stdout"]:
-            return Printed("", _text(row, "stdout"))
+            return Printed("", read_text(row, "stdout"))
         case ["checker", "stdin"]:
-            return Printed(_text(row, "stdin"), None, _text(row, "checker"))
+            return Printed(read_text(row, "stdin"), None, read_text(row, "checker"))
         case ["assert"]:
-            return Tested(_text(row, "assert"), "" if row.get("entry") is None else _read_name(row, "entry"))
+            return Tested(read_text(row, "assert"), "" if row.get("entry") is None else _read_name(row, "entry"))
         case ["call"] if "expected" in row:
             args, named = _value(row, "args", list | tuple, []), _value(row, "named", Mapping, {})
             tolerance, expected = _value(row, "tolerance", int | float, 0.0), row["expected"]
@@ -204,7 +232,7 @@ def describe_failure(found: ExecResult) -> str:
             return _last_line(found.stderr) or f"it ended with code {found.return_code}"
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def read_text(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(row[key], str):
         raise ValueError(f"{key!r} of a case is {row[key]!r}, not a text")
     try:
@@ -218,7 +246,7 @@ def _read_name(row: Mapping[str, Any], key: str) -> str:
     """Return the name of the function to test; raise `ValueError` if a program cannot define this name for its
     tests.
     """
-    name = _text(row, key)
+    name = read_text(row, key)
     if not name.isidentifier() or name.startswith("_"):
         raise ValueError(f"{key!r} of a case is {name!r}, which is no name of a public function")
     return name
@@ -250,7 +278,7 @@ def _last_line(output: bytes) -> str:
     return _shorten(output.decode(errors="replace").strip().rpartition("\n")[2])
 
 
-def _read_last_line(output: bytes) -> str:
+def read_last_line(output: bytes) -> str:
     return output.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
 
 

@@ -222,8 +222,10 @@ def ask(channel: Any, number: int, method: str, args: Any, named: Any) -> Any:
     channel.write(json.dumps(sent).encode() + b"\n")
     channel.flush()
     line = channel.readline()
-    if not line:
-        raise SystemExit("the program has ended")
+    if not line:  # a test could catch any error, and so pass
+        sys.stderr.write("the program has ended\n")
+        sys.stderr.flush()
+        os._exit(1)
     answer = json.loads(line)
     if "error" in answer:
         kind = getattr(builtins, str(answer["error"]), RuntimeError)
@@ -241,15 +243,7 @@ def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
     because the tests use them to decide whether the program passes. Only the tested function `entry` may have the name
     of a built-in.
     """
-    channel = channel or open_channel()
-    line = channel.readline()
-    if not line:
-        raise SystemExit("the program has ended before its tests")
-    names = {name: value for name, value in json.loads(line).items() if name == entry or is_usable(name)}
-    found = {name: decode(value, lambda number: Remote(channel, number)) for name, value in names.items()}
-    module = types.ModuleType("solution")
-    module.__dict__.update(found)
-    sys.modules["solution"] = module
+    found = read_module(channel or open_channel(), lambda name: name == entry or is_usable(name))
     space = {**found, "__name__": "tests", "equal": equal}
     if entry:
         if entry not in found:
@@ -259,9 +253,29 @@ def run_tests(tests: str, entry: str, channel: Any = None) -> NoReturn:
     raise SystemExit(0)
 
 
+def read_module(channel: Any, is_kept: Any) -> dict[str, Any]:
+    """Read the names that the model's program defines, make them the module `solution`, and return them. The function
+    `is_kept` says which names are kept.
+    """
+    line = channel.readline()
+    if not line:
+        raise SystemExit("the program has ended before its tests")
+    names = {name: value for name, value in json.loads(line).items() if is_kept(name)}
+    found = {name: decode(value, lambda number: Remote(channel, number)) for name, value in names.items()}
+    module = types.ModuleType("solution")
+    module.__dict__.update(found)
+    sys.modules["solution"] = module
+    return found
+
+
 def is_usable(name: str) -> bool:
     """Return True if the model's program may define this name for the tests."""
-    return name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name)
+    return is_public(name) and not hasattr(builtins, name)
+
+
+def is_public(name: str) -> bool:
+    """Return True if a name is that of a public object."""
+    return name.isidentifier() and not name.startswith("_")
 
 
 def equal(value: Any, expected: Any, tolerance: float = 0.0) -> bool:

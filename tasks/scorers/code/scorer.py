@@ -1,7 +1,8 @@
 """Scores programs that a model wrote, by running them on test cases in sandboxes.
 
 The reference of a response has a column `cases` with the test cases (see the module `cases`). The value of a score is
-the share of test cases that the program passes. With `reward.all_or_nothing`, the value is 1 if the program passes all
+the share of test cases that the program passes; a test case that is a pytest file counts with the share of its tests
+that pass. With `reward.all_or_nothing`, the value is 1 if the program passes all
 test cases, otherwise 0, and no test case runs after the first that fails. A failure that the program may have caused,
 such as a timeout, makes its test case fail. If a sandbox fails, its test case runs again, up to `TRIES` times in all.
 If all tries fail, the outcome of the response is "unjudged". If a sandbox without isolation ends at each try, the test
@@ -27,7 +28,7 @@ from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes import build_sandboxes
 from rollflow.tasks.sandboxes.base import Capability, ProgramEnd, Sandboxes, SandboxFailed, SandboxLost
 from rollflow.tasks.scorers.base import Score, Unjudged
-from rollflow.tasks.scorers.code.cases import Case, CaseResult, Tested, read_case
+from rollflow.tasks.scorers.code.cases import CaseResult, Printed
 from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.code.deadlines import (
     CLOCK,
@@ -36,6 +37,15 @@ from rollflow.tasks.scorers.code.deadlines import (
     compute_deadline,
     is_drawn,
     read_reference_seconds,
+)
+from rollflow.tasks.scorers.code.pytest_case import (
+    Case,
+    PytestFile,
+    Testers,
+    find_file_fault,
+    find_kind_fault,
+    read_case_of_any_form,
+    start_testers,
 )
 from rollflow.tasks.scorers.config import DEADLINE, CodeReward
 
@@ -56,6 +66,7 @@ class CodeScorer:
         """
         self._config = config
         self._sandboxes = sandboxes
+        self._testers: Testers | None = None
         self._starting = asyncio.Lock()
         # the asyncio event loop in which the sandboxes were started
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -72,6 +83,7 @@ class CodeScorer:
             return Score(0.0, "the response has no fenced block of code", Outcome.UNPARSABLE)
         try:
             sandboxes = await self.start()
+            cases = [await self._prepare(case) for case in cases]
         except ConfigError as error:
             raise Unjudged(str(error)) from error
         clock = CLOCK.get() if self._config.adaptive else None
@@ -118,7 +130,8 @@ class CodeScorer:
         sandboxes.
         """
         if self._loop not in (None, asyncio.get_running_loop()):
-            self._sandboxes, self._starting = None, asyncio.Lock()  # the old sandboxes ended with their event loop
+            # the old sandboxes ended with their event loop
+            self._sandboxes, self._testers, self._starting = None, None, asyncio.Lock()
         async with self._starting:
             if self._sandboxes is None:
                 sandboxes = build_sandboxes(self._config.sandbox)
@@ -126,31 +139,44 @@ class CodeScorer:
                 self._sandboxes, self._loop = sandboxes, asyncio.get_running_loop()
         return self._sandboxes
 
+    async def _prepare(self, case: Case) -> Case:
+        """Return a test case that can be judged. The first pytest file starts the sandboxes in which pytest runs; raise
+        `ConfigError` if this machine cannot run pytest.
+        """
+        if not isinstance(case, PytestFile):
+            return case
+        async with self._starting:
+            if self._testers is None:
+                self._testers = await start_testers(self._config.sandbox)
+        return replace(case, testers=self._testers)
+
     async def close(self) -> None:
         """End all sandboxes; the next response starts new ones."""
-        sandboxes, self._sandboxes = self._sandboxes, None
-        if sandboxes:
-            await sandboxes.close()
+        found = (self._sandboxes, self._testers and self._testers.sandboxes)
+        self._sandboxes = self._testers = None
+        for sandboxes in found:
+            if sandboxes:
+                await sandboxes.close()
 
     def _sum_up(self, results: Sequence[CaseResult], count: int) -> Score:
         """Return the score of a program from the results of its test cases, of which there are `count`. Test cases that
         did not run count as not passed.
         """
         passed = sum(result.passed for result in results)
-        share = passed / count
+        share = sum(result.value for result in results) / count
         value = float(passed == count) if self._config.all_or_nothing else share
         first = next((f"case {n}: {result.reason}" for n, result in enumerate(results, 1) if not result.passed), "")
         rest = f"; {count - len(results)} cases did not run" if len(results) < count else ""
         reason = f"{passed} of {count} cases; {first}{rest}" if first else f"all {passed} cases"
         ends = [result.end for result in results if not result.passed]
-        return Score(value, reason, _outcome(passed, count, ends), {"passed": share})
+        return Score(value, reason, _outcome(passed == count, share, ends), {"passed": share})
 
 
-def _outcome(passed: int, count: int, ends: Sequence[ProgramEnd]) -> Outcome:
-    """Return the outcome of a program. If the program passed no test case, the outcome says how the program ended."""
-    if passed == count:
+def _outcome(is_correct: bool, share: float, ends: Sequence[ProgramEnd]) -> Outcome:
+    """Return the outcome of a program. If the program passed no test, the outcome says how the program ended."""
+    if is_correct:
         return Outcome.CORRECT
-    if passed:
+    if share:
         return Outcome.PARTIAL
     if ProgramEnd.TIMEOUT in ends:
         return Outcome.TIMEOUT
@@ -186,13 +212,13 @@ def read_cases(reference: Mapping[str, Any]) -> list[Case]:
     cases = list[Case]()
     for number, row in enumerate(rows, 1):
         try:
-            cases.append(read_case(row))
+            cases.append(read_case_of_any_form(row))
         except ValueError as error:
             raise ValueError(f"case {number} of {len(rows)}: {error}") from None
     return cases
 
 
-def find_cases_fault(reference: Mapping[str, Any], adaptive: AdaptiveDeadline | None = None) -> str | None:
+def find_cases_fault(config: CodeReward, reference: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the test cases or the reference seconds of a data row, or None. The code in a test case
     must compile.
     """
@@ -201,12 +227,18 @@ def find_cases_fault(reference: Mapping[str, Any], adaptive: AdaptiveDeadline | 
     except ValueError as error:
         return f'{error}; reward.kind = "code" runs the cases, so correct the row'
     try:
-        read_reference_seconds(adaptive or AdaptiveDeadline(), reference)
+        read_reference_seconds(config.adaptive or AdaptiveDeadline(), reference)
     except ValueError as error:
         return str(error)
     for number, case in enumerate(cases, 1):
-        if wrong := _find_syntax_fault(case.tests if isinstance(case, Tested) else case.checker):
+        if wrong := _find_syntax_fault(case.checker if isinstance(case, Printed) else case.tests):
             return f"case {number}: its code is no Python ({wrong}); correct the code"
+        if not isinstance(case, PytestFile):
+            continue
+        if fault := find_kind_fault(config.sandbox):
+            return f"case {number}: reward.{fault}"
+        if fault := find_file_fault(case.tests):
+            return f"case {number}: {fault}"
     return None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 CALL = {"call": "f", "args": [2], "expected": "a right answer"}
 ASSERT = {"assert": "assert f(2) == 'a right answer'"}
 PRINT = {"stdin": "2", "stdout": "a right answer"}
 CHECK = {"stdin": "2", "checker": "assert open('output.txt').read() == 'a right answer'"}
-FORMS: dict[str, dict[str, Any]] = {"call": CALL, "assert": ASSERT, "print": PRINT, "checker": CHECK}
+PYTEST = {"pytest": "from solution import f\n\ndef test_f():\n    assert f(2) == 'a right answer'\n"}
+FORMS: dict[str, dict[str, Any]] = {"call": CALL, "assert": ASSERT, "print": PRINT, "checker": CHECK, "pytest": PYTEST}
 
 CHANNEL = """
 import json, os, socket, sys, time
@@ -27,6 +29,13 @@ class Forgery:
     name: str
     code: str
     case: dict[str, Any]
+
+
+def write_pytest_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Return a test case with assertions as a pytest file, and `PYTEST` for any other test case."""
+    if "assert" not in case:
+        return PYTEST
+    return {"pytest": f"from solution import f\n\ndef test_f():\n{indent(case['assert'], '    ')}\n"}
 
 
 def _answer(name: str, answer: str, case: dict[str, Any] = CALL) -> Forgery:
