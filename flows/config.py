@@ -86,7 +86,7 @@ def override_config(tree: Mapping[str, Any], overrides: Iterable[str]) -> RunCon
 
 
 def _without_nulls(tree: Any) -> Any:
-    """Return a configuration tree without null values, so that the keys of an unset section can be set singly."""
+    """Return a configuration tree without null values, so that each key of an unset section can be set by itself."""
     if isinstance(tree, Mapping):
         return {name: _without_nulls(value) for name, value in tree.items() if value is not None}
     return [_without_nulls(item) for item in tree] if isinstance(tree, list) else tree
@@ -305,11 +305,11 @@ def describe_error(
 
 
 def _place_refusal(place: str, error: ErrorDetails) -> str:
-    """Return the sentence of a rejected configuration value, with the complete dotted name of its key.
+    """Return the error message for a rejected configuration value, with the complete dotted name of its key.
 
-    The section of a scorer names its keys as if it were `reward`, or without a section. The section may also be
-    `rewards.<name>`, or a part of a composite scorer. Every configuration section that is not a scorer's has only one
-    place in a recipe.
+    A scorer's section may be `reward`, `rewards.<name>` or a part of a composite scorer, but the scorer's own error
+    message always names a key as `reward.KEY` or `KEY`. Every other configuration section has only one place in a
+    recipe.
     """
     if place.partition(".")[0] not in ("reward", "rewards"):
         return error["msg"]
@@ -391,7 +391,7 @@ def _accepts(info: FieldInfo, given: object) -> bool:
 
 
 def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
-    """Return the configuration keys whose words have the given initials, as `train.learning_rate` for `train.lr`."""
+    """Return the configuration keys whose words have the given initials, such as `train.learning_rate` for `train.lr`."""
     place, _, name = key.rpartition(".")
     below = ((one, one.rpartition(".")) for one in known)
     return [

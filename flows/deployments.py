@@ -185,7 +185,7 @@ def main() -> None:
     given = parser.parse_args()
     import_early()
     fork_flows(__spec__.name)
-    # This process waits until its owner has started the Prefect server.
+    # The process that started this runner creates the file `begin` once the Prefect server runs.
     while given.begin and not given.begin.exists():
         time.sleep(BEGIN_SECONDS)
     recipes = runner_deployment() == SERVED

@@ -64,7 +64,7 @@ MARK = "-night-"  # Text between the recipe's name and the time in the run id of
 class Nightly(Section):
     """The content of a nightly file."""
 
-    name: RecipeName = Field("nightly", description="name of the Prefect deployment")
+    name: RecipeName = Field("nightly", description="name of the Prefect deployment that trains the recipes")
     recipes: tuple[str, ...] = Field(
         min_length=1,
         description="paths of the recipe files, which are trained in this order; the files are read again every night",
@@ -76,8 +76,8 @@ class Nightly(Section):
     )
     from_last: bool = Field(
         False,
-        description="whether a night starts from the last version of the previous night; false: it starts from "
-        "the recipe's policy",
+        description="true: a night starts from the last policy version of the previous night; false: a night "
+        "starts from the recipe's policy",
     )
     z: float = Field(
         1.645,

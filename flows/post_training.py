@@ -276,8 +276,8 @@ def _record_early_failure(context: RunContext, supervisor: Writer) -> Iterator[N
 
 
 def _give_up(stages: Stages, writer: StatusWriter, supervisor: Writer, error: BaseException) -> None:
-    """End the stages (rollout, reward and train) and record the reason. A run that a newer supervisor has taken over is
-    left alone.
+    """End the stages (rollout, reward and train) and record the reason. If a newer supervisor has taken over the run,
+    no reason is recorded, and the stages end only if the newer supervisor uses another Ray cluster.
     """
     # The limit on restarts may be reached because a newer supervisor has replaced this supervisor's actors.
     if isinstance(error, RestartsExhausted):

@@ -299,7 +299,7 @@ def check_policy(config: RunConfig, folder: Path, *, engine: bool = True) -> Pol
     tokens into the folder. Return its tokenizer. Without `engine`, the inference engine is not checked.
 
     Raises:
-        ConfigError: the policy cannot be asked the recipe's prompts.
+        ConfigError: the policy cannot answer the recipe's prompts.
     """
     check_files(folder)
     if config.policy.path is not None:

@@ -188,8 +188,8 @@ def open_session(
     """Start the services that the user does not provide, and serve the flows as deployments named `name`. All started
     services are stopped after the `with` block.
 
-    `spares` are the kinds of Ray worker processes that are started before an actor needs them. After a run has used
-    such a worker process of Ray, `rollflow serve` starts a new one.
+    `spares` are the kinds of Ray worker processes that are started before an actor needs them. After a run has used a
+    worker process that was started in advance, `rollflow serve` starts a new one.
     """
     place, given = run_home(), prefect_url()
     server = None if given else HomeServer(place)

@@ -54,7 +54,9 @@ def _audit(context: RunContext, options: argparse.Namespace) -> bool:
 
 
 def _describe_changed_code(context: RunContext) -> Sequence[str]:
-    """Return which user-defined parts have changed since the run's start; nothing if the run's records are damaged."""
+    """Describe which user-defined parts have changed since the run's start; return nothing if the run's records are
+    damaged.
+    """
     try:
         return describe_changed_code(context.config, context.created.own_code)
     except (Corrupt, Missing):
@@ -62,12 +64,12 @@ def _describe_changed_code(context: RunContext) -> Sequence[str]:
 
 
 def _collect_anchors(context: RunContext, said: str) -> Sequence[Anchor]:
-    """Return the anchor (number and hash of a log entry) that the user gives. If the user gives "mlflow" instead,
-    return all anchors that are stored in the run's MLflow.
+    """Return the anchor (number and hash of a log entry) that the user gives. If the user gives "mlflow" instead of an
+    anchor, return all anchors that are stored in the run's MLflow.
     """
     if said != "mlflow":
         return [parse_anchor(said)]
-    # This module is imported here because it imports Prefect, which takes seconds.
+    # `post_training` is imported here and not at the top, because it imports Prefect, which takes seconds.
     from rollflow.flows.post_training import tracking_place
 
     return read_anchors(context, tracking_place(context.config))

@@ -52,7 +52,7 @@ from rollflow.tasks.run.context import RunContext
 from rollflow.tasks.run.response_reader import ResponseReader
 from rollflow.tasks.run.restore import name_of
 
-SHOWN_REASONS = 3  # Largest number of reasons why responses could not be judged that are shown.
+SHOWN_REASONS = 3  # Largest number of reasons for unjudged responses that are shown.
 SHOWN = 12  # Largest number of response groups that a list names; further groups are only counted.
 
 
@@ -283,8 +283,8 @@ def _print_trajectory(
 
 
 def _read_question(context: RunContext, prompt: int) -> str:
-    """Return the text of a prompt. If the run does not store its prompts, return the reason why the text is not
-    available.
+    """Return the text of a prompt. If the run does not store its prompts, return the reason why the prompt's text is
+    not available.
     """
     try:
         return context.prompts().prompt(prompt).text

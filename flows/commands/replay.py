@@ -7,9 +7,9 @@ compared with the published weight file.
 
 Each policy version is trained with the configuration that the run had at that version. A replay with the same number of
 training processes (ranks) as the run gives exactly the published weights. With a different number of ranks, gradients
-are added in a different order, so the weights differ by rounding. In this case, each policy version is trained from the
-published version before it, and must come close to its published weights (`replay_diff`). A policy version is skipped
-if its published weights, or the earlier weights that its replay needs, are not stored.
+are added in a different order, so the weights differ by rounding. If the number of ranks differs, each policy version
+is trained from the published version before it, and must come close to its published weights (`replay_diff`). A policy
+version is skipped if its published weights, or the earlier weights that its replay needs, are not stored.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RestartBudget:
     def __init__(
         self, limits: RecoveryConfig, clock: Callable[[], float] = time.monotonic, earlier: RestartHistory | None = None
     ) -> None:
-        """Create a counter of restarts. The restarts that `earlier` records are counted, too."""
+        """Create a counter of restarts. The restarts in the history `earlier` count, too."""
         self._limits, self._clock, self._earlier = limits, clock, earlier
         self._spent: dict[str, list[float]] = {}
         self._attempts: Counter[str] = Counter()

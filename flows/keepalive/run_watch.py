@@ -3,7 +3,7 @@ run's status is written and users' stop requests are read once a second.
 
 A user can end a run with `rollflow stop`, which writes a request to the run's storage, or by pausing the run's Prefect
 flow run. If a user has stopped or paused the run, this module raises `RunEnded`. `rollflow stop` ends the run after its
-next policy version. `rollflow stop --now` and a pause end the run immediately. The run's work since its newest policy
+next policy version. `rollflow stop --now` and a pause end the run immediately, and the work since its newest policy
 version is lost.
 """
 

@@ -36,8 +36,8 @@ NAME = "the stack"
 
 
 def keep_stack(place: Path, command: Sequence[str], limits: RecoveryConfig, ended: StopFlag) -> int:
-    """Run `command` in a child process, and restart it when it dies. Return its exit code once it ends with 0, fails to
-    start, or `ended` is set.
+    """Run `command` in a child process, and restart it when it dies. Return the exit code of `command` once the command
+    ends with 0, fails to start, or `ended` is set.
 
     Raises:
         RestartsExhausted: the command died too often.

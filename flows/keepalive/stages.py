@@ -57,7 +57,7 @@ STATUS_SECONDS = 10.0
 PING_SECONDS = 5.0  # Seconds that the channel actor may take to answer a ping. A dead actor is noticed immediately.
 START_SECONDS = 300.0
 END_SECONDS = 120.0
-# Longest time in seconds for which a stage's Ray actor may be silent. Starting an inference engine takes less.
+# Longest time in seconds for which a stage's Ray actor may be silent. Starting an inference engine takes less time.
 UNATTENDED_SECONDS = 1200.0
 
 
@@ -247,7 +247,9 @@ class Stages:
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return whether the stage's flow must have failed to restart its Ray actor, which is silent for too long."""
+        """Return True if the stage's Ray actor is silent for so long that the stage's flow must have failed to restart
+        it.
+        """
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:
@@ -305,7 +307,9 @@ class Stages:
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel, the Ray actor that buffers trajectories. Failed reads of its storage are not retried."""
+        """Start the channel, the Ray actor that buffers trajectories. The channel does not retry failed reads of the
+        storage.
+        """
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)

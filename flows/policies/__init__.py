@@ -1,1 +1,1 @@
-"""Asks a policy in this process, a version of a run or a Hugging Face folder, with the prompts of a recipe."""
+"""Runs a policy (a version of a run, or a Hugging Face folder) in this process on the prompts of a recipe."""

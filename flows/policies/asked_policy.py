@@ -1,7 +1,8 @@
-"""Opens the policy that a command asks: a version of a run, a Hugging Face folder, or the policy of a recipe.
+"""Opens the policy that a command evaluates or plays with: a version of a run, a Hugging Face folder, or the policy of
+a recipe.
 
-A run's version is read from the run's storage only. A folder is treated as a new run would treat it: its files are
-copied to a temporary folder, in the data type of the recipe and with all its end tokens.
+A policy version of a run is read only from the run's storage. A Hugging Face folder is prepared as for a new run: its
+files are copied to a temporary folder, with the data type of the recipe and with all end tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ NO_PROBE = WeightsProbe((), (), 0.0)
 
 @dataclass(frozen=True, slots=True)
 class AskedPolicy:
-    """A policy to ask. `folder` has its config and tokenizer; `weights` returns the folder that has its weights.
+    """A policy that answers prompts. `folder` contains its config and tokenizer; `weights` returns the folder with its
+    weights.
 
-    `probe` contains tokens, and the log-probs that an engine with these weights must compute for them. It is empty for
-    a folder.
+    `probe` contains tokens, and the log-probs that an engine with these weights must compute for them. `probe` is empty
+    if the policy is a Hugging Face folder.
     """
 
     name: str
@@ -44,11 +46,11 @@ class AskedPolicy:
 def open_policy(name: str, version: int | None, store: str | None, config: RunConfig, scratch: Path) -> AskedPolicy:
     """Open the policy that a user names: a Hugging Face folder, or a version of a run.
 
-    A folder is copied to the empty folder `scratch`, without its weights. Without `version`, the newest version is
-    opened.
+    The files of a Hugging Face folder, except the weights, are copied to the empty folder `scratch`. If `version` is
+    None, the newest version of the run is opened.
 
     Raises:
-        ConfigError: there is no such policy, or it cannot be asked.
+        ConfigError: there is no such policy, or the policy cannot be used.
     """
     if not (Path(name).expanduser() / "config.json").exists():
         return open_version(find_run(name, store), version, config)
@@ -59,8 +61,8 @@ def open_policy(name: str, version: int | None, store: str | None, config: RunCo
 
 
 def open_version(context: RunContext, number: int | None, config: RunConfig | None = None) -> AskedPolicy:
-    """Open a version of a run, by default the newest version. `config` decides how far the log-probs of an engine may
-    differ from those of the learner; by default it is the run's.
+    """Open a version of a run, by default the newest version. `config` (by default, the run's configuration) sets how
+    far the log-probs of an engine may differ from the learner's.
 
     Raises:
         ConfigError: the version is not published, or its weights were deleted.
@@ -102,7 +104,7 @@ def open_recipe_policy(config: RunConfig, scratch: Path, read: Reader | None = N
 def _find_weights(path: str | None) -> Path:
     if path is None:
         raise ConfigError("policy.cold_start: the recipe's policy has no weights before a run; name a run or a folder")
-    weight_paths(path)  # says which weights are missing
+    weight_paths(path)  # raises an error that names missing weight files
     found = find_policy(path)
     assert found is not None, "what is downloaded is there"
     return found

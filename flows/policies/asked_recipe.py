@@ -1,6 +1,7 @@
-"""Asks a policy the prompts of a recipe, in this process: with the recipe's environment, scorers and engine.
+"""Runs a policy on the prompts of a recipe in this process, with the recipe's environment, scorers and engine.
 
-The prompts are those of a run of the recipe: the same rows are left out, and the same prompts are held out.
+The prompts are the same as in a training run of the recipe: the same rows are left out, and the same prompts are held
+out.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def open_recipe(config: RunConfig, policy: AskedPolicy, read: Reader) -> AskedRe
 
 
 def build_recipe(config: RunConfig, policy: AskedPolicy, prompts: RunPrompts) -> AskedRecipe:
-    """Build the environment of a recipe and its ports, for prompts that are open."""
+    """Build the environment of a recipe and the environment's ports, and return them together with `prompts`."""
     environment, ports = build_environment(config.environment), build_ports(config, policy.tokenizer)
     return AskedRecipe(config, prompts, environment, ports, read_vocabulary(policy.folder))
 
 
 def choose_engine(config: RunConfig, policy: AskedPolicy) -> EngineConfig:
-    """Return the engine that evaluates the policy: the one that a run of the recipe would use on this machine."""
+    """Return the engine config that a run of the recipe would use on this machine to evaluate the policy."""
     return choose_evaluation_engine(config, policy.folder, on_cpu=not count_machine_gpus())
 
 
@@ -125,8 +126,8 @@ async def serve_scorer(config: RunConfig, policy: AskedPolicy) -> AsyncIterator[
 
 
 def build_judge(config: RunConfig, served: ServedScorer, note: Callable[[], None] = lambda: None) -> Judge:
-    """Return a function that scores one response, and tries as often as the recipe's `judge_tries` says. `note` is
-    called after each score.
+    """Return a function that scores one response, with at most as many attempts as the scorer's `judge_tries`. `note`
+    is called after each score.
     """
 
     async def judge(request: ScoreRequest) -> Score:
@@ -138,7 +139,7 @@ def build_judge(config: RunConfig, served: ServedScorer, note: Callable[[], None
 
 
 class HeldOutPrompts(NamedTuple):
-    """The prompts of an evaluation: those held out for the accuracy, and those of the evaluation sets, by name."""
+    """The prompts of an evaluation: the held-out prompts, and the prompts of each evaluation set by the set's name."""
 
     prompts: Sequence[Prompt]
     sets: Mapping[str, Sequence[Prompt]]
@@ -150,7 +151,9 @@ class HeldOutPrompts(NamedTuple):
 
 
 def list_held_out(prompts: RunPrompts, limit: int | None = None) -> HeldOutPrompts:
-    """Return the held-out prompts; with `limit`, only that many of each domain and of each evaluation set."""
+    """Return the held-out prompts: all of them, or only the first `limit` prompts of each domain and each evaluation
+    set.
+    """
     held, sets = prompts.held_out(), prompts.evaluation_sets()
     if limit is None:
         return HeldOutPrompts(held, sets)
@@ -162,8 +165,8 @@ def list_held_out(prompts: RunPrompts, limit: int | None = None) -> HeldOutPromp
 
 
 def build_evaluator(recipe: AskedRecipe, judge: Judge, asked: HeldOutPrompts, samples: int | None = None) -> Evaluator:
-    """Build the evaluator that asks held-out prompts. `judge` scores a response; `samples` is the number of responses
-    to a prompt, by default that of the recipe.
+    """Build the evaluator of the held-out prompts. `judge` scores a response; `samples` is the number of responses to
+    each prompt, by default the number in the recipe.
     """
     config, settings = recipe.config, recipe.config.evaluation
     return Evaluator(
@@ -182,7 +185,7 @@ def build_evaluator(recipe: AskedRecipe, judge: Judge, asked: HeldOutPrompts, sa
 
 
 async def _start(starting: Awaitable[None], what: str) -> None:
-    """Wait for the start of a part, at most `START_SECONDS`."""
+    """Wait until a part, such as an engine, has started, but at most `START_SECONDS`."""
     try:
         async with asyncio.timeout(START_SECONDS):
             await starting

@@ -48,7 +48,7 @@ def attach(address: str, namespace: str, *, deadline_seconds: float = 30.0) -> N
 
 
 def _try_attach(address: str, namespace: str, deadline_seconds: float, *, last: bool) -> bool:
-    """Connect to a Ray cluster; return False if the connection fails, or raise its error if `last` is true."""
+    """Connect to a Ray cluster; if the connection fails, return False, or raise the error if `last` is true."""
     try:
         _check_head(address, deadline_seconds)
         _keep_loopback(address)

@@ -22,7 +22,8 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND
 
-# environment variable that contains the folder with records of dead Ray workers; `ray_worker` repeats the name
+# environment variable that contains the folder with records of dead Ray workers; the module `ray_worker` repeats this
+# name
 FOLDER = "ROLLFLOW_LOST_WORKERS"
 WORKER = Path(__file__).with_name("ray_worker.py")
 READ = ".read"

@@ -24,7 +24,7 @@ from rollflow.flows.services.variables import SOCKET_PATH_BYTES, short_folders
 from rollflow.storage.errors import ConfigError
 from rollflow.tasks.actors.early_imports import WANTED, Kind
 
-NOTICE = {  # health check settings of the Ray head, by which a node is dead after four failed checks in a row
+NOTICE = {  # health check settings of the Ray head: a node counts as dead after four failed checks in a row
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "4",

@@ -8,7 +8,7 @@ which the Prefect UI ignores. Prefect's error about a strict copy names the wron
 
 * A value that is optional and has no default is shown as an empty field, which means null.
 * The form shows each part of the training objective as "as in the preset" until the user chooses another value. Without
-  this choice, the form would fill in defaults that differ from the preset's values.
+  "as in the preset", the form would fill in defaults that differ from the preset's values.
 """
 
 from __future__ import annotations

@@ -223,8 +223,8 @@ def list_superseded(offers: Iterable[DeploymentOffer], name: str) -> list[Deploy
 
 
 def withdraw(name: str, home: Path) -> None:
-    """Delete the Prefect deployments with this name that commands of this run home served; keep those of other run
-    homes.
+    """Delete the Prefect deployments with this name that commands of this run home served; keep the deployments of
+    other run homes.
     """
     with open_client() as client:
         for one in _read_tagged(client, OF_SESSION):

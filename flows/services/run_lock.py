@@ -2,8 +2,8 @@
 
 Two commands that manage the same run would serve Prefect deployments of the same name, and the first to end would
 delete the deployments of both. The kernel releases the file lock when the process that holds it ends, even if the
-process is killed. The file lock does not cover commands in different run homes. Among such commands, the last one that
-recorded its claim in the run's storage log wins.
+process is killed. The file lock does not cover commands in different run homes. If commands in different run homes
+manage the same run, the command that last recorded its claim in the run's log continues.
 """
 
 from __future__ import annotations

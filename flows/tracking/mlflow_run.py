@@ -47,7 +47,8 @@ PARAMETERS_A_CALL = 100  # Largest number of parameters that MLflow accepts in o
 
 @dataclass(frozen=True, slots=True)
 class MetricPoint:
-    """The metrics of one policy version, one evaluation or one recovery from a crash. `marker` says which of the three.
+    """The metrics of one policy version, one evaluation or one recovery from a crash. `marker` says whether the point
+    belongs to a policy version, an evaluation or a recovery.
 
     The step number of a logged metric is the number of its policy version (or recovery). From the step numbers in
     MLflow, a resumed run finds which metrics were logged.

@@ -167,7 +167,9 @@ class StatusWriter:
         self._hacking = found
 
     def _update_flips(self) -> None:
-        """Find the scorers whose verdicts flip. A reward actor that has just started knows no counts."""
+        """Find the scorers whose verdicts change when responses are judged again. While a newly started reward actor
+        has no counts, keep the earlier result.
+        """
         reward = self.stages.reward
         if reward.second_verdicts:
             found = find_flip_alarms(reward.second_verdicts, reward.flips)

@@ -200,8 +200,8 @@ class Tracker:
             del self._pending[:-KEPT_POINTS]
 
     def _missed_points(self, run: MlflowRun, new: Sequence[MetricPoint]) -> Iterator[MetricPoint]:
-        """Yield the metrics of the policy versions between the last one in MLflow and the first of `new`. Such policy
-        versions were published while no supervising process ran.
+        """Yield the metrics of the policy versions between the last one in MLflow and the first of `new`. The missed
+        policy versions were published while no supervising process ran.
         """
         for marker in (VERSION, EVALUATED):
             first = min((point.version for point in new if point.marker == marker), default=0)

@@ -144,7 +144,7 @@ def _thin(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _draw(bands: Sequence[SeedBand], what: str, axis: Axis) -> bytes:
-    """Draw the bands of a chart and return the SVG picture. Text in the picture stays text."""
+    """Draw the bands of a chart and return the SVG picture. Text in the picture is stored as text and not as shapes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -315,8 +315,8 @@ def _change_rows(label: str, before: float | None, after: float | None) -> list[
 
 
 def _no_signal_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    """Return the row of the summary that counts policy versions in which nothing was learned. Return no row if there
-    are no such policy versions.
+    """Return the row of the summary that counts policy versions in which nothing was learned. Return no row if
+    something was learned in every policy version.
     """
     if not (lost := (summary.get("no_signal") or {}).get("versions")):
         return []

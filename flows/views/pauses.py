@@ -6,7 +6,7 @@ supervisor. A pause ends with the last log entry by which a stage claims its rol
 policy version. Time that a stopped stage had spent on unfinished work counts as pause, because the log does not show
 it. A restart of one stage alone does not count as a pause.
 
-Only log entries around such claims are read, so the cost grows with the number of claims.
+Only log entries around the claims of roles are read, so the cost grows with the number of claims.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class RunProgress:
 
     @property
     def staleness(self) -> Counter[int]:
-        """The number of trained groups of responses by staleness. The staleness of a group is that of its oldest
-        response.
+        """The number of trained groups of responses by staleness. The staleness of a group is the staleness of its
+        oldest response.
         """
         return self.state.totals.staleness
 

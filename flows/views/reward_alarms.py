@@ -1,5 +1,5 @@
 """Finds signs of reward hacking in the metrics of a run's policy versions, for each prompt domain, and scorers whose
-verdicts flip.
+verdicts change when responses are judged again.
 
     part     the reward rises, the accuracy does not, and only one of several reward parts rises
     length   the responses become much longer or much shorter
@@ -23,7 +23,7 @@ from typing import Literal
 from rollflow.storage.policies import PolicyVersion
 from rollflow.tasks.rollout.evaluation import safe_name
 
-# Numbers of policy versions: compared, averaged at each end, and at least needed for an alarm.
+# Numbers of policy versions: how many are compared, how many are averaged at each end, and how many an alarm needs.
 SPAN, ENDS, LEAST = 100, 10, 30
 REWARD_RISE = 0.1  # smallest rise of the reward
 ACCURACY_RISE = 0.02  # Largest rise of the accuracy that still counts as no rise.
@@ -34,8 +34,8 @@ LENGTH_FACTOR, LENGTH_TOKENS = 2.0, 16.0  # Smallest change of the mean response
 SHOWN_PARTS = 8  # Largest number of a prompt domain's reward parts that tables and charts show.
 SUM = "answer"  # Name of the reward part that has the score before penalties for form or length.
 PENALTIES = ("format", "length_penalty")
-LEAST_VERDICTS = 20  # smallest number of second verdicts of a scorer with an alarm
-FLIP_LIMIT = 0.02  # share of flips that raises no alarm
+LEAST_VERDICTS = 20  # a scorer with fewer second verdicts raises no alarm
+FLIP_LIMIT = 0.02  # largest share of flipped verdicts that raises no alarm
 Z = 2.576  # quantile of the normal distribution for an interval of 99%, because the counts are looked at repeatedly
 
 
@@ -198,7 +198,9 @@ def _measure(versions: Sequence[PolicyVersion], name: str) -> Ends | None:
 
 @dataclass(frozen=True, slots=True)
 class FlipAlarm:
-    """A scorer, named by its section of the config, whose verdicts flip."""
+    """An alarm about a scorer whose verdicts flip: they change when a response is judged again. `section` names the
+    scorer.
+    """
 
     section: str
     verdicts: int
@@ -219,8 +221,8 @@ class FlipAlarm:
 
 
 def find_flip_alarms(verdicts: Mapping[str, int], flips: Mapping[str, int]) -> list[FlipAlarm]:
-    """Return an alarm for each scorer with too many flips, given the numbers of its second verdicts and of its flips by
-    its section of the config.
+    """Return an alarm for each scorer that changes too many verdicts when responses are judged again. `verdicts` counts
+    the second verdicts of each scorer, and `flips` counts the changed ones, by the scorer's config section.
     """
     return [
         FlipAlarm(section, count, flips.get(section, 0))

@@ -27,10 +27,10 @@ COLOURS = {"prompt": "cyan", "context": "cyan", "system": "cyan", "environment":
 
 @dataclass(frozen=True, slots=True)
 class TurnPart:
-    """Consecutive tokens of a trajectory that have the same author, from token number `start` on. The other fields are
-    set only if the policy generated the tokens.
+    """Consecutive tokens of a trajectory that have the same author, from token number `start` on. The fields after
+    `tokens` are set only if the policy generated the tokens.
 
-    The author "context" wrote the beginning of a branch: the prompt, and the context that the environment rewrote.
+    The author "context" stands for the beginning of a branch: the prompt, and the context that the environment rewrote.
     """
 
     author: Author
@@ -40,7 +40,7 @@ class TurnPart:
     versions: Sequence[int] = ()
     turn: int = 0  # number of the turn, from 1
     reward: float | None = None  # sum of the rewards of the part's tokens; None if no token has a reward
-    state: int | None = None  # hash of the environment state in which the turn acted; None if it has no name
+    state: int | None = None  # hash of the environment state in which the turn acted; None if the state has no name
 
     @property
     def readable(self) -> list[int]:
@@ -141,7 +141,7 @@ def render_head(speaker: str, notes: Sequence[str] = ()) -> Text:
 
 
 def render_text(text: str) -> Padding:
-    """Return a text, two columns to the right. A text without visible characters is quoted."""
+    """Return a text, indented by two columns. A text without visible characters is quoted."""
     shown = Text(text.strip("\n")) if text.strip() else Text(repr(text) if text else "(nothing)", style="dim")
     return Padding(shown, (0, 0, 0, 2), expand=False)
 

@@ -25,16 +25,18 @@ def add_asking(commands: Commands) -> None:
     )
     add_recipe_arguments(play)
     player = play.add_mutually_exclusive_group()
-    player.add_argument("--random", action="store_true", help="a policy that draws each token at random plays")
-    player.add_argument("--run", metavar="RUN", help="a version of this run plays, or a Hugging Face folder")
-    player.add_argument("--endpoint", metavar="URL", help="a model behind this OpenAI-compatible endpoint plays")
-    play.add_argument("--version", type=int, metavar="V", help="version of --run (default: the newest)")
+    player.add_argument(
+        "--random", action="store_true", help="let a random policy play, which draws each token at random"
+    )
+    player.add_argument("--run", metavar="RUN", help="let a policy version of this run, or a Hugging Face folder, play")
+    player.add_argument("--endpoint", metavar="URL", help="let a model behind this OpenAI-compatible endpoint play")
+    play.add_argument("--version", type=int, metavar="V", help="policy version of --run (default: the newest)")
     add_store_argument(play, "the run of --run")
     play.add_argument("--model", metavar="NAME", help="name of the model at --endpoint")
     play.add_argument("--token-env", metavar="NAME", help="environment variable with the API key of --endpoint")
     episodes = "number of episodes (default: until Ctrl-D if you play, else 1)"
     play.add_argument("--episodes", type=parse_positive, metavar="N", help=episodes)
-    play.add_argument("--seed", type=int, metavar="N", help="seed of prompts and players (default: the recipe's)")
+    play.add_argument("--seed", type=int, metavar="N", help="seed of prompts and players (default: as in the recipe)")
     play.add_argument(
         "--held-out", action="store_true", help="play the held-out prompts instead of the training prompts"
     )
@@ -48,13 +50,13 @@ def add_asking(commands: Commands) -> None:
     who = "id, path or URI of a run, or a Hugging Face folder"
     evaluate.add_argument("run", metavar="RUN|FOLDER", help=who)
     add_recipe_arguments(evaluate)
-    evaluate.add_argument("--version", type=int, metavar="V", help="version of the run (default: the newest)")
+    evaluate.add_argument("--version", type=int, metavar="V", help="policy version of the run (default: the newest)")
     add_store_argument(evaluate, "the run")
     samples = "responses to each prompt (default: the recipe's evaluation.samples); with more than 1, pass@k is shown"
     evaluate.add_argument("--samples", type=parse_positive, metavar="K", help=samples)
-    limit = "ask only the first N held-out prompts, and the first N of each evaluation set"
+    limit = "ask only the first N held-out prompts of each domain, and the first N of each evaluation set"
     evaluate.add_argument("--limit", type=parse_positive, metavar="N", help=limit)
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
 
 
 def add_rejudge(commands: Commands) -> None:
@@ -72,5 +74,7 @@ def add_rejudge(commands: Commands) -> None:
     rejudge.add_argument("--last", type=parse_positive, metavar="N", help="judge the batches of the newest N versions")
     rejudge.add_argument("--all", action="store_true", help="judge the batches of all policy versions")
     add_set_argument(rejudge, "set a key of a scorer to another value, e.g. reward.deadline_seconds=30")
-    rejudge.add_argument("--show", type=parse_positive, default=10, metavar="N", help="changes to show (default: 10)")
+    rejudge.add_argument(
+        "--show", type=parse_positive, default=10, metavar="N", help="changed scores to show (default: 10)"
+    )
     rejudge.add_argument("--json", action="store_true", help="print the result as one JSON object")

@@ -47,7 +47,7 @@ SECOND = {
     "inspect": "what",
     "replay": "version",
     "rejudge": "version",
-}  # Maps a command to its argument after RUN, which may be given without RUN.
+}  # Maps a command to its argument after RUN. A user may give this argument and leave out RUN.
 
 
 def check_earlier_name(arguments: Sequence[str]) -> None:
@@ -57,8 +57,8 @@ def check_earlier_name(arguments: Sequence[str]) -> None:
 
 
 def move_version(options: argparse.Namespace) -> None:
-    """Read a number in place of a run's name as a policy version or trajectory of the newest run. A run id is never a
-    number, so the meaning is clear.
+    """If a number is given in place of a run, read the number as a policy version or trajectory of the newest run. A
+    run id is never a number.
     """
     second = SECOND.get(options.verb)
     if second is None or not options.run or getattr(options, second) is not None:

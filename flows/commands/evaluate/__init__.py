@@ -1,8 +1,8 @@
 """Implements `rollflow evaluate RUN|FOLDER RECIPE`, which measures a policy on the held-out prompts of a recipe.
 
-The policy answers on the recipe's evaluation engine in this process, in the recipe's environment, and the recipe's
-scorers score the answers, as in an evaluation of a run. The command writes nothing to the run. If the recipe names an
-MLflow server (`tracking.uri`), the figures are logged there as an MLflow run of their own.
+The recipe's evaluation engine runs in this process. The recipe's environment and scorers are used as in an evaluation
+of a run. The command writes nothing to the run. If the recipe names an MLflow server (`tracking.uri`), the results are
+logged there as a separate MLflow run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Counts the responses of an evaluation, and shows the accuracies with their intervals as a table or as JSON.
 
-A share of right responses is shown with its 95% interval by Wilson's formula. Several responses to one prompt are not
-independent, so the interval is computed for a smaller number of independent responses (`effective_size`).
+Each accuracy (share of right responses) is shown with its 95% confidence interval by Wilson's formula. Several
+responses to one prompt are not independent, so the interval is computed for a smaller number of independent responses
+(`effective_size`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ResponseCounts:
 
 @dataclass(slots=True)
 class EvaluationReport:
-    """The results of an evaluation so far. `asked` is the number of responses that the whole evaluation makes."""
+    """The results of an evaluation so far. `asked` is the number of responses that the whole evaluation requests."""
 
     policy: str
     version: int
@@ -76,7 +77,7 @@ class EvaluationReport:
     by_value: bool  # True if a response with the reward 1 is right, whatever its outcome
     sets: frozenset[str] = frozenset()  # names of the evaluation sets, which are the domains of their prompts
     counts: dict[str, ResponseCounts] = field(default_factory=dict)  # by domain or evaluation set
-    unjudged: str = ""  # why the first response without a verdict was not judged
+    unjudged: str = ""  # reason why the first unjudged response could not be judged
     measures: Mapping[str, float] = field(default_factory=dict)  # by name, of the environment
 
     def add(self, one: EvaluatedResponse) -> None:
@@ -155,7 +156,7 @@ def _list_metrics(report: EvaluationReport) -> Iterator[tuple[str, float]]:
 
 
 def print_report(report: EvaluationReport, console: Console) -> None:
-    """Print the report as a table, and what it leaves out."""
+    """Print the report as a table, and the number of responses that the table leaves out."""
     console.print(Text(report.policy, style="bold"), soft_wrap=True)
     if report.done:
         console.print(_build_table(report))

@@ -94,7 +94,7 @@ def _play(options: argparse.Namespace, recipe: AskedRecipe, policy: AskedPolicy)
 def _choose_player(
     options: argparse.Namespace, config: RunConfig, policy: AskedPolicy, person: PersonInput | None, screen: Screen
 ) -> Player:
-    """Return the player that the options name, unless a version of a run plays."""
+    """Return the player that the options name, which is a person, a random policy or an endpoint."""
     if person is not None:
         return PersonPlayer(policy.tokenizer, person.read_line, screen.note)
     if options.random:
@@ -106,7 +106,7 @@ def _choose_player(
 
 
 async def _serve_player(config: RunConfig, policy: AskedPolicy, stack: AsyncExitStack) -> Player:
-    """Run the engine of a policy that plays, until the end of `stack`."""
+    """Start an inference engine for the policy that plays; the engine runs until `stack` is closed."""
     with Console(stderr=True, highlight=False).status(f"loading {policy.name}"):
         proxy = await stack.enter_async_context(serve_policy(policy, choose_engine(config, policy), config))
     return EnginePlayer(policy.name, proxy, config.evaluation.temperature, config.seed)

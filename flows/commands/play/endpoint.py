@@ -1,7 +1,8 @@
 """Plays with a model behind an OpenAI-compatible endpoint, by the protocol of chat completions.
 
-The endpoint gets the whole conversation as chat messages in each turn. Stop strings are not sent, because an endpoint
-removes the stop string from its answer and does not report which one it was. This module cuts the answer instead.
+The endpoint gets the whole conversation as chat messages in each turn. This module cuts an answer at the first stop
+string. Stop strings are not sent to the endpoint, because the endpoint would remove the stop string and not report
+which one it removed.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def read_token(name: str | None) -> str:
     """Return the API key in the environment variable `name`; "" without a name.
 
     Raises:
-        ConfigError: the variable is not set, or an HTTP header cannot hold its value. No error message contains the
-        value.
+        ConfigError: the variable is not set, or an HTTP header cannot hold its value. No error message contains the API
+            key.
     """
     if not name:
         return ""

@@ -24,8 +24,8 @@ ENDINGS = {StopReason.LENGTH: "cut at the limit"}
 
 @dataclass
 class Game:
-    """Plays one episode after another. `scores` are those of the episodes that ended; `is_over` is True once the player
-    has left.
+    """Plays one episode after another. `scores` contains the scores of all ended episodes; `is_over` is True once the
+    player has left.
     """
 
     recipe: AskedRecipe
@@ -102,5 +102,5 @@ class Game:
             self.screen.say(SPEAKERS.get(message["role"], message["role"]), message["content"])
 
     async def _keep(self, _: PlayedEpisode) -> bool:
-        """Return whether the episode is scored: every played episode is, unless the player has left."""
+        """Return True if the episode is scored, and False if the player has left."""
         return not self.is_over

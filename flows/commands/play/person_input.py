@@ -1,7 +1,7 @@
-"""Reads the lines of a person while an event loop works.
+"""Reads the lines that a person types, while an event loop runs in another thread.
 
 Lines are read in the main thread, where Ctrl-C arrives and where the terminal's line editing works. The event loop runs
-in a thread of its own, so that nothing in it waits while a person thinks.
+in a thread of its own, so that its tasks continue while a person thinks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PersonInput:
             import readline  # noqa: F401 - gives `input` editing keys and a history
 
     async def read_line(self, marks: str) -> str:
-        """Ask for a line after the text `marks`; called by the coroutine.
+        """Show the text `marks`, and return the next line that the person types. The coroutine calls this method.
 
         Raises:
             EOFError: the person has ended the input with Ctrl-D, or the input has ended.
@@ -84,7 +84,7 @@ class PersonInput:
 
     def _cancel(self) -> None:
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+            with contextlib.suppress(RuntimeError):  # The event loop has already ended.
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
 

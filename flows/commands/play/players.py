@@ -1,4 +1,4 @@
-"""The players of `rollflow play`, each of which answers the turns of an episode.
+"""Defines the players of `rollflow play`. A player answers the turns of an episode.
 
     PersonPlayer    a person at the terminal types the answers
     RandomPlayer    each token is drawn at random
@@ -40,8 +40,8 @@ class Player(Protocol):
 
 
 def generate_text(text: str, turn: Turn, tokenizer: PolicyTokenizer) -> VersionedGeneration:
-    """Return a text as the answer to a turn: cut at the first stop string and at the largest number of tokens, or else
-    with an end token.
+    """Convert a text into the answer to a turn. The text is cut at the first stop string and at the largest number of
+    tokens; an uncut text gets an end token if there is room.
     """
     cut, stopped = cut_at_stop(text, turn.stop)
     tokens = list(tokenizer.encode_response(cut))
@@ -64,7 +64,7 @@ def _generate(tokens: Sequence[int], ending: StopReason) -> VersionedGeneration:
 
 @dataclass
 class PersonPlayer:
-    """A person. `read` asks the person for a line, after the given marks."""
+    """A person who plays. `read(marks)` shows the text `marks` and asks the person for a line."""
 
     tokenizer: PolicyTokenizer
     read: Callable[[str], Awaitable[str]]
@@ -91,7 +91,7 @@ class PersonPlayer:
 
 @dataclass
 class RandomPlayer:
-    """A policy that draws each token at random. An episode with the same seed has the same answers."""
+    """A policy that draws each token at random. Two episodes with the same seed get the same answers."""
 
     tokenizer: PolicyTokenizer
     seed: int

@@ -39,7 +39,7 @@ class Screen:
         self._console.print(render_part(speaker, text, notes))
 
     def note(self, text: str) -> None:
-        """Show a remark that belongs to nobody."""
+        """Show a remark that comes neither from the player nor from the environment."""
         self._console.print(Text(f"  ({text})", style="dim"))
 
     def score(self, score: Score) -> None:

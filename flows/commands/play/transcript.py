@@ -1,7 +1,7 @@
 """Follows an episode in a form that people can read: who said what, instead of tokens.
 
-Everything that stands in the context of a turn, and that no player has written, was written by the environment. If the
-environment rendered chat messages, their contents are shown, without the marks of the chat template.
+Any part of a turn's context that no player has written was written by the environment. If the environment rendered chat
+messages, their contents are shown, without the marks of the chat template.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USER = "user"
 
 
 class NotedRenderer(Renderer):
-    """Renders messages as `renderer` does, and remembers the messages of the tokens that it returned."""
+    """Renders messages with `renderer`, and remembers which messages the returned tokens stand for."""
 
     def __init__(self, renderer: Renderer) -> None:
         """Wrap a renderer of one episode."""
@@ -44,7 +44,9 @@ class NotedRenderer(Renderer):
     def rewrite(
         self, prompt: Prompt, earlier: Sequence[Message], recent: Sequence[Message], messages: Sequence[Message]
     ) -> Sequence[int] | None:
-        """Return the tokens of the whole conversation if the chat template changes an answer, and remember it."""
+        """Return the tokens of the whole conversation if the chat template changes an answer, and remember the
+        conversation.
+        """
         tokens = self._renderer.rewrite(prompt, earlier, recent, messages)
         if tokens is not None:
             self._rendered[tuple(tokens)] = (*earlier, *recent, *messages)
