@@ -167,8 +167,9 @@ class TrajectoryBatch:
 
     @property
     def first_rows(self) -> NDArray[np.int64]:
-        """For each row, the first row of its episode. For a row that does not branch off another row, this is the row
-        itself."""
+        """The first row of each row's episode, by row. A row that does not branch off another row is the first row of
+        its episode.
+        """
         found = np.arange(len(self))
         column = self.optional("branch")
         if column is None:
@@ -187,8 +188,9 @@ class TrajectoryBatch:
 
     @property
     def episode_rewards(self) -> NDArray[np.float64]:
-        """The reward of each episode, plus all rewards of its tokens, in all its branches. In an episode with several
-        roles, the reward is that of the role of the first row."""
+        """The reward of each episode: the reward of its first row, plus the token rewards of all its rows. In an
+        episode with several roles, only rows with the role of the first row count.
+        """
         rewards: NDArray[np.float64] = view_numbers(self.table["reward"]).astype(np.float64)
         column = self.optional("token_rewards")
         if column is not None:

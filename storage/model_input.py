@@ -5,7 +5,7 @@ hash of the image's content. A foreign part, such as an image, occupies one or m
 The engines and learners of this release read tokens alone, and raise an error for an input with a foreign part, such as
 an image.
 
-The input of a policy is stored and sent in a flat form: an array with one number for each position, and a list of the
+The input of a policy is stored and sent in a flat form, which has one number for each position, and a list of the
 foreign parts (such as images) with their positions. In the flat form of an input, the array contains `NO_TOKEN` at each
 position of a foreign part, such as an image. The flat form of an input that consists of tokens alone is the token array
 itself.

@@ -4,9 +4,9 @@ which is written after every object that the entry names.
 The log entry of a policy version commits three things together: the weights, the learner's state, and the batch that
 was trained on. The log entry of a policy version names the log entry of the batch that the version was trained on. The
 log entry of a batch lists the groups in the batch and the groups that were discarded. The path of a policy version's
-object contains the number of the log entry by which the learner claimed its role (`policies/<v>/<claim>/...`), so a
-learner that was replaced by a newer process overwrites nothing. Several objects of a policy version are transferred at
-a time, and every read is checked against the sha256 in the version's log entry.
+object (`policies/<v>/<claim>/...`) contains the number of the log entry by which the learner claimed its role. A
+learner that was replaced by a newer process can therefore overwrite nothing. Several objects of a policy version are
+transferred at a time, and every read is checked against the sha256 in the version's log entry.
 
 A run's state contains the log entry number of each policy version that may still be pruned. Older policy versions are
 found by bisection of the log, because each log entry records the newest version at the time of that entry.

@@ -146,8 +146,8 @@ class Prompt:
 
 
 class Branch(NamedTuple):
-    """The origin of a trajectory that belongs to the episode of another trajectory of the same group, because it has a
-    rewritten context or is that of another role. Both trajectories begin with the same tokens.
+    """The place where a trajectory branches off an earlier trajectory of the same episode, because its context was
+    rewritten or because it belongs to another role. The two trajectories begin with the same tokens.
     """
 
     parent: int  # the number (field `sample`) of the trajectory that this trajectory branches off
@@ -176,12 +176,12 @@ class Trajectory:
     the candidates among which the sampler chose token t after top-k and top-p. In `kept_tokens`, the set of token t is
     empty if the sampler chose among all tokens, or if the policy did not sample token t. The field `scorer_version` is
     the version of the scorer that gave the reward. The field `token_rewards` has one number for each of the T tokens:
-    the reward of that token, which counts in addition to `reward`, or NaN for a token without a reward of its own. Only
-    sampled tokens have token rewards. The field `role` names the role in which the policy sampled the tokens, in an
-    episode in which the policy plays several roles; `reward` is then the reward of this role. The field `left_out` is
-    True if no scorer could judge the response, and the learner leaves it out: the response is in no baseline and is not
-    trained on. Its outcome is "unjudged", its `reason` says why nobody could judge it, and its `reward` is NaN, so that
-    no mean can contain it unnoticed. `left_out` is None for all other responses.
+    the token's own reward, or NaN if the token has none. Token rewards count in addition to `reward`. Only sampled
+    tokens have token rewards. The field `role` names the role in which the policy sampled the tokens, in an episode in
+    which the policy plays several roles; `reward` is then the reward of this role. The field `left_out` is True if no
+    scorer could judge the response, and the learner leaves it out: the response is in no baseline and is not trained
+    on. A left-out response has the outcome "unjudged", a `reason` that says why nobody could judge it, and the `reward`
+    NaN, so that no mean can contain it unnoticed. `left_out` is None for all responses that are not left out.
     """
 
     sample: int
@@ -210,7 +210,9 @@ class Trajectory:
 
     @property
     def total_reward(self) -> float:
-        """The reward of the response as a whole, plus all token rewards, which are added as storage has them."""
+        """The reward of the response as a whole, plus all token rewards. Each reward in this sum is rounded to float32,
+        as in storage.
+        """
         if self.token_rewards is None:
             return self.reward
         [reward] = Float32s.of([self.reward])
@@ -237,7 +239,8 @@ class PassRate(NamedTuple):
     responses: int
 
 
-LEAST_JUDGED = 2  # a response is left out of its group only if so many other responses of the group were judged
+# a response is left out of its group only if at least this many other responses of the group were judged
+LEAST_JUDGED = 2
 LONGEST_WHY = 300  # largest number of characters of a reason in an `UnjudgedResponse`
 
 
@@ -301,7 +304,8 @@ class TrajectoryGroup:
     @property
     def episode_rewards(self) -> list[float]:
         """The total reward of each judged episode, which includes the token rewards of the episode's branches. In an
-        episode with several roles, the reward is that of the role of the first trajectory."""
+        episode with several roles, only the role of the episode's first trajectory counts.
+        """
         judged = [t for t in self.trajectories if not t.left_out]
         if self.episodes == len(self.trajectories):
             return [t.total_reward for t in judged]

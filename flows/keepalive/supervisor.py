@@ -92,8 +92,8 @@ class SupervisorKeeper:
             time.sleep(POLL_SECONDS)
 
     def _store_cpu_usage(self, status: RunStatus) -> None:
-        """Measure the CPU time of services and flows, and write it to the run's storage. This is done every
-        `COUNT_SECONDS` and at the end.
+        """Measure the CPU time of services and flows, and write it to the run's storage, every `COUNT_SECONDS` and at
+        the run's end.
         """
         if not status.ended and time.monotonic() - self._counted < COUNT_SECONDS:
             return

@@ -104,7 +104,7 @@ class Registry:
             return RegisteredVersion(created.version, run_id, score)
 
     def forget(self, run_id: str) -> None:
-        """Delete the registered model versions of a run. This method is called when the run's files are deleted."""
+        """Delete the registered model versions of a run whose files are being deleted."""
         with self._translate_errors():
             for version in self._versions_of(run_id):
                 self._client.delete_model_version(self._model, version.version)

@@ -253,8 +253,8 @@ class Tracker:
 
 
 def import_early() -> None:
-    """Import the modules that a tracker with a local MLflow database needs. This is done before the process is forked,
-    to save time.
+    """Import the modules that a tracker with a local MLflow database needs. A process imports them before it is forked,
+    so that its forks start faster.
     """
     with contextlib.suppress(ImportError):  # The tracker reports the failed import later.
         for module in ("mlflow.tracking.client", "mlflow.store.tracking.sqlalchemy_store"):

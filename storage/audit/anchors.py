@@ -1,4 +1,5 @@
-"""Checks a run's log against anchors: hashes of log entries, kept where a person who alters the run cannot write.
+"""Checks a run's log against anchors. An anchor is the hash of a log entry, stored where a person who alters the run
+cannot write.
 
     12:6b86b273...   entry 12 has this sha256
 

@@ -125,7 +125,8 @@ def _check_prompts(
     batch: TrajectoryBatch, table: _Table, prompts: Mapping[int, Prompt], asked: ExpectedRows, *, replaces: bool
 ) -> Iterator[Found]:
     """Check that each row of a batch begins with the tokens of its prompt and names this prompt, and that the prompt is
-    not held out. With `replaces`, the environment may have replaced the tokens of the prompt."""
+    not held out. If `replaces` is true, the environment may have replaced the tokens of the prompt.
+    """
     names = zip(batch.table["prompt_id"].to_pylist(), batch.table["domain"].to_pylist(), strict=True)
     reported: set[int] = set()
     for row, (index, name) in enumerate(zip(table.index_R.tolist(), names, strict=True)):

@@ -120,7 +120,7 @@ class _Audit:
         self.fold = TolerantFold(store, begun.state, self.report.add)
         self.rows, self.responses = begun.rows, begun.responses
         self.latest = begun.state.version  # the newest policy version in any log entry that was read, valid or not
-        # upper limit of the newest policy version: each lost log entry may have published one
+        # upper limit of the newest policy version, because each lost log entry may have published a version
         self.most = begun.state.version
         self.read_to = begun.state.n
         # maps a batch's log entry to the policy version that was trained on the batch, or to None if the batch was

@@ -1,7 +1,7 @@
 """Compares the counts, discard reasons and object paths in a log entry with the config that was in force.
 
-The log's own rules (module `rules`) know only a few config keys, so the rules may accept the log entries of a process
-that ran with another config. An audit checks more.
+The log's own rules (module `rules`) check only a few config keys, so they may accept the log entries of a process that
+ran with another config. An audit checks more.
 """
 
 from __future__ import annotations

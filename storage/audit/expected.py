@@ -62,8 +62,9 @@ class ExpectedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expectations of an audit. If the field `prompts` or `limits` is None, the field `unchecked` says why the
-    audit does not check batches against it."""
+    """The expectations of an audit. If the field `prompts` or `limits` is None, the audit does not compare batches with
+    prompts or limits, and the field `unchecked` says why.
+    """
 
     limits: Callable[[Mapping[str, Any]], BatchLimits] | None = (
         None  # returns the limits that a recorded config sets; may raise `Corrupt`

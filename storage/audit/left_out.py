@@ -23,7 +23,7 @@ def check_left_out(
     batch: TrajectoryBatch, body: BatchCommitted, asked: ExpectedRows, group_size: int
 ) -> Iterator[Found]:
     """Report responses that are left out although they were judged or must not be left out, and groups with too few
-    judged responses. Compare the log's reasons with the batch file.
+    judged responses. Compare the unjudged responses in the log with those in the batch file.
 
     A response is left out with all rows of its episode. The reward of a response that is left out is NaN.
     """

@@ -1,8 +1,8 @@
 """Repairs a damaged log. The function `plan_repairs` lists the steps that would repair a damaged log, and `repair`
 carries out the steps that the user accepts.
 
-A damaged or missing log entry that is not the newest is restored from its copy in a segment (a file with copies of log
-entries), if the next log entry names the hash of this copy. If the newest log entry is damaged, the entry cannot be
+A damaged or missing log entry that is not the newest is restored from a segment, which is a file with copies of log
+entries. The next log entry must name the hash of the copy. If the newest log entry is damaged, the entry cannot be
 restored and is moved away, and the log ends with the previous entry. After a repair, the run repeats the work of a log
 entry that was moved away: the batch is formed again, or the policy version is trained again. If a log entry that is not
 the newest is damaged and has no copy, the log cannot be repaired, because the later log entries cannot be trusted.

@@ -1,11 +1,11 @@
 """Computes a run's state from the log for an audit, and continues after invalid log entries, which are reported.
 
-Every log entry that violates the log's rules (the function `apply`) is reported. A log entry with a wrong hash of the
-previous log entry, or with a wrong number of the policy version or batch, is applied to the run's state although it is
-reported. The commit of a batch with groups that are too old, or with tokens of policy versions that did not exist, is
-applied to the state as if the groups were fresh. A log entry with a fault that cannot be ignored is skipped, so that
-the entry does not change the run's state. After a log entry that is missing or damaged and has no copy, the run's state
-is unknown, so later entries are read but not applied.
+Every log entry that violates the log's rules (the function `apply`) is reported. A log entry is reported, but still
+applied to the run's state, if it names a wrong hash of the previous entry or a wrong number of the policy version or
+batch. A commit of a batch with groups that are too old, or that have tokens of policy versions that did not exist, is
+applied as if the groups were fresh. A log entry with a fault that cannot be ignored is skipped, so that the entry does
+not change the run's state. After a log entry that is missing or damaged and has no copy, the run's state is unknown, so
+later entries are read but not applied.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class TolerantFold:
         entries.
 
         If a log entry names a wrong hash of the previous entry, the previous entry is reported as altered. If two
-        successive log entries name a wrong hash, or if the last log entry names a wrong hash, the first of these
-        entries is reported as altered instead.
+        successive log entries name a wrong hash, or if the last log entry names a wrong hash, the first entry that
+        names a wrong hash is itself reported as altered.
         """
         for n in self._broken:
             own = n + 1 in self._broken or n == self.state.n

@@ -90,9 +90,9 @@ class BatchCommitted:
     The field `issued` lists the prompts that were sent to the engines for the first time since the scheduler's last
     commit, in this order. The field `discards` lists the groups of responses that were discarded since the scheduler's
     last commit. The field `rates` has the known pass rates of the groups in the batch and of the filtered groups among
-    `discards`. The field `unjudged` says why a response could not be judged: it lists the responses that are left out
-    of the groups in the batch and of the filtered groups, and one response of each group that was discarded as
-    unjudged. An entry without such a response has no field `unjudged`.
+    `discards`. The field `unjudged` gives the reasons why responses could not be judged. It lists the responses that
+    are left out of groups in the batch or of filtered groups, and one response of each group that was discarded as
+    unjudged. A log entry without unjudged responses is stored without the field `unjudged`.
     """
 
     number: int

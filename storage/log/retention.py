@@ -4,8 +4,8 @@ version are the weights and the learner's state.
 The weights of the newest `keep_last` policy versions are kept, and the weights of every `keep_every`-th version,
 including version 0. The learner's state is kept for the newest policy version, for version 0, and for the *base* of
 every version whose weights are kept. The base of a policy version is the newest earlier version that stored the
-learner's state. The weights of a base (a policy version with the learner's state) are kept together with the state, so
-that a replay can train again from the base and the later batches.
+learner's state. The weights of a base (a policy version with the learner's state) are kept together with the state. A
+replay can then train again from the base and the later batches.
 
 The files of trajectory batches are never pruned. A stored object that the run does not need at one policy version is
 not needed at any later version either.

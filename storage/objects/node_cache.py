@@ -77,7 +77,7 @@ class NodeCache:
         Raises:
             Unreachable: another process of this machine takes too long to fill the folder, or the cache cannot be used.
             StoreFailed: the disk of this machine is full.
-            Any error of `fill`, after which the folder does not exist.
+            Any error that `fill` raises: the folder does not exist afterwards.
         """
         try:
             return self._hold(self._mine / name, fill, whole)

@@ -1,8 +1,8 @@
 """Stores why episodes could not continue from their stored turns after a crash: `episode_restarts/<claim>-<n>.json`.
 
-After a crash, an episode is replayed from its stored turns, or its environment is restored from a snapshot. If neither
-is possible, the policy generates the lost turns again, and a record says why. The run's log does not name the records,
-and a damaged record is skipped.
+After a crash, an episode is replayed from its stored turns, or its environment is restored from a snapshot. If an
+episode can be neither replayed nor restored, the policy generates the lost turns again, and a record says why. The
+run's log does not name the records, and a damaged record is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RESTARTS: TypeAdapter[list[EpisodeRestart]] = TypeAdapter(list[EpisodeRestart])
 
 
 def store_restarts(run: ObjectStore, claim: int, number: int, restarts: Sequence[EpisodeRestart]) -> None:
-    """Store records that the scheduler with the claim `claim` makes, as its object `number`."""
+    """Store records of restarts as object `number` of the scheduler that claimed its role by log entry `claim`."""
     run.put(f"{FOLDER}/{claim:010d}-{number:010d}.json", json.dumps([asdict(one) for one in restarts]).encode())
 
 

@@ -58,7 +58,9 @@ class FinishedTurn:
 
 
 class EpisodeEvent(NamedTuple):
-    """Something that happened in an episode. The kind is a method of the episode, or "turn" with the turn's digest."""
+    """An event in an episode. The field `kind` is the name of the episode's method that was called, or "turn" for a
+    turn, whose `value` is the turn's digest.
+    """
 
     kind: str
     value: Any
@@ -66,10 +68,10 @@ class EpisodeEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSnapshot:
-    """A snapshot of an episode's environment, and all that happened in the episode since the snapshot before it.
+    """A snapshot of an episode's environment, and all events in the episode since the previous snapshot.
 
     `key.turn` is the number of turns before the snapshot, and `number` counts the snapshots of the episode. `parent` is
-    the digest of the snapshot before it, or "". `basis` is a hash of what the episode began with.
+    the digest of the previous snapshot, or "" for the first one. `basis` is a hash of what the episode began with.
     """
 
     key: TurnKey
@@ -81,7 +83,7 @@ class EnvironmentSnapshot:
 
     @property
     def digest(self) -> str:
-        """A hash of the snapshot and of all that happened before it."""
+        """A hash of the snapshot and of all earlier events and snapshots of the episode."""
         return hash_parts(self.parent.encode(), self.basis.encode(), json.dumps(self.events).encode(), self.data)
 
 
@@ -130,7 +132,7 @@ def hash_parts(*parts: bytes | memoryview) -> str:
 
 
 def turns_path(claim: int, number: int) -> str:
-    """Return the path of the file `number` that the scheduler with the claim `claim` writes."""
+    """Return the path of file `number` of the scheduler that claimed its role by log entry `claim`."""
     return f"{FOLDER}/{claim:010d}-{number:010d}.jsonl"
 
 

@@ -2,8 +2,8 @@
 supervisor that has read the figures from the run's actors.
 
 The figures are only shown to users. The figures of a process may be measured several times, even by several
-supervisors; the measurement with the most events counts. So the sums stay right if a measured process or a supervisor
-is restarted. What happens in a process after its last measurement is not counted.
+supervisors; the measurement with the most events counts. The sums therefore stay right if a measured process or a
+supervisor is restarted. What happens in a process after its last measurement is not counted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SandboxFigures:
     """Counters of the sandboxes of one kind.
 
     `started` counts new sandboxes, and `renewed` counts sandboxes that were emptied for the next program. `replaced`
-    counts sandboxes that a new one replaced, by the reason. `ends` counts programs by how they ended, and `failures`
-    counts programs without a result, because their sandbox failed. `times` counts the programs that ended by bucket of
-    wall seconds, and `seconds` is the sum of their wall seconds. `in_use` is the number of sandboxes that run a program
-    or belong to an open workspace now.
+    counts sandboxes that were replaced by new ones, by the reason for the replacement. `ends` counts programs by how
+    they ended, and `failures` counts programs without a result, because their sandbox failed. `times` counts the
+    programs that ended by bucket of wall seconds, and `seconds` is the sum of their wall seconds. `in_use` is the
+    number of sandboxes that run a program or belong to an open workspace now.
     """
 
     started: int = 0
@@ -58,7 +58,8 @@ class SandboxFigures:
         return self.started + self.renewed + self.failures + self.programs + sum(self.replaced.values())
 
     def find_quantile(self, share: float) -> float | None:
-        """Return the wall seconds that this share of the programs did not exceed, to about 5%; None without programs.
+        """Return the wall seconds that the fraction `share` of the programs did not exceed, with an error of about 5%.
+        Return None if no program has ended.
 
         Times below 1 ms count as 1 ms.
         """
@@ -133,7 +134,7 @@ SEEN: TypeAdapter[dict[str, dict[str, SandboxFigures]]] = TypeAdapter(dict[str, 
 
 
 def store_sandbox_uses(run: ObjectStore, writer: str, uses: SandboxUses) -> None:
-    """Store the figures that the process `writer` has read. A run without sandboxes stores none."""
+    """Store the figures that the process `writer` has read. Store nothing if the run has used no sandbox."""
     if uses.seen:
         seen = {name: {kind: asdict(one) for kind, one in kinds.items()} for name, kinds in uses.seen.items()}
         run.put(f"{FOLDER}/{writer}.json", json.dumps(seen).encode())
@@ -141,7 +142,7 @@ def store_sandbox_uses(run: ObjectStore, writer: str, uses: SandboxUses) -> None
 
 def read_sandbox_uses(run: ObjectStore) -> SandboxUses:
     """Return the figures that all supervisors have stored, merged; a damaged object is skipped. The number of sandboxes
-    in use is 0, because it is old.
+    in use is set to 0, because the stored number is out of date.
     """
     uses = SandboxUses()
     for path in run.list(FOLDER):

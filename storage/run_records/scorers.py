@@ -52,8 +52,8 @@ def read_scorers(run: ObjectStore) -> list[ScorerRecord]:
 
 
 def find_change(records: list[ScorerRecord], now: ScorerRecord) -> str:
-    """Return a sentence that says how a scorer differs from the scorer that the run used last; return "" if the scorer
-    is unchanged or the run has not used a scorer of this config section yet.
+    """Return a sentence that says how a scorer differs from the scorer that the run used last. Return "" if the scorer
+    is unchanged, or if the run has not used a scorer of this config section yet.
     """
     used = [record for record in records if record.section == now.section]
     if not used or used[-1].version == now.version:

@@ -2,7 +2,7 @@
 scorer.
 
 The counts begin with the run and survive restarts of the reward actor (the Ray actor that scores responses). No
-decision of a run depends on the counts.
+decision of a run depends on these counts of second verdicts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class SecondVerdictCounts:
     flips: int = 0
 
     def add(self, version: str, *, is_flip: bool) -> None:
-        """Count a second verdict. The counts of another version of the scorer are dropped."""
+        """Count a second verdict. If the counts are of another version of the scorer, drop these counts first."""
         if version != self.version:
             self.version, self.verdicts, self.flips = version, 0, 0
         self.verdicts += 1
         self.flips += is_flip
 
     def merge_news(self, now: SecondVerdictCounts, before: SecondVerdictCounts) -> None:
-        """Add what another process has counted since it counted `before`. Counts of an older version are dropped."""
+        """Add the verdicts that another process counted between its counts `before` and `now`. If `now` is of another
+        version of the scorer, drop the present counts first.
+        """
         if now == before:
             return
         if now.version != self.version:
