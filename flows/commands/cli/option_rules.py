@@ -57,7 +57,7 @@ def check_earlier_name(arguments: Sequence[str]) -> None:
 
 
 def move_version(options: argparse.Namespace) -> None:
-    """If a number is given in place of a run, read the number as a policy version or trajectory of the newest run. A
+    """Move a number that the user gave in place of a run: it names a policy version or trajectory of the newest run. A
     run id is never a number.
     """
     second = SECOND.get(options.verb)
