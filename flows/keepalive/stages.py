@@ -247,9 +247,7 @@ class Stages:
         self._schedule_restart(stage, "its flow run was paused")
 
     def _is_unattended(self, stage: Stage) -> bool:
-        """Return True if the stage's Ray actor is silent for so long that the stage's flow must have failed to restart
-        it.
-        """
+        """Return True if the stage's Ray actor is silent for so long that its flow must have failed to restart it."""
         return time.monotonic() - max(stage.answered, stage.started) > UNATTENDED_SECONDS
 
     def _schedule_restart(self, stage: Stage, reason: str) -> None:
@@ -307,9 +305,7 @@ class Stages:
             self.restarts.mark_launched(CHANNEL)
 
     def _start_channel(self) -> None:
-        """Start the channel, the Ray actor that buffers trajectories. The channel does not retry failed reads of the
-        storage.
-        """
+        """Start the channel, the Ray actor that buffers trajectories. It does not retry failed reads of the storage."""
         newest, hasty = self.context.policies.newest(), replace(self.context, patience=None)
         config = self.context.config
         placed = actor_options(config, "scheduler", 0.0)

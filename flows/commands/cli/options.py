@@ -250,12 +250,8 @@ def _add_planning(commands: Commands) -> None:
     )
     add_recipe_arguments(plan)
     where = plan.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--hardware",
-        type=Path,
-        metavar="FILE",
-        help="hardware file (TOML), or name of a hardware file that rollflow ships",
-    )
+    hardware = "hardware file (TOML), or name of a hardware file that rollflow ships"
+    where.add_argument("--hardware", type=Path, metavar="FILE", help=hardware)
     where.add_argument(
         "--from-run", metavar="RUN", help="use the latencies of a recorded run, and compare with that run"
     )
@@ -263,12 +259,8 @@ def _add_planning(commands: Commands) -> None:
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
 
     simulation = plan.add_argument_group("without --gpus")
-    simulation.add_argument(
-        "--versions",
-        type=parse_positive,
-        metavar="N",
-        help="number of policy versions to simulate (default: as in the recipe)",
-    )
+    versions = "number of policy versions to simulate (default: as in the recipe)"
+    simulation.add_argument("--versions", type=parse_positive, metavar="N", help=versions)
     simulation.add_argument(
         "--plot", type=Path, metavar="OUT", help="draw a timeline: OUT.png, OUT.html, or OUT (both)"
     )
@@ -279,9 +271,7 @@ def _add_planning(commands: Commands) -> None:
 
     search = plan.add_argument_group("with --gpus")
     search.add_argument("--alpha", type=float, metavar="MAX", help="largest alpha (async_ratio) to try (default: 8)")
-    search.add_argument(
-        "--quick", action="store_true", help="make at most 40 short simulations instead of 80 longer ones"
-    )
+    search.add_argument("--quick", action="store_true", help="make at most 40 short simulations, not 80 longer ones")
     search.add_argument("--best", type=parse_positive, metavar="N", help="number of rows of the table (default: 6)")
     search.add_argument(
         "--max-bias",
@@ -290,10 +280,7 @@ def _add_planning(commands: Commands) -> None:
         help="largest relative bias of the mean response length (default: 0.02)",
     )
     search.add_argument(
-        "--max-waste",
-        type=float,
-        metavar="SHARE",
-        help="largest allowed share of tokens that are discarded (default: 0.15)",
+        "--max-waste", type=float, metavar="SHARE", help="largest allowed share of discarded tokens (default: 0.15)"
     )
     search.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recommended recipe and FILE-hardware.toml"
@@ -312,9 +299,7 @@ def _add_serving(commands: Commands) -> None:
         "sandboxes, see docs/sandboxes.md.",
         "rollflow serve --background",
     )
-    serve.add_argument(
-        "--background", action="store_true", help="start the servers in the background, and return when they run"
-    )
+    serve.add_argument("--background", action="store_true", help="start the servers, and return when they answer")
     serve.add_argument("--end", action="store_true", help="end the servers of this run home, and keep their data")
     for name in ("prefect", "mlflow", "ray"):
         port = "port on the loopback interface; default: the port that this run home used last"
@@ -354,11 +339,9 @@ def _add_sandbox_options(serve: argparse._ArgumentGroup) -> None:
     serve.add_argument("--port", type=parse_positive, metavar="PORT", help="port to listen on (default: 8080)")
     token = "file with the token of callers; created if it is missing (default: sandbox-token in the run home)"
     serve.add_argument("--token-file", type=Path, metavar="FILE", help=token)
+    serve.add_argument("--no-token", action="store_true", help="let every user of this machine run programs")
     serve.add_argument(
-        "--no-token", action="store_true", help="require no token, so that every user of this machine can run programs"
-    )
-    serve.add_argument(
-        "--at-once", type=parse_positive, metavar="N", help="largest number of requests that run at a time (default: 8)"
+        "--at-once", type=parse_positive, metavar="N", help="most requests that run at once (default: 8)"
     )
     queue = "number of requests that may wait; more are refused with HTTP status 503 (default: 256)"
     serve.add_argument("--queue", type=parse_positive, metavar="N", help=queue)
