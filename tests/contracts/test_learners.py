@@ -5,6 +5,8 @@ To test a new learner, add a line to CASES.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +14,12 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from rollflow.flows.config_keys import sections_of
+from rollflow.storage.records import Outcome
 from rollflow.tasks.learners import build_learner
 from rollflow.tasks.learners.base import Learner, LearnerStart
 from rollflow.tasks.learners.config import CriticConfig, DeepSpeedTrain, Lora, ReferenceConfig, TorchTrain, TrainConfig
 from rollflow.tasks.objectives.config import Correction, PartsObjective, Penalties
-from rollflow.testing.learners import Builder, LearnerContract
+from rollflow.testing.learners import Builder, LearnerContract, batch_of, saved
 from tests.support.tiny_policy import make_policy, make_weights
 
 CASES: dict[str, TrainConfig] = {
@@ -117,6 +120,22 @@ class TestLearners(LearnerContract):
     @pytest.fixture
     def builder(self, case: str) -> Builder:
         return partial(build_learner, CASES[case])
+
+    def test_left_out_responses_change_no_weights(self, builder: Builder, start: LearnerStart) -> None:
+        """A step with responses that are left out gives the same bits as a step without them."""
+        whole, alone = [], []
+        for group in self.batch(0).groups():
+            one = group.trajectories[2]
+            lost = replace(one, left_out=True, reward=math.nan, outcome=Outcome.UNJUDGED)
+            whole.append([*group.trajectories[:2], lost, *group.trajectories[3:]])
+            alone.append([*group.trajectories[:2], *group.trajectories[3:]])
+        found, expected = builder(start), builder(start)
+        metrics, others = (
+            learner.step(batch_of(*groups), 0) for learner, groups in ((found, whole), (expected, alone))
+        )
+        assert saved(found) == saved(expected)
+        assert metrics["left_out_responses"] == len(whole)
+        assert "left_out_responses" not in others
 
     @pytest.mark.parametrize(
         ("case", "versions"),

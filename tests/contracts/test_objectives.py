@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollflow.storage.batch import TrajectoryBatch
 from rollflow.storage.errors import ConfigError
+from rollflow.storage.records import Outcome, Trajectory
 from rollflow.tasks.learners.forward.pre_update import compute_targets
 from rollflow.tasks.objectives import build_objective
 from rollflow.tasks.objectives.advantage_config import Advantage
@@ -26,6 +28,7 @@ from rollflow.tasks.objectives.presets import PRESETS, PresetName
 from rollflow.tasks.objectives.ratios import log_ratio
 from rollflow.tasks.objectives.rows import BatchRows as PackedRows
 from rollflow.tasks.objectives.surrogate_config import Clip, Level
+from rollflow.testing.learners import batch_of, trajectory
 from rollflow.testing.objectives import ObjectiveContract, draw_tokens, gradient
 from tests.support import oracles
 from tests.support.dual import Dual
@@ -177,6 +180,37 @@ def test_loss_and_gradient_equal_the_formula(case: Case, staleness: float, seed:
     expected = [slope for row in oracles.gradient(case.oracle, rows) for slope in row]
     assert slopes == pytest.approx(expected, rel=1e-10, abs=1e-10)
     assert any(slopes) or case.config.kind in ("geometric-mask", "m2po")  # these presets may mask all stale rows
+
+
+def stored(rows: list[Row], lost: set[int]) -> TrajectoryBatch:
+    """Return the rows as a stored batch, in which the rows `lost` are left out."""
+    groups: dict[int, list[Trajectory]] = {}
+    for number, row in enumerate(rows):
+        one = trajectory([5], [7] * len(row.pi), number, row.reward)
+        if number in lost:
+            one = replace(one, left_out=True, reward=math.nan, outcome=Outcome.UNJUDGED)
+        groups.setdefault(row.group, []).append(one)
+    return batch_of(*groups.values())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_left_out_rows_change_no_loss_of_the_others(case: Case, seed: int) -> None:
+    """The rows that a learner reads from a stored batch have the loss and the gradient of the judged rows alone."""
+    rows = [replace(row, reward=0.25 if row.reward == 0.3 else row.reward) for row in drawn(seed, 0.1)]
+    draw, first = random.Random(seed), [0, 1, 5, 10, 13]
+    lost = {number for number in range(len(rows)) if {number, number - 1}.isdisjoint(first) and draw.random() < 0.6}
+    batch = stored(rows, lost)
+    assert batch.episodes - len(lost) == batch.judged.episodes < batch.episodes
+    data, kept = PackedRows.of(batch.judged), [row for number, row in enumerate(rows) if number not in lost]
+    read = [
+        replace(kept[number], reward=float(reward), group=int(group))
+        for number, (reward, group) in enumerate(zip(data.rewards, data.groups, strict=True))
+    ]
+    assert [len(row.pi) for row in read] == data.masked_tokens.tolist()
+    loss, slopes = composed(case.config, read)
+    assert loss == pytest.approx(case.oracle(kept).value, rel=1e-10, abs=1e-10)
+    expected = [slope for row in oracles.gradient(case.oracle, kept) for slope in row]
+    assert slopes == pytest.approx(expected, rel=1e-10, abs=1e-10)
 
 
 def test_sequence_level_part_makes_the_loss_need_whole_rows() -> None:

@@ -50,6 +50,10 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("rollout.filter.min_mean=true", ["rollout.filter.min_mean = true", "write a number"]),
         ("train.betas=[true, 0.9]", ["train.betas = [true, 0.9]", "write a number"]),
         ("async_ratio=-1", ["async_ratio = -1", "less than the minimum of 0"]),
+        (
+            "reward={kind='exact', judge_tries=0, unjudged='leave_out'}",
+            ["reward.unjudged = 'leave_out'", "set judge_tries to 1 or more"],
+        ),
         ("group_size=1", ["group_size = 1", 'baseline and scale of train.objective.advantage to "none"']),
         ("train.minibatches=3", ["train.minibatches = 3", "groups = 256"]),
         ("engine.kind=sglang", ["engine", "'sglang'", "'vllm', 'transformers', 'timed'"]),

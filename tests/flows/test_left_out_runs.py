@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from rollflow.flows.commands.cli import main
+from rollflow.flows.config import parse_config
 from rollflow.flows.tracking.tracking import ROLLOUT
 from rollflow.flows.views.progress import system_figures
 from rollflow.flows.views.progress_blocks import block_rows
 from rollflow.storage.batch import TrajectoryBatch
+from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import (
     Discard,
     DiscardReason,
@@ -26,6 +28,7 @@ from rollflow.storage.records import (
 )
 from rollflow.storage.trajectories import StagedBatch
 from rollflow.tasks.run.context import RunContext
+from rollflow.tasks.run.rejudge import Rejudging
 from tests.support import small_run
 from tests.support.small_run import prepare_small, train_small
 
@@ -125,3 +128,25 @@ def test_progress_counts_left_out_tokens_as_waste(run: RunContext) -> None:
     assert system_figures(before, version)["waste"] == pytest.approx(expected)
     [row] = block_rows(run, [(1, 3)])
     assert row["unjudged, left out"] == "3"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_group_cannot_leave_a_response_out(size: int) -> None:
+    tree = {
+        "policy": {"path": "p"},
+        "group_size": size,
+        "prompts": [{"kind": "sorting"}, {"kind": "sorting", "reward": "far"}],
+        "reward": {"kind": "exact"},
+        "rewards": {"far": {"kind": "exact", "unjudged": "leave_out"}},
+    }
+    if size == 3:
+        assert parse_config(tree).scorers["far"].leaves_out
+        return
+    with pytest.raises(ConfigError, match=r"^rewards\.far\.unjudged = 'leave_out': .*set group_size above 2"):
+        parse_config(tree)
+
+
+def test_rejudge_skips_responses_that_are_left_out(run: RunContext) -> None:
+    verdicts = Rejudging(run, run.config).read_verdicts(1)
+    assert len(verdicts) == len(read_batch(run, 1)) - 1
+    assert not any(one.trajectory.left_out for one in verdicts)

@@ -155,6 +155,7 @@ WRONG_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"parts": {"m": {"scorer": {"kind": "maths", "workers": 2}}}}, "scorer.workers = 2.*set workers of the composite"),
     ({"parts": {"m": {"scorer": {"kind": "code", "at_once": 9}}}}, "scorer.at_once = 9.*set at_once of the composite"),
     ({"parts": {"m": {"scorer": {"kind": "maths", "judge_tries": 0}}}}, "scorer.judge_tries = 0.*set judge_tries of"),
+    ({"parts": {"m": {"scorer": {"kind": "maths", "unjudged": "leave_out"}}}}, "scorer.unjudged = 'leave_out'"),
     (
         {"parts": {name: {"scorer": {"kind": "code", "adaptive": {}}} for name in ("a", "b")}},
         "parts = 'a, b': several parts have adaptive deadlines",

@@ -86,7 +86,7 @@ def test_listed_source_files_of_a_scorer_kind_are_complete(kind: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "is_same"),
     [
-        ({"workers": 4, "judge_tries": 1, "start_seconds": 3, "max_unjudged": 1}, True),
+        ({"workers": 4, "judge_tries": 1, "start_seconds": 3, "max_unjudged": 1, "unjudged": "leave_out"}, True),
         ({"decimals": 3}, False),
         ({"marked": True}, False),
         ({"answer": "tag"}, False),
