@@ -81,7 +81,7 @@ def list_stored(pipeline: Pipeline, bodies: list[BatchCommitted]) -> Iterator[tu
         yield from ((body, group) for group in read_groups(pipeline, body))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     share=st.sampled_from([0.1, 0.3, 0.6]),
     tries=st.integers(1, 2),
@@ -404,6 +404,32 @@ def test_audit_finds_responses_left_out_against_the_config(sound: Pipeline) -> N
     found = find_faults(sound)
     assert found
     assert all('the config has no unjudged = "leave_out" for its scorer' in fault for fault in found)
+
+
+def test_audit_finds_a_branch_without_its_episode() -> None:
+    pipeline = build_pipeline(share=0.3, environment=Walking(0.0, 0.0, 1, branches=True))
+    run_and_audit(pipeline, single_turn=False)
+    change = change_rows(lambda row: row.left_out and row.branch, left_out=None, reward=0.0, outcome=Outcome.WRONG)
+    rebatched(pipeline.store, 1, change)
+    found = audit(pipeline.store, deep=True, expected=expected_of(pipeline, single_turn=False)).violations
+    assert "is left out without the other branches of its episode, or they without it" in " | ".join(
+        one.what for one in found
+    )
+
+
+def test_audit_compares_the_filter_with_judged_rewards() -> None:
+    """A group whose judged responses are all right must have been filtered, although it has an unjudged one."""
+    pipeline = build_pipeline(share=0.25, async_ratio=0.0, choices={"filter": FilterConfig(max_mean=0.999)})
+    run_and_audit(pipeline)
+
+    def reward_all(groups: Groups) -> Groups:
+        place = next(number for number, one in enumerate(groups) if one.left_out)
+        rows = [row if row.left_out else replace(row, reward=1.0) for row in groups[place].trajectories]
+        groups[place] = replace(groups[place], trajectories=tuple(rows))
+        return groups
+
+    rebatched(pipeline.store, 1, reward_all)
+    assert "was trained on, although the config's filter removes it" in " | ".join(find_faults(pipeline))
 
 
 def test_audit_counts_the_responses_that_are_left_out(sound: Pipeline) -> None:
