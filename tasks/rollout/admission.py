@@ -8,9 +8,9 @@ before a slower group that started earlier, the slower group may have to join th
 decides whether a batch waits for a slow group of responses.
 
 Staleness is a whole number. The fractional part of `async_ratio` only lets groups of responses start that can replace
-slower groups of the same batch. If batches wait for slow groups of responses, the fractional part of `async_ratio` lets
-no group start (`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups of responses
-that are at most one policy version old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
+slower groups of the same batch. If batches wait for slow groups of responses, the fractional part of `async_ratio` has
+no effect (`RolloutLimits.lead`). To let generation run half a batch ahead of training with groups of responses that are
+at most one policy version old, set `async_ratio = 1` and `max_batches_ahead = 0.5`.
 
 If scoring is slower than generation, `max_unscored` limits the queue of responses that wait for a score: while the
 queue is full, no new group of responses starts. Running groups of responses continue, so the queue of unscored
@@ -139,7 +139,7 @@ def compute_allowance(
     """
     if version < 0:
         return 0
-    # number of groups of responses that may have started by now, over all batches
+    # number of groups of responses that may have started by now, counted from the first batch
     limit = math.floor(groups * (version + 1 + ahead))
     again = sum(min(max(limit - groups * lost, 0), groups) for lost in missing)
     return again + max(limit - groups * number, 0) - outstanding

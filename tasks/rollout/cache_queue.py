@@ -1,14 +1,15 @@
-"""The cache queue: a slot queue that admits episodes by the tokens that they hold in the engines' KV caches.
+"""The cache queue: a request queue that admits an episode only if its tokens fit into the KV cache of an engine.
 
 - An episode is admitted to the engine with the most room, once its tokens fit into the engine's KV cache together with
   `TURNS_AHEAD` more turns of every episode on the engine. The episode then has a *claim* on that engine.
 - A turn of an episode with a claim runs on the engine of the claim, which still has the tokens of earlier turns, and
   goes before all episodes without a claim.
 - An episode keeps its claim while its environment works (the episode is *parked*). If the claims on an engine, with one
-  more turn of each episode, outgrow the cache, parked episodes lose their claims: first the episode with the fewest
-  tokens, which are computed again at the lowest cost. The next turn of such an episode waits to be admitted again.
+  more turn of each episode, outgrow the cache, parked episodes lose their claims. The episode with the fewest tokens
+  loses its claim first, because its tokens cost least to compute again. The next turn of an episode without a claim
+  waits until the episode is admitted again.
 - Episodes without a claim are admitted in the order of the queue. An engine without claims admits any episode, so that
-  an episode that is larger than a cache also runs.
+  even an episode that is larger than the cache can run.
 - A claim ends when its episode requests no more generations, or when its engine ends.
 """
 
@@ -22,17 +23,17 @@ from itertools import count
 from rollflow.tasks.rollout.config import Routing
 from rollflow.tasks.rollout.slots import MEMORY, EngineSlots, SlotQueue, Ticket
 
-# Turns of growth for which an engine has room when it admits an episode. With less room, an episode that was evicted is
-# soon admitted and evicted again.
+# An engine admits an episode only if its cache has room for this many more turns of each episode. With less room, an
+# evicted episode would soon be admitted and evicted again.
 TURNS_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """The KV caches of the engines, in tokens of the scheduler."""
+    """The size of the engines' KV caches, in tokens as the scheduler counts them."""
 
     capacity: int  # number of tokens that fit into the KV cache of one engine
-    per_episode: int = 0  # number of tokens that each episode occupies in addition to those of its requests
+    per_episode: int = 0  # number of cache tokens that each episode occupies in addition to its own tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -57,12 +58,16 @@ class CacheUse:
     returning: list[tuple[tuple[float, int], Ticket]] = field(default_factory=list)
 
     def fits(self, tokens: int, turn: float) -> bool:
-        """Return whether an episode fits, with `TURNS_AHEAD` more turns of `turn` tokens for each episode."""
+        """Return whether the cache has room for another episode and `TURNS_AHEAD` more turns of `turn` tokens per
+        episode.
+        """
         return not self.claims or self.tokens + tokens + TURNS_AHEAD * turn * (self.claims + 1) <= self.capacity
 
 
 class CacheQueue(SlotQueue):
-    """A queue that admits episodes by their tokens. See the module's docstring."""
+    """A request queue that admits an episode only if its tokens fit into the KV cache of an engine. See the module's
+    docstring.
+    """
 
     def __init__(self, limits: CacheLimits, routing: Routing, replacement_seconds: float) -> None:
         super().__init__(routing, replacement_seconds)
@@ -70,7 +75,7 @@ class CacheQueue(SlotQueue):
         self._claims: dict[str, CacheClaim] = {}
         self._uses: dict[EngineSlots, CacheUse] = {}
         self._stamp = count(1)
-        self._turn: float | None = None  # moving average of the tokens by which a turn lets an episode grow
+        self._turn: float | None = None  # moving average of the number of tokens that a turn adds to an episode
         self.evicted = 0  # number of claims that parked episodes lost
 
     @property
@@ -89,13 +94,13 @@ class CacheQueue(SlotQueue):
         return super().put(place, lane)
 
     def remove(self, lane: EngineSlots) -> None:
-        """Remove a lane, as `SlotQueue.remove` specifies; its episodes are admitted again elsewhere."""
+        """Remove an engine, as `SlotQueue.remove` specifies; its episodes are admitted again on other engines."""
         super().remove(lane)
         self._forget_engine(lane)
         self._dispatch()
 
     async def take(self, ticket: Ticket) -> EngineSlots | None:
-        """Wait for a slot: of the engine of the episode's claim, or of an engine that admits the episode."""
+        """Wait for a slot of the engine on which the episode has a claim, or of an engine that admits the episode."""
         claim = self._claims.get(ticket.episode)
         if claim is None:
             return await super().take(ticket)
@@ -106,7 +111,7 @@ class CacheQueue(SlotQueue):
         return await self._wait(ticket)
 
     def release(self, lane: EngineSlots, ticket: Ticket) -> None:
-        """Free the ticket's slot, and park the ticket's episode."""
+        """Free the slot of a finished request, and mark the request's episode as parked."""
         claim = self._claims.get(ticket.episode)
         if claim is not None and claim.lane is lane:
             self._park(claim, ticket.tokens + self._limits.per_episode)
@@ -152,9 +157,9 @@ class CacheQueue(SlotQueue):
         return max(fitting, key=lambda lane: self._uses[lane].capacity - self._uses[lane].tokens, default=None)
 
     def _park(self, claim: CacheClaim, tokens: int) -> None:
-        """Note the size of an episode whose turn has ended; evict parked episodes if the claims outgrow the cache."""
+        """Record the size of an episode whose turn has ended; evict parked episodes if the claims outgrow the cache."""
         use, grown = self._uses[claim.lane], tokens - claim.tokens
-        growth = max(0, grown)  # a branch may make an episode shorter, but no turn gives room to others
+        growth = max(0, grown)  # 0 if a new branch made the episode shorter, so that the average stays positive
         self._turn = growth if self._turn is None else self._turn + (1 - MEMORY) * (growth - self._turn)
         use.tokens += grown
         claim.tokens, claim.stamp = tokens, next(self._stamp)

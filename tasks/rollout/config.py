@@ -15,8 +15,8 @@ SNAPSHOT_BYTES, LARGEST_SNAPSHOT = 1 << 18, 1 << 23  # default and largest limit
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: responses to a prompt from whose rewards nothing can be learned are replaced by responses to
-    another prompt.
+    """Dynamic sampling: if nothing can be learned from the rewards of the responses to a prompt, another prompt is used
+    instead.
     """
 
     min_mean: float | None = Field(
@@ -33,13 +33,12 @@ class FilterConfig(Section):
         None,
         ge=0,
         description="a prompt is filtered out if the standard deviation of its responses' rewards is this number or "
-        "less; 0: prompts with equal rewards are filtered out; default: no limit",
+        "less; 0: a prompt is filtered out if all its responses have the same reward; default: no limit",
     )
     max_consecutive: int = Field(
         1000,
         gt=0,
-        description="number of prompts filtered out one after the other, without one that is kept, after which the "
-        "run fails",
+        description="the run fails after this number of consecutive prompts was filtered out",
     )
 
 
@@ -53,8 +52,9 @@ class RolloutConfig(Section):
     )
     admit_by: Literal["slots", "kv"] = Field(
         "slots",
-        description="what limits the episodes that run on the engines. slots: engine.max_concurrent_requests alone; "
-        "kv: also the tokens of the episodes, so that the KV cache keeps the earlier turns of each episode",
+        description="what limits the number of episodes that run on the engines. slots: "
+        "engine.max_concurrent_requests alone; kv: also the size of the KV caches, so that a cache keeps the earlier "
+        "turns of each running episode",
     )
     max_inflight_groups: int | None = Field(
         None,
@@ -72,8 +72,8 @@ class RolloutConfig(Section):
     max_unscored: int | None = Field(
         None,
         gt=0,
-        description="number of responses waiting for a score at which no further prompt is started; default: only "
-        "max_inflight_groups limits the number of waiting responses",
+        description="no further prompt is started while at least this number of responses waits for a score; "
+        "default: only max_inflight_groups limits the number of waiting responses",
     )
     redundant_groups: int = Field(
         0,
@@ -124,8 +124,8 @@ class RolloutConfig(Section):
     durable_turns: DurableTurns = Field(
         "background",
         description="when a finished turn of an episode with several turns is stored, so that the episode continues "
-        "after a crash. background: at once, and nothing waits for it; before-action: before the environment gets the "
-        "turn; off: never, so episodes begin again",
+        "after a crash. background: while the episode continues; before-action: before the environment receives the "
+        "turn; off: never, so unfinished episodes start from the beginning after a crash",
     )
     max_snapshot_bytes: int = Field(
         SNAPSHOT_BYTES,
@@ -138,7 +138,7 @@ class RolloutConfig(Section):
         600.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds without any progress of the rollout after which the rollout stage fails",
+        description="the rollout stage fails after this number of seconds without any progress",
     )
 
     @property
@@ -198,6 +198,6 @@ class EvaluationConfig(Section):
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
         description="engine that runs the evaluations during training. lent: one of the run's engines; own: an "
-        "additional engine like [engine]; transformers: an additional one on a CPU; auto: lent with 2 or more "
-        "replicas, otherwise an additional one",
+        "additional engine like [engine]; transformers: an additional transformers engine on a CPU; auto: lent if "
+        "engine.replicas is 2 or more, otherwise an additional engine",
     )

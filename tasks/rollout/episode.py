@@ -47,8 +47,8 @@ class PlayedEpisode:
     """An episode in progress: one conversation of the policy with its environment, with the tokens so far.
 
     `ask` requests a generation, and returns None if the episode is no longer wanted. `closed` is called exactly once
-    for each episode, even if the episode generates nothing. It returns whether the episode is kept. `scorer` computes
-    the reward.
+    for each episode, even if the episode generates nothing. The return value of `closed` says whether the episode is
+    kept. `scorer` computes the reward.
 
     At any time, the environment of the episode either runs or waits for the answer to a request. `let_go` stops an
     unwanted episode; it cancels the environment only while the environment runs.
@@ -78,7 +78,7 @@ class PlayedEpisode:
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     at: float = 0.0  # time at which generation ended
     wanted: bool | None = None  # True if the episode is kept; None until generation has ended
-    unjudged: Score | None = None  # the last answer of the scorer that it could not judge
+    unjudged: Score | None = None  # the last score that says that the scorer could not judge a response
     _leader: asyncio.Task[Any] | None = None  # the task that runs the environment
     _asked: bool = False  # True while the environment waits for a generation
     _gone: bool = False  # True after `let_go`
@@ -87,7 +87,7 @@ class PlayedEpisode:
     _late: Score | None = None  # the score of an episode whose environment computed for too long
     _limit: str = ""  # why the episode gets no further turn
     _talk: Conversation = BEGUN
-    _roles: Mapping[str, RoleContext] = field(default_factory=lambda: NO_ROLES)  # by role, of roles that do not act
+    _roles: Mapping[str, RoleContext] = field(default_factory=lambda: NO_ROLES)  # role that does not act -> its context
 
     @property
     def made(self) -> TokenSpan:
@@ -153,7 +153,7 @@ class PlayedEpisode:
         return self._apply_extension(messages, *found)
 
     async def extend_apart(self, messages: Sequence[Message]) -> bool:
-        """Do the same as `extend`, as `Episode.extend_apart` specifies."""
+        """Add messages like `extend`, but long messages in a thread, as `Episode.extend_apart` specifies."""
         found = await self._talk.extend_apart(self.ports.renderer, self.prompt, self.response, messages)
         return self._apply_extension(messages, *found)
 
@@ -196,7 +196,7 @@ class PlayedEpisode:
         """Do nothing, because no turn of this episode was generated before a crash."""
 
     def replace_prompt(self, tokens: Sequence[int]) -> None:
-        """Begin the episode with these tokens instead of the prompt's, as `Episode.replace_prompt` specifies."""
+        """Begin the episode with these tokens instead of the prompt's tokens, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
         grown = len(given) - self.prompt.input.length
         if not self.lived.is_fresh or grown >= self.room:
@@ -234,7 +234,7 @@ class PlayedEpisode:
         return align_values(score, checked, self.response) if score.has_token_values else score
 
     def find_unjudged(self, score: Score) -> Score | None:
-        """Return why the episode has no reward: a score that the reward may depend on could not be computed."""
+        """Return a score that could not be computed and that the reward may depend on, or None if all were computed."""
         return score if score.outcome is Outcome.UNJUDGED else self.unjudged
 
     def let_go(self) -> None:
@@ -248,30 +248,31 @@ class PlayedEpisode:
         self._interrupt()
 
     def _interrupt(self) -> None:
-        """Cancel the environment, once, if it computes."""
+        """Cancel the environment if it is computing; a second call does nothing."""
         if self._leader is not None and not self._asked and not self._interrupted:
             self._interrupted = True
             self._leader.cancel()
 
     def _expire(self, reason: str) -> None:
-        """Stop an environment that has computed for too long. Once the policy has acted, it may be the cause, so the
-        episode counts."""
+        """Stop an environment that has computed for too long. If the policy has acted, its action may be the cause, so
+        the episode counts as a timeout.
+        """
         if not self._gone:
             self._late = Score(0.0, reason, Outcome.TIMEOUT if self.turns else Outcome.UNJUDGED)
             self._interrupt()
 
     def _reaches_limit(self) -> bool:
-        """Return whether the episode gets no further turn, and note the reason."""
+        """Return whether the episode gets no further turn, and record the reason."""
         self._limit = self.limit
         return bool(self._limit) or self._late is not None
 
     def _wait(self) -> None:
-        """Note that the environment waits for the policy or for the scorer."""
+        """Record that the environment waits for the policy or for the scorer."""
         self._asked = True
         self._clock.pause()
 
     def _go_on(self, *, turn_ended: bool = False) -> None:
-        """Note that the environment computes again."""
+        """Record that the environment computes again."""
         self._asked = False
         self._clock.go_on(turn_ended=turn_ended)
 
@@ -314,8 +315,8 @@ class PlayedEpisode:
     ) -> tuple[Trajectory, ...]:
         """Build the trajectories that the learner trains on, one for each branch.
 
-        The number of the first trajectory is `sample`. The number of each further branch is larger by `responses`,
-        which is the number of episodes of the prompt.
+        The number of the first trajectory is `sample`. Each further trajectory has a number that is larger by
+        `responses`, the number of episodes of the prompt.
 
         Raises:
             ConfigError: the environment never asked the policy for a generation.
@@ -362,7 +363,9 @@ class PlayedEpisode:
         )
 
     def _place_rewards(self, branch: LivedBranch, score: Score) -> Float32s | None:
-        """Return the rewards of the tokens of a branch. The token values of a score belong to the current branch."""
+        """Return the rewards of the tokens of a branch. If the score has a value per token, these values belong to the
+        tokens of the current branch.
+        """
         has_values = score.has_token_values and branch is self.lived.current
         return branch.place_rewards(Float32s.of(score.token_values) if has_values else None)  # type: ignore[arg-type]
 

@@ -67,7 +67,8 @@ class Evaluation:
     `sets` maps the name of each evaluation set to its result; evaluation sets do not count towards `accuracy`.
 
     `pass_at` maps k = 2, 4, 8, ... to pass@k, the chance that at least one of k responses to a prompt is right.
-    `measures` has what the environment computed from the policy's probabilities (`Environment.measure`).
+    `measures` contains the values that the environment computed from the policy's probabilities
+    (`Environment.measure`).
     """
 
     version: int
@@ -113,7 +114,7 @@ EVALUATION, SKIPPED = TypeAdapter(Evaluation), TypeAdapter(EvaluationSkipped)
 
 
 def safe_name(domain: str) -> str:
-    """Return a domain's name with all characters replaced that the name of a metric may not contain."""
+    """Replace each character of a domain's name that the name of a metric may not contain."""
     return UNSAFE.sub("_", domain)
 
 
@@ -123,7 +124,7 @@ def evaluation_path(version: int) -> str:
 
 
 def skipped_path(version: int) -> str:
-    """Return the storage path of the reason why policy version `version` has no evaluation."""
+    """Return the storage path of the file that says why policy version `version` has no evaluation."""
     return f"evaluations_skipped/{version:08d}.json"
 
 
@@ -196,7 +197,7 @@ class Evaluator:
     environment: Environment = SINGLE_TURN
     vocabulary: int = ANY_TOKEN  # size of the policy's vocabulary
     ports: EnvironmentPorts = NO_PORTS
-    # domain -> its weight in the accuracy; if empty, every response has the same weight
+    # domain -> weight of the domain in the accuracy; if empty, every response has the same weight
     shares: Mapping[str, float] = field(default_factory=dict)
     # if True, a response is right if its reward is 1; if False, a response is right if its outcome is "correct"
     by_value: bool = False
@@ -276,7 +277,7 @@ class Evaluator:
                 prompt=turn.prompt,
                 max_new_tokens=turn.max_new_tokens,
                 temperature=self.temperature,
-                seed=episode.seed + (turn.number << 40),  # with equal seeds, the turns would repeat the same draws
+                seed=episode.seed + (turn.number << 40),  # with equal seeds, turns would use the same random numbers
                 stop=turn.stop,
             )
             return await proxy.generate(request)

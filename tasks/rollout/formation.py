@@ -4,8 +4,8 @@ While the learner is busy, a batch is formed only if no running group of respons
 learner is ready for the batch, a running group of responses that would be too old for the next batch is preempted and
 started again, unless the batch has to wait for the group. A group of responses that a batch has to wait for is called
 *awaited*. With `on_stale = "wait"`, a batch waits for every running group of responses that would be too old for the
-next batch. With `on_stale = "drop"`, a batch waits only for the responses to prompts whose groups were preempted often
-(see `issue_order`).
+next batch. With `on_stale = "drop"`, a batch waits only for the responses to prompts that were preempted often (see
+`issue_order`).
 """
 
 from __future__ import annotations

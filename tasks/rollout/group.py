@@ -75,7 +75,7 @@ class GroupPorts:
     spans: PromptSpans = field(default_factory=lambda: PromptSpans(Spans()))
     scoring: ScoreQueue = field(default_factory=ScoreQueue)  # counts the responses that wait for a score
     journal: TurnJournal = field(default_factory=TurnJournal)  # stores finished turns
-    outages: Outages = field(default_factory=Outages)  # counts the groups in a row that nobody could judge
+    outages: Outages = field(default_factory=Outages)  # counts the consecutive groups that no scorer could judge
 
 
 class EpisodeCalls(NamedTuple):
@@ -100,7 +100,7 @@ class GroupRollout:
     # the response that could not be judged and for which the group was given up, with the reason
     unjudged: UnjudgedResponse | None = field(default=None, kw_only=True)
     _peers: GroupPeers | None = None  # for a scorer that compares the responses of a group
-    _over: asyncio.Event | None = None  # set once the group of responses was given up, if a judge may wait
+    _over: asyncio.Event | None = None  # set once the group is given up; created when a caller needs it
     unanswered: int = field(init=False)  # number of the group's episodes in which the policy still generates tokens
     _reason: DiscardReason | None = None
     _given: int = 0  # number of tokens of the prompt
@@ -187,7 +187,8 @@ class GroupRollout:
                     self._peers.leave(sample)
         if score is None:
             return ()
-        # With `judge_tries = 0`, what the scorer could not judge has the reward 0. A broken environment has none.
+        # With `judge_tries = 0`, a response that the scorer could not judge gets reward 0. An episode whose environment
+        # broke gets no reward.
         is_broken = episode.first is None or episode.unjudged is None
         judges_again = is_broken or ports.limits.judge_tries(prompt.scorer)
         if unjudged := episode.find_unjudged(score) if judges_again else None:
@@ -203,8 +204,9 @@ class GroupRollout:
         return trajectories
 
     def _leave_out(self, episode: PlayedEpisode, unjudged: Score) -> bool:
-        """Return whether a response that nobody could judge is left out of its group; if not, note the reason why the
-        group is given up."""
+        """Return whether a response that nobody could judge is left out of its group; if not, record why the group is
+        given up.
+        """
         limits, why = self.ports.limits, unjudged.reason
         self._left_out += 1
         judged = limits.group_size - self._left_out
@@ -241,7 +243,8 @@ class GroupRollout:
         )
 
     def _restore_episode(self, episode: PlayedEpisode) -> None:
-        """Let an episode continue from the newest snapshot of its environment, if an earlier scheduler stored one.
+        """Let an episode continue from the newest snapshot of its environment, if an earlier scheduler stored a
+        snapshot.
 
         Raises:
             SnapshotRejected: the history before the snapshot does not fit the episode.
@@ -272,7 +275,7 @@ class GroupRollout:
                 seed,
                 stop=turn.stop,
                 episode=turn.episode if self.ports.environment.has_turns else "",
-                earlier=max(0, turn.prompt.length - self._given),  # the prompt of a role may be shorter
+                earlier=max(0, turn.prompt.length - self._given),  # a role's prompt may be shorter than the group's
             )
             try:
                 if self.ports.journal.is_empty:
@@ -283,7 +286,7 @@ class GroupRollout:
         return None
 
     def _judge(self, request: ScoreRequest) -> Awaitable[Score]:
-        """Have a response scored, with all tries, and count the response meanwhile."""
+        """Have a response scored, with repeated tries, and count it as unscored meanwhile."""
         ports = self.ports
         judge, tries = ports.score, ports.limits.judge_tries(request.scorer)
         if tries > 1:
@@ -291,7 +294,7 @@ class GroupRollout:
         return ports.scoring.count(judge)(request)
 
     def _find_end(self) -> asyncio.Event:
-        """Return the event that is set once the group of responses was given up."""
+        """Return the event that is set as soon as the group of responses is given up."""
         if self._over is None:
             self._over = asyncio.Event()
             if self._reason is not None:
@@ -340,7 +343,7 @@ class GroupRollout:
 
 
 def _hash_basis(prompt: Prompt, ports: GroupPorts, seed: int) -> str:
-    """Return a hash of everything that an episode begins with, and that its turns depend on."""
+    """Return a hash of all inputs of an episode on which its turns depend."""
     limits = ports.limits
     options = (limits.max_new_tokens, limits.temperature, seed, ports.environment_ports.limits, prompt.input.placed)
     return hash_parts(prompt.input.flat.data, repr(options).encode())
@@ -350,8 +353,8 @@ def sample_seed(seed: int, prompt: int, sample: int, turn: int = 0, redraws: int
     """Compute the 63-bit seed of one generation.
 
     Every attempt to answer the same prompt uses the same seed, so that a response that was too long is not replaced by
-    a shorter response. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; any other
-    value gives another seed.
+    a shorter response. `redraws` is the number of the prompt's batches that led to NaN or infinite weights; each value
+    of `redraws` leads to another seed.
     """
     text = f"{seed}:{prompt}:{sample}" + (f":{turn}" if turn else "") + (f"/{redraws}" if redraws else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -75,7 +75,7 @@ class IssueOrder:
         self._long = 0  # number of slow prompts (in `_tail`) that still have to be issued for this batch
 
     def take_issued(self) -> tuple[int, ...]:
-        """Return the prompts that were issued for the first time since the last call, in order."""
+        """Return, in order, the prompts that were issued for the first time since the last call of `take_issued`."""
         issued, self._fresh = tuple(self._fresh), []
         return issued
 

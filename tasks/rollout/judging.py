@@ -20,7 +20,7 @@ Judge = Callable[[ScoreRequest], Awaitable[Score]]
 
 
 def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None) -> Judge:
-    """Return a function that tries up to `tries` times to judge a response; 0 means once.
+    """Return a function that tries up to `tries` times to judge a response, but at least once.
 
     Once the event `over` is set, the function stops trying, because nobody needs the score any more.
     """
@@ -39,15 +39,17 @@ def judge_repeatedly(judge: Judge, tries: int, over: asyncio.Event | None = None
 
 
 class ScoreQueue:
-    """Counts the responses that wait for a score. A response waits until its last try to be judged has ended."""
+    """Counts the responses that wait for a score. A response counts as waiting until the last try to judge it has
+    ended.
+    """
 
     def __init__(self, most: int | None = None, on_room: Callable[[], None] = lambda: None) -> None:
-        """Call `on_room` whenever fewer than `most` responses wait for a score; `most` may be None."""
+        """Call `on_room` whenever the number of waiting responses falls below `most`; never, if `most` is None."""
         self._most, self._on_room = most, on_room
         self.waiting = 0
 
     def count(self, judge: Judge) -> Judge:
-        """Return a function that has a response scored by `judge`, and counts the response meanwhile."""
+        """Return a function that has a response scored by `judge`, and counts the response as waiting meanwhile."""
 
         async def judge_counted(request: ScoreRequest) -> Score:
             self.waiting += 1
@@ -69,17 +71,17 @@ class Outages:
 
     def __init__(self) -> None:
         self._in_a_row = Counter[str]()
-        self._issued = Counter[str]()  # scorer -> number of started groups when a group was last counted
+        self._issued = Counter[str]()  # scorer -> number of started groups when an unjudged group was last counted
 
     def end(self, scorer: str) -> None:
-        """Note that the scorer judged a group of responses."""
+        """Record that the scorer judged a group of responses, so no group counts as unjudged any more."""
         self._in_a_row[scorer] = 0
 
     def count(self, scorer: str, number: int, issued: int) -> int:
         """Count the unjudged group with this `number`, after `issued` groups were started.
 
-        Return the new number of consecutive unjudged groups; return 0 if the group ran at the same time as one that was
-        counted.
+        Return the new number of consecutive unjudged groups; return 0 if the group ran at the same time as a group that
+        was already counted.
         """
         if number <= self._issued[scorer]:
             return 0
@@ -90,8 +92,8 @@ class Outages:
     async def pause(self, scorer: str, over: asyncio.Event) -> None:
         """Wait before an unjudged group is issued again; stop waiting once `over` is set.
 
-        There is no pause before the first group in a row is counted. Each later pause is twice as long as the previous
-        pause, up to `LONGEST_PAUSE`.
+        The pause doubles with each consecutive unjudged group, up to `LONGEST_PAUSE`. If no unjudged group is counted,
+        there is no pause.
         """
         if in_a_row := self._in_a_row[scorer]:
             await _wait(over, min(FIRST_PAUSE * 2 ** min(in_a_row, 10), LONGEST_PAUSE))

@@ -62,12 +62,12 @@ class RolloutLimits:
         return self.judging.get(scorer, JudgingLimits())
 
     def judge_tries(self, scorer: str) -> int:
-        """Return how often the scorer with this name tries to judge a response."""
+        """Return the largest number of times that the scorer with this name tries to judge a response."""
         return self.judging_of(scorer).tries
 
     @property
     def least_judged(self) -> int:
-        """Smallest number of judged responses of a group of which the other responses may be left out."""
+        """Smallest number of judged responses with which a group is kept although its other responses are left out."""
         return min(LEAST_JUDGED, self.group_size)
 
     @property

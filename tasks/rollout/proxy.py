@@ -8,9 +8,10 @@
   version under which they first started. With `on_weight_update = "restart"`, the requests of a failed engine start
   from the beginning if the policy version has changed.
 - With `on_weight_update = "restart"`, a request that is aborted by a weight update starts again under the new policy
-  version. The result of a request that `abort` ended has the tokens generated so far.
-- An engine can be borrowed while another engine lives. The requests of a borrowed engine continue on other engines, as
-  if the engine had failed. An engine that was borrowed joins again when the borrower returns it.
+  version. The result of a request that `abort` ended contains the tokens generated so far.
+- An engine can be borrowed, for example for an evaluation, as long as another engine is alive. The requests of a
+  borrowed engine continue on other engines, as if the engine had failed. An engine that was borrowed joins again when
+  the borrower returns it.
 - An engine that joins gets the current weights, and the engine's log-probs are checked before its first request. An
   engine that fails is closed at once.
 - The attribute `version` changes as soon as one engine serves the new policy version. After a weight update begins, an
@@ -135,7 +136,8 @@ class InferenceProxy:
     ) -> None:
         """Serve generation requests on the started engines `engines` and on engines that join later.
 
-        Each engine runs at most `slots` requests at the same time. With `cache`, episodes are admitted by their tokens.
+        Each engine runs at most `slots` requests at the same time. With `cache`, an episode starts only if its tokens
+        fit into the KV cache of an engine.
         """
         self._slots = slots
         self._replacement_seconds = replacement_seconds
@@ -215,7 +217,7 @@ class InferenceProxy:
             del self._jobs[request.id]
 
     def end_episode(self, episode: str) -> None:
-        """Note that an episode requests no more generations."""
+        """Record that an episode requests no more generations."""
         self._queue.end_episode(episode)
 
     async def abort(self, ids: Collection[str]) -> None:

@@ -69,7 +69,7 @@ from rollflow.tasks.scorers.config import name_section
 
 @dataclass(frozen=True, slots=True)
 class SchedulerPorts:
-    """The functions and objects that a scheduler calls: prompts, environment, verifier, commit.
+    """The functions and objects that a scheduler calls, for example to read prompts and to commit batches.
 
     `prompt` returns a prompt, or an awaitable if finding the prompt takes long. `commit` stores a training batch
     durably and sends the batch to the learner. `pack` encodes a group of responses for storage as soon as the group is

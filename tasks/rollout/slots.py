@@ -64,7 +64,7 @@ class Ticket:
     lane: EngineSlots | None = None  # the engine that gave the request a slot; None while the request waits
     granted: asyncio.Future[EngineSlots | None] | None = None  # future of the engine, while the request waits for it
     episode: str = ""  # name of the episode of which the request is a turn
-    tokens: int = 0  # number of tokens of the episode, with those of the request once it has ended
+    tokens: int = 0  # number of tokens of the episode; includes the request's tokens once the request has ended
 
     @property
     def turn(self) -> tuple[float, int]:
@@ -186,7 +186,7 @@ class SlotQueue:
         self.offer_slots(lane)
 
     def end_episode(self, episode: str) -> None:
-        """Do nothing when an episode requests no more generations: this queue keeps nothing for an episode."""
+        """Do nothing, because this queue stores nothing about an episode."""
 
     def withdraw(self, ticket: Ticket) -> None:
         """Remove a waiting request from the queue."""

@@ -36,8 +36,8 @@ class PlacementConfig(Section):
 
     strategy: Literal["spread", "pack"] = Field(
         "spread",
-        description="how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on all "
-        "nodes in turn; pack: as Ray packs actors, which fills a node to half before the next node is used",
+        description="how engines and further reward actors are placed on the nodes of the Ray cluster. spread: on "
+        "all nodes in turn; pack: by Ray's default rule, which fills a node to half before it uses the next node",
     )
     reserve_cpus: bool = Field(
         False,
@@ -58,17 +58,21 @@ class RewardActorsConfig(Section):
         None,
         gt=0,
         le=1024,
-        description="largest number of reward actors, each with all worker processes of [reward] and [rewards], on "
-        "different nodes if there are; default: min",
+        description="largest number of reward actors, each with all worker processes of [reward] and [rewards]. They "
+        "run on different nodes if possible. Default: the value of min",
     )
     grow_seconds: float = Field(
         10.0,
         ge=0,
         le=3600,
-        description="seconds in which responses waited for a free worker, until another reward actor starts",
+        description="another reward actor starts after responses have waited for a free worker for this number of "
+        "seconds",
     )
     idle_seconds: float = Field(
-        60.0, ge=0, le=3600, description="seconds in which fewer reward actors were needed, until one ends"
+        60.0,
+        ge=0,
+        le=3600,
+        description="a reward actor ends after fewer reward actors were needed for this number of seconds",
     )
 
     @property
@@ -77,7 +81,9 @@ class RewardActorsConfig(Section):
         return self.min if self.max is None else self.max
 
     def find_idle(self, workers: int) -> Iterator[PydanticCustomError]:
-        """Refuse further reward actors of a run whose scorers have no worker processes. `workers` counts them."""
+        """Refuse further reward actors of a run whose scorers have no worker processes. `workers` is the number of
+        worker processes.
+        """
         if self.most > 1 and not workers:
             key = "min" if self.max is None else "max"
             cure = "no scorer of this run has worker processes, so further reward actors have no work; remove the key"
@@ -107,8 +113,8 @@ class ClusterConfig(Section):
         600.0,
         ge=0,
         le=LONGEST_SECONDS,
-        description="seconds without a supervisor (the process that controls the run) after which the run's Ray "
-        "actors end and free their GPUs; 0: the actors never end by themselves",
+        description="the run's Ray actors end and free their GPUs after this number of seconds without a supervisor "
+        "(the process that controls the run); 0: the actors never end by themselves",
     )
     placement: PlacementConfig = PlacementConfig()
     reward_actors: RewardActorsConfig = RewardActorsConfig()

@@ -52,12 +52,15 @@ class StoreConfig(Section):
         "recipe file; default: a folder in the run home, which is the folder named by ROLLFLOW_HOME",
     )
     keep_last: int = Field(
-        5, ge=2, description="number of newest policy versions whose weights are stored; at least async_ratio + 1"
+        5,
+        ge=2,
+        description="number of newest policy versions whose weights are kept in storage; at least async_ratio + 1",
     )
     keep_every: int = Field(
         10,
         gt=0,
-        description="number n: the weights of every n-th policy version are kept forever; 1: of all versions",
+        description="number n: the weights of every n-th policy version are kept forever; 1: the weights of all "
+        "versions are kept",
     )
     state_every: int = Field(
         1,
@@ -90,7 +93,8 @@ class RecoveryConfig(Section):
     restarts: int = Field(
         5,
         ge=0,
-        description="the run fails if one role, e.g. the learner, needs more restarts than this within window_seconds",
+        description="the run fails if one role, e.g. the learner, needs more restarts than this number within "
+        "window_seconds",
     )
     window_seconds: float = Field(
         600.0,
@@ -159,7 +163,9 @@ class RunConfig(Section):
         "run", description="name of the recipe; the id of a run is this name and the time at which the run started"
     )
     seed: int = Field(0, ge=0, description="seed of all random draws: prompts, sampling and initial weights")
-    versions: int = Field(100, gt=0, description="number of policy versions to train; each train step makes one")
+    versions: int = Field(
+        100, gt=0, description="number of policy versions to train; each train step makes one policy version"
+    )
     async_ratio: float = Field(
         2.0,
         ge=0,
@@ -314,8 +320,10 @@ class RunConfig(Section):
             yield refusal(f"{section}.answer", reward.answer, cure)
 
     def _trainable(self) -> Refusals:
-        """Reject credit of turns without turns, and a critic with DeepSpeed unless the policy is in float32, as the
-        critic's head is, because DeepSpeed needs one data type for all parameters."""
+        """Reject settings that cannot be trained together: credit per turn without turns, or a critic with DeepSpeed
+        and a policy that is not float32. The critic's head is float32, and DeepSpeed needs one data type for all
+        parameters.
+        """
         yield from find_turn_faults(self.train.objective, self.environment)
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
         if short and isinstance(self.train, DeepSpeedTrain):
@@ -355,7 +363,7 @@ class RunConfig(Section):
 
     @property
     def scorers(self) -> dict[str, RewardConfig]:
-        """The scorers that the run uses, by name; the name "" is that of the scorer in `[reward]`.
+        """The scorers that the run uses, by name; the scorer in `[reward]` has the name "".
 
         A prompt file whose rows may name their scorers uses every scorer of the config section `[rewards]`.
         """

@@ -131,7 +131,7 @@ def _merge_trees(recorded: Mapping[str, Any], before: Mapping[str, Any], after: 
 
 
 def _refuse_fixed(before: RunConfig, after: RunConfig, change: Change) -> str:
-    """Return an error message for a config key that can never change, or "" for a key that may change."""
+    """Return an error message if a config key can never change, or "" if the key may change."""
     for config in (before, after):
         if why := explain_fixed(config, change.key):
             cure = _suggest_fix(before, change.key)
@@ -169,7 +169,7 @@ def _refuse_stored_parts(before: RunConfig, after: RunConfig) -> Iterator[str]:
 
 
 def _list_stored_parts(config: RunConfig) -> dict[str, str]:
-    """Describe the parts that the learner stores in addition to the policy, by the config key that adds each part."""
+    """Map config keys to the parts that these keys add to the learner's stored state, such as a critic."""
     objective = config.train.objective
     found = {"train.objective.advantage.baseline": "a critic" if objective.advantage.baseline == "critic" else ""}
     found["train.objective.kind"] = objective.path if isinstance(objective, ImportObjective) else ""

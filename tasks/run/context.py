@@ -41,7 +41,7 @@ from rollflow.tasks.runtime.names import run_id as checked
 from rollflow.tasks.runtime.node import node_cache
 from rollflow.tasks.runtime.renamed_keys import RECIPE
 
-FORMAT = 5  # incremented when the format of any record changes, so that no run of an older format is changed
+FORMAT = 5  # incremented when the format of any record changes, so that this release refuses runs of an older format
 
 
 @dataclass(frozen=True)

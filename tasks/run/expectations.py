@@ -73,7 +73,7 @@ def reasons_of(config: RunConfig) -> frozenset[DiscardReason]:
     """Return the reasons for which a scheduler with this config may discard a group of responses."""
     left = DiscardReason.REDUNDANT if config.rollout.redundant_groups else DiscardReason.STALE
     filtered = {DiscardReason.FILTERED} if config.rollout.filter else set()
-    # an environment may break, and then nobody can judge the episode
+    # an environment may break, and then no scorer can judge the episode
     may_break = not isinstance(config.environment, SingleTurnEnvironment)
     unjudged = {DiscardReason.UNJUDGED} if config.judges_again or may_break else set()
     return frozenset({left} | filtered | unjudged)

@@ -42,7 +42,7 @@ class HeldOutJudge:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what the verifiers keep, such as the sandboxes that ran the programs in the answers."""
+        """Close the verifiers' resources, such as the sandboxes that ran the programs in the answers."""
         close_in_thread(self._verifiers.values())
 
     def __call__(self, model: Any) -> HeldOutAccuracy:

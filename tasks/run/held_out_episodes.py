@@ -1,11 +1,12 @@
 """Plays the episodes of held-out prompts with a model in this process, for the accuracy during a cold start.
 
-As many episodes run at the same time as the environment has places. When each unfinished episode waits for a
-generation, the generations of all of them are computed in batches, so the result does not depend on which episode asks
-first.
+At most as many episodes run at the same time as the environment can play at the same time. When each unfinished episode
+waits for a generation, all these generations are computed in batches, so the result does not depend on which episode
+asks first.
 
-An environment of a user may have places of its own, which rollflow does not know. If nothing happens for a while, only
-the generations that were asked for are computed, so that no episode waits forever for another one.
+A user-defined environment may run fewer episodes at the same time than rollflow knows, and let the others wait. If no
+episode requests a generation for a while, the requested generations are computed, so that no episode waits forever for
+another episode.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rollflow.tasks.rollout.episode import PlayedEpisode, Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.scorers.base import Score, ScoreRequest
 
-STALL_SECONDS = 5.0  # seconds without news until the generations that were asked for are computed
+STALL_SECONDS = 5.0  # the requested generations are computed after this many seconds without a new request
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +66,7 @@ class BatchedModel:
     def _generate(self) -> None:
         """Generate the turn of each waiting episode."""
         asked, self._asked = self._asked, []
-        self.seed += 1  # otherwise each turn would repeat the draws of the turn before it
+        self.seed += 1  # with an equal seed, each turn would use the random numbers of the turn before it
         prompts, end = [list(turn.prompt.flat) for turn, _ in asked], self.tokenizer.stop_tokens[0]
         longest = max(turn.max_new_tokens for turn, _ in asked)
         made = generate_answers(self.model, prompts, end, longest, self.temperature, self.seed)

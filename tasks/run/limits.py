@@ -41,9 +41,9 @@ def build_limits(config: RunConfig) -> RolloutLimits:
 
 
 def build_cache_limits(config: RunConfig) -> CacheLimits | None:
-    """Build the limits by which episodes are admitted to the engines' KV caches; None if only slots limit them."""
+    """Build the limits by which episodes are admitted to the engines' KV caches; None if only slots limit episodes."""
     tokens = getattr(config.engine, "kv_tokens", None)
     if config.rollout.admit_by == "slots" or tokens is None:
         return None
-    grain = getattr(config.engine, "tokens_per_tick", 1)  # a simulated engine counts larger tokens
+    grain = getattr(config.engine, "tokens_per_tick", 1)  # one token of a simulated engine stands for several tokens
     return CacheLimits(tokens // grain, -(-getattr(config.engine, "prompt_tokens", 0) // grain))

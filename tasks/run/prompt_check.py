@@ -196,7 +196,7 @@ class _Judgeable:
         return self.checker.find(reward, reference)
 
     def _find_name_fault(self, reference: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with the scorer name in a prompt row's `reward_column`, or None."""
+        """Return what is wrong with the scorer name in a prompt row's `reward_column`, or None if the name is right."""
         column = self.source.reward_column if isinstance(self.source, FileBase) else None
         name = reference.get(column) if column else None
         if not name or (isinstance(name, str) and name in self.config.rewards):

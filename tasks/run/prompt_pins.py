@@ -157,7 +157,7 @@ def pin_prompts(config: RunConfig, prompts: RunPrompts, read: Reader) -> tuple[P
 
 
 def _describe_file(config: RunConfig, source: FileBase, read: Reader, split: Split) -> dict[str, Any]:
-    """Return the fields of the record of a prompt file: its path, its hash, and the path of its copy.
+    """Return the fields of a prompt file's record: the file's path, its hash, and the path of its copy.
 
     A prompt file that was converted, or from which rows were dropped, differs from the user's file, so a copy is always
     stored.

@@ -103,7 +103,9 @@ class Rejudged:
 
 @dataclass(slots=True)
 class DomainVerdicts:
-    """Counts of one domain. The sums of rewards include only the responses that could be judged again."""
+    """Counts of one domain. The verdicts of one prompt domain; the sums of rewards include only the responses that
+    could be judged again.
+    """
 
     responses: int = 0
     unjudged: int = 0
@@ -254,7 +256,7 @@ class Rejudging:
         ]
         for place, (one, tokens) in enumerate(zip(group.trajectories, responses, strict=True)):
             if one.left_out:
-                continue  # nobody could judge the response, so there is no verdict to repeat
+                continue  # no scorer could judge the response, so there is no verdict to repeat
             peers = responses[:place] + responses[place + 1 :] if compares else ()
             request = ScoreRequest(tokens, prompt.reference, prompt.scorer, prompt.messages, peers, adapts=False)
             yield StoredVerdict(version, group.key, group.domain, one, request)

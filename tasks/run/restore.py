@@ -1,4 +1,4 @@
-"""Restores a learner from storage, exactly as the learner was after it had published a policy version.
+"""Restores a learner from storage, exactly to its state after it had published a policy version.
 
     newest base with weights and state --> batch base --> base + 1 --> ... --> batch version - 1 --> version
 

@@ -93,8 +93,8 @@ def read_models(config: RunConfig) -> dict[str, Data]:
 def local_copies(context: RunContext, config: RunConfig | None = None) -> Callable[[str], ModelCopies | None]:
     """Return a function from the config section of a reward model to the run's reward model, loaded in this process.
 
-    `config` is the config of the scorers, by default that of the run. A reward model that is not stored with the run
-    gets None, and is read from the folder in the config.
+    `config` is the config of the scorers, by default that of the run. The function returns None for a reward model that
+    the run has not stored; such a model is read from the folder in the config.
     """
     models = list_models(config or context.config)
 
@@ -110,7 +110,7 @@ def local_copies(context: RunContext, config: RunConfig | None = None) -> Callab
 def load_model(context: RunContext, section: str = "reward", reward: ModelReward | None = None) -> Classifier:
     """Load a reward model from the run's storage, and check its files against the hashes in the log.
 
-    `section` is the config section of the reward model, and `reward` are its keys, by default those in the run's
+    `section` names the reward model's config section, and `reward` is the parsed section, by default from the run's
     config.
 
     Raises:

@@ -56,8 +56,8 @@ def try_own_scorers(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTok
 
 
 def _list_tried(name: str, reward: RewardConfig) -> list[tuple[str, RewardConfig]]:
-    """Return what is tried of a scorer, with its config section: the whole scorer, or, if a part is a judge or a reward
-    model, only the user-defined parts.
+    """Return the scorers to try, with their config sections: the whole scorer, or only its user-defined parts if
+    another part is a judge or a reward model.
     """
     section = name_section(name)
     if isinstance(reward, CompositeReward) and reward.is_mixed:

@@ -69,8 +69,8 @@ def changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
 
 
 def describe_changed_code(config: RunConfig, before: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each user-defined part whose code has changed since `own_code` returned `before`, or the
-    reason why the code cannot be compared.
+    """Return a sentence for each user-defined part whose code has changed since `own_code` returned `before`. If the
+    code cannot be compared, return the reason.
     """
     try:
         return [f"{key}.path: the file has changed since the run's start" for key in changed_code(config, before)]

@@ -1,1 +1,1 @@
-"""Resumes the work of an earlier scheduler: the point in the run, and the finished turns of running episodes."""
+"""Lets a new scheduler continue where an earlier scheduler stopped, with the finished turns of unfinished episodes."""

@@ -36,7 +36,7 @@ from rollflow.tasks.rollout.config import SNAPSHOT_BYTES
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 from rollflow.tasks.rollout.resuming.restore_point import RestorePoint, find_restore_point, recall_turn
 
-WRITE_SECONDS = 0.1  # shortest time between the starts of two writes
+WRITE_SECONDS = 0.1  # shortest time in seconds between the starts of two writes
 LONGEST_REASON = 500  # largest number of characters of a reason
 OTHER_REQUEST = "the environment answered differently than before the crash, or the config has changed"
 
@@ -91,7 +91,7 @@ class TurnJournal:
         self._restarts: list[EpisodeRestart] = []  # records that are not stored yet
         self._news = asyncio.Event()
         self._written: asyncio.Future[None] | None = None  # done once the pending turns are stored
-        self._warns = True  # True until a snapshot was too large
+        self._warns = True  # True until the journal has warned about a snapshot that is too large
         self._points = self._read_stored(stored or {})
 
     @property
@@ -122,15 +122,15 @@ class TurnJournal:
 
     @property
     def is_empty(self) -> bool:
-        """True if no turn can be recalled, and none is stored."""
+        """True if the journal has no turn to recall and stores no turns."""
         return self._folder is None and not self._known
 
     def recall(self, key: TurnKey, request: GenerationRequest) -> VersionedGeneration | None:
-        """Return the stored turn if it answers the same request, else None."""
+        """Return the stored turn of an episode if it answers exactly this request, else None."""
         episode = (key.group, key.sample)
         turn = self._known.get(episode, {}).pop(key.turn, None)
         if turn is None:
-            self._known.pop(episode, None)  # the tokens of later turns may be older than those of this turn
+            self._known.pop(episode, None)  # stored later turns may have older tokens than this turn
             return None
         if turn.request != hash_request(request):
             self.diverged += 1
@@ -180,7 +180,7 @@ class TurnJournal:
             await asyncio.shield(self._written)
 
     def accepts_size(self, size: int) -> bool:
-        """Return whether a snapshot of this size is stored, and warn about the first one that is too large."""
+        """Return whether a snapshot of this size is stored, and warn about the first snapshot that is too large."""
         if size > self.max_snapshot_bytes and self._warns:
             self._warns = False
             logging.getLogger(__name__).warning(
@@ -198,7 +198,9 @@ class TurnJournal:
             self._news.set()
 
     async def run(self) -> None:
-        """Write the recorded turns, one file after another, until the task is cancelled; then nothing waits."""
+        """Write the recorded turns, one file after another, until the task is cancelled; then end all waits for a
+        write.
+        """
         try:
             while self._folder is not None:
                 await self._news.wait()
@@ -219,11 +221,11 @@ class TurnJournal:
                 self._writing = {record.key.group for record in records}
                 await self._keep_file(folder, await folder.write(records))
         except (StoreFailed, Unreachable) as error:
-            failed = error  # if nothing waits for these turns, they are only generated again after a crash
+            failed = error  # raised to callers that wait; otherwise a crash only means to generate the turns again
         finally:
             self._finish(written, failed)
         if restarts:
-            with contextlib.suppress(StoreFailed, Unreachable):  # the records are only for people
+            with contextlib.suppress(StoreFailed, Unreachable):  # these records are only information for users
                 await folder.note(restarts)
 
     async def _keep_file(self, folder: TurnFolder, path: str) -> None:

@@ -1,4 +1,4 @@
-"""An episode whose history is stored with each snapshot of its environment, so that the episode continues from there.
+"""An episode whose history is stored with each snapshot of its environment, so that a snapshot can restore the episode.
 
     generate, add, reward, ... --> events --> snapshot: events since the snapshot before it, and the environment's bytes
 
@@ -94,7 +94,7 @@ class RecordedEpisode(PlayedEpisode):
         self._note("enter_state", hash_state(key))
 
     def replace_prompt(self, tokens: Sequence[int]) -> None:
-        """Begin the episode with these tokens instead of the prompt's, as `Episode.replace_prompt` specifies."""
+        """Begin the episode with these tokens instead of the prompt's tokens, as `Episode.replace_prompt` specifies."""
         given = self._check_tokens(tokens)
         super().replace_prompt(given)
         self._note("replace_prompt", encode_tokens(given))
@@ -102,7 +102,7 @@ class RecordedEpisode(PlayedEpisode):
     def save_snapshot(self, data: bytes) -> None:
         """Store a snapshot of the environment, as `Episode.save_snapshot` specifies."""
         super().save_snapshot(data)
-        # no event stands for a score that could not be computed, so such an episode is replayed from its turns
+        # no event can record a score that could not be computed, so such an episode is replayed from its turns
         if self.wanted is not None or self.unjudged is not None or not self.place.journal.accepts_size(len(data)):
             return
         place = self.place
@@ -118,7 +118,7 @@ class RecordedEpisode(PlayedEpisode):
             place.journal.forget_turns(TurnKey(place.group, place.sample, self.turns), reason)
 
     def restore(self, point: RestorePoint) -> None:
-        """Apply all that happened in the episode before a snapshot.
+        """Bring the episode to its state at a snapshot, by repeating the recorded events.
 
         Raises:
             SnapshotRejected: the events do not fit this episode.
@@ -168,5 +168,5 @@ def encode_tokens(tokens: Int32s) -> str:
 
 
 def decode_tokens(text: str) -> Int32s:
-    """Return the tokens that a text contains."""
+    """Return the tokens that `encode_tokens` wrote as text."""
     return Int32s(base64.b64decode(text))

@@ -20,7 +20,7 @@ from rollflow.tasks.rollout.proxy import VersionedGeneration
 class RestorePoint:
     """The newest usable snapshot of an episode, and all that happened before it.
 
-    The value of an event "turn" is the generation of the turn. `basis`, `number` and `digest` are those of the
+    The value of an event "turn" is the generation of the turn. `basis`, `number` and `digest` are copied from the
     snapshot.
     """
 
@@ -36,7 +36,8 @@ def find_restore_point(
 ) -> RestorePoint | None:
     """Return the newest snapshot of an episode whose earlier snapshots and turns are all stored and fit together.
 
-    Of several snapshots with the same number, the last one counts. `turns` has the stored turns by their number.
+    Of several snapshots with the same number, only the last snapshot counts. `turns` has the stored turns by their
+    number.
     """
     numbered = {one.number: one for one in snapshots}
     found: RestorePoint | None = None
@@ -60,7 +61,9 @@ def _follows(snapshot: EnvironmentSnapshot, before: RestorePoint | None) -> bool
 def _fill_turns(
     snapshot: EnvironmentSnapshot, before: RestorePoint | None, turns: Mapping[int, FinishedTurn]
 ) -> tuple[EpisodeEvent, ...] | None:
-    """Return all events up to the snapshot, with the generations of its turns; None if one of them is not stored."""
+    """Return all events up to the snapshot, with the generations of its turns; None if one of these generations is not
+    stored.
+    """
     events = list(before.events) if before else []
     count = sum(event.kind == "turn" for event in events)
     for event in snapshot.events:

@@ -1,1 +1,1 @@
-"""What a cold start needs of the run: its demonstrations, as episodes of its environment."""
+"""Plays the demonstrations of a cold start (supervised training before the run) as episodes of the environment."""

@@ -1,4 +1,4 @@
-"""Plays the demonstrations of a cold start as episodes, so that they have the tokens that an episode has.
+"""Plays the demonstrations of a cold start as episodes, so that their tokens equal those of the run's episodes.
 
     turns of a demonstration --> PlayedEpisode --> trajectory --> the tokens that the policy is trained on
 
@@ -51,7 +51,7 @@ def open_pool(config: RunConfig, prompts: RunPrompts, tokenizer: PolicyTokenizer
 
 
 class DemonstratedEpisodes:
-    """Turns questions into demonstrations. See the module's docstring."""
+    """Turns a question with its example answer into demonstrations. See the module's docstring."""
 
     def __init__(self, config: RunConfig, tokenizer: PolicyTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -60,10 +60,9 @@ class DemonstratedEpisodes:
         self._schemas = list_schemas(self._tools) if self._tools is not None else []
 
     def __call__(self, prompt: Prompt, question: Question) -> list[Demonstration]:
-        """Return the demonstration of a question: one for each branch of its episode.
+        """Return the demonstrations of a question, one for each branch of its episode.
 
-        Raises:
-            ConfigError: the turns are no episode of the environment, or are too long for the policy's context.
+        Raises: ConfigError: the turns do not fit the environment, or are too long for the policy's context.
         """
         if question.turns or self._tools is not None:
             turns = question.turns or (DemonstratedTurn(question.answer, ends=True),)
@@ -90,7 +89,7 @@ class DemonstratedEpisodes:
         return [Demonstration([*one.tokens[:given]], [*one.tokens[given:]], [*one.loss_mask[given:]]) for one in played]
 
     def _say(self, asked: Turn, turn: DemonstratedTurn) -> VersionedGeneration | None:
-        """Return what the policy says in a turn, up to a stop string; None if there is no room for it."""
+        """Return the demonstrated answer of a turn, up to a stop string; None if it is longer than the turn may be."""
         tokenizer = self._tokenizer
         tokens = [*tokenizer.encode_response(turn.said), *tokenizer.stop_tokens[: int(turn.ends)]]
         tokens = tokens[: StopWatch(asked.stop, tokenizer.decode).find_end(tokens)]
@@ -100,7 +99,7 @@ class DemonstratedEpisodes:
         return VersionedGeneration(Generation("", span, StopReason.STOP), 0)
 
     def _give_results(self, turns: Sequence[DemonstratedTurn]) -> Environment:
-        """Return the environment `tools` with the replies of a demonstration as results."""
+        """Return the environment `tools`, whose tools return the replies of a demonstration."""
         assert self._tools is not None
         most = self._tools.result_characters
         texts = [[reply["content"] for reply in turn.replies] for turn in turns]
@@ -122,7 +121,7 @@ class _GivenReplies(Environment):
 
 @dataclass
 class _GivenResults(Environment):
-    """The environment `tools`, with given results instead of tools."""
+    """The environment `tools`, which returns given results instead of running tools."""
 
     schemas: Sequence[Mapping[str, Any]]
     results: Sequence[Sequence[str]]  # of each turn
