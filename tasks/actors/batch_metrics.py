@@ -54,7 +54,7 @@ def compute_batch_metrics(
 
 
 def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean, over the responses of a batch, of the sum of a response's token rewards, if there are any."""
+    """Compute the mean, over the responses of a batch, of the sum of each response's token rewards."""
     if batch.optional("token_rewards") is None:
         return {}
     return {
@@ -63,7 +63,8 @@ def _compute_token_reward(batch: TrajectoryBatch) -> dict[str, float]:
 
 
 def _compute_role_rewards(batch: TrajectoryBatch) -> dict[str, float]:
-    """Compute the mean reward of each role, without the rewards of its tokens. A role counts once in an episode.
+    """Compute the mean reward of each role, without the rewards of its tokens. If a role acts several times in an
+    episode, its reward counts once.
 
     At most `MOST_PARTS` roles are included.
     """

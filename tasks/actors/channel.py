@@ -84,7 +84,7 @@ class ChannelActor:
         self.channel: Channel[Any] = Channel(capacity, StoredBatches(run), version)
 
     async def ping(self, seconds: float) -> None:
-        """Return after `seconds`. If the actor dies meanwhile, Ray raises an error at the caller."""
+        """Return after `seconds`. If the actor dies during the call, Ray raises an error at the caller."""
         await asyncio.sleep(seconds)
 
     async def put(self, number: int, payload: pa.Buffer | str, deadline: float, entry: int) -> None:

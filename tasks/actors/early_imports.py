@@ -98,7 +98,7 @@ def _import_in_turn(kind: Kind, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         file.unlink()
-    except FileNotFoundError:  # no spare is requested: Ray started this worker for an actor that waits
+    except FileNotFoundError:  # no file requests a spare: Ray started this worker for an actor that waits
         if _wait_for_spare(kind, file.with_suffix(IMPORTING)) or kind != "engine":
             return
     # Ray sets 1 for an actor without CPUs, and torch reads the variable only once
@@ -123,7 +123,7 @@ def _hold_import_lock(file: Path) -> Iterator[None]:
 def _wait_for_spare(kind: Kind, file: Path) -> bool:
     """Wait while another worker process for this kind of actor imports modules.
 
-    Return whether the waiting actor can start in that other worker process.
+    Return whether the waiting actor can start in that process.
     """
     held, waited = os.open(file, os.O_RDWR | os.O_CREAT, 0o600), False
     try:

@@ -126,7 +126,7 @@ class EngineActor:
     async def collect(self, owner: str) -> Collected:
         """Return the results of requests since the last call of `collect`, and the new tokens of running requests.
 
-        If no request has ended yet, `collect` waits until one ends or `PROGRESS_SECONDS` have passed.
+        If no request has ended yet, `collect` waits until a request ends or `PROGRESS_SECONDS` have passed.
         """
         try:
             async with asyncio.timeout(PROGRESS_SECONDS):

@@ -50,9 +50,9 @@ from rollflow.tasks.engines.config import EngineConfig
 from rollflow.tasks.engines.meter import EngineStats
 
 START_SECONDS = 900.0
-# longest wait for an answer or a token, in seconds; longer than the engine's own deadline, whose error is clearer
+# longest wait for an answer or a token, in seconds; the engine's own deadline is shorter, because its error is clearer
 SILENT_SECONDS = 60.0
-# longest time of a fetch of weights, in seconds, not counting the time that storage may not answer
+# longest time of a fetch of weights, in seconds, in addition to waiting for storage that does not answer
 FETCH_SECONDS = 1000.0
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0
@@ -245,7 +245,7 @@ class RayEngine:
     def _deliver(self, collected: Collected) -> bool:
         """Deliver results and new tokens to the callers of the requests.
 
-        Return False if there were no results or tokens to deliver.
+        Return True if there was any result or token to deliver.
         """
         packed, errors, report = collected
         progress = unpack_partials(report)

@@ -27,14 +27,14 @@ from rollflow.tasks.actors.statuses import ActorStatus
 from rollflow.tasks.runtime.cpu import name_own_process
 from rollflow.tasks.sandboxes.figures import figures_of_process
 
-SWITCH = "RAY_enable_metrics_collection"  # environment variable of Ray; if it is unset, Ray collects metrics
+SWITCH = "RAY_enable_metrics_collection"  # environment variable of Ray; Ray collects metrics if it is unset
 TAGS = ("run", "what")
 Status = TypeVar("Status", bound=ActorStatus)
 Figure = tuple[str, str, float]  # name of the gauge, its label ("" if the gauge has a single value), value
 
 
 def read_figures(status: ActorStatus) -> Iterator[Figure]:
-    """Yield the numbers in an actor's status. `waits_for` yields 1 if the actor waits, else 0."""
+    """Yield the numbers in an actor's status; the field `waits_for` counts as 1 if the actor waits, else as 0."""
     for field in fields(status):
         value = getattr(status, field.name)
         if field.name == "costs":
@@ -89,8 +89,8 @@ class Gauges:
         return collects_metrics()
 
     def show(self, status: Status, more: Mapping[str, float] | None = None) -> Status:
-        """Set the gauges to the numbers of an actor's status and to the metrics in `more`. Return the status, with the
-        figures of this process's sandboxes.
+        """Set the gauges to the numbers in an actor's status and in `more`. Return the status, to which the figures of
+        this process's sandboxes are added.
         """
         status = replace(status, sandboxes=[*read_own_sandboxes(), *status.sandboxes])
         if self.on:

@@ -133,7 +133,9 @@ class LearnerActor:
         return self._gauges.show(status, self._metrics)
 
     def run(self) -> int:
-        """Train up to the run's last policy version and return its number. A second call waits for the first call."""
+        """Train up to the run's last policy version and return its number. A second call of `run` waits for the first
+        call.
+        """
         with self._starting:
             if self._work is None:
                 self._work = self._worker.submit(self._train_all)
@@ -381,8 +383,8 @@ class LearnerActor:
     def _check_finite(self, version: int) -> tuple[float, ...]:
         """Return the learner's log-probs of the probe tokens, with which engines verify new weights.
 
-        Raises:
-            NotFinite: the policy version has a NaN or an infinity. Nothing of the policy version has been stored.
+        Raises: NotFinite: the policy version has a NaN or an infinity. If `NotFinite` is raised, nothing of the policy
+            version has been stored.
         """
         broken, probe = self.learner.first_nonfinite(), self.learner.logprobs(self.context.probe_tokens)
         if broken is None and all(np.isfinite(probe)):

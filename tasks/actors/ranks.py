@@ -43,8 +43,7 @@ Room = Callable[[int], dict[str, Any]]  # Ray's options for a rank
 def rank_hosts(context: RunContext) -> RankHosts:
     """Return the `RankHosts` object with which the learner's actor (rank 0) starts all other ranks.
 
-    Raises:
-        Unreachable: there was no time at which enough GPUs for all ranks were free.
+    Raises: Unreachable: the cluster did not have enough free GPUs for all ranks in time.
     """
     config = context.config
     room = reserve_gpus(config, config.train.ranks - 1) if ray.get_gpu_ids() else partial(place_in_turn, config)
@@ -82,7 +81,7 @@ def reserve_gpus(config: RunConfig, ranks: int, seconds: float = RESERVED_SECOND
         )
     return lambda rank: {
         "num_gpus": 1,
-        "num_cpus": own["num_cpus"],  # Ray's default would be one CPU, which the placement group does not have
+        "num_cpus": own["num_cpus"],  # by default Ray would require a CPU, which the placement group lacks
         **runtime_env(config, gpus=1),
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1),
     }

@@ -66,13 +66,13 @@ class RewardActor:
         self._finished = asyncio.Event()
         self._attended = False
         self._scorer = AsyncOnce(self._start)
-        # name of a scorer with adaptive deadlines -> what the run has learned about its test cases
+        # name of a scorer with adaptive deadlines -> what the run knows about the test cases
         self._anchors: dict[str, CaseAnchors] = {}
-        self._counts: dict[str, SecondVerdictCounts] = {}  # name of a scorer that judges responses again -> its counts
+        self._counts: dict[str, SecondVerdictCounts] = {}  # name of a scorer that judges responses twice -> its counts
         self._judges: dict[str, JudgeUsage] = {}  # config section of a judge -> how much the run has used the judge
         self._stored: dict[str, bytes] = {}  # path of a stored record -> the record
         self._saving: asyncio.Task[None] | None = None
-        self._storing = asyncio.Lock()  # without it, an older record could be written over a newer one
+        self._storing = asyncio.Lock()  # without this lock, an older record could overwrite a newer record
         self._helpers: HelperOwner | None = None
         self._cpu = CpuClock(REWARD, "reward workers")
         self._gauges = Gauges(REWARD, context.uri)
@@ -127,23 +127,23 @@ class RewardActor:
                 self._judges[section] = read_judge_usage(self.context.store, section)
         folder, known = self.context.policy_folder, (self._anchors, self._counts, self._judges)
         scorer = build_scorers(scorers, folder, RayCopies, *known)
-        # the run goes on without this record of the scorers' versions
+        # the run continues without this record of the scorers' versions
         with contextlib.suppress(RollflowError, OSError):
             for change in record_scorers(self.context):
                 logging.getLogger(__name__).warning("%s; `rollflow rejudge` shows what it decides differently", change)
         return scorer
 
     async def _keep_records(self) -> None:
-        """Periodically store what the run has learned about its scorers."""
+        """Periodically store the records about the scorers, such as run times of test cases."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             await self._store_records()
 
     async def _store_records(self) -> None:
-        """Store how long test cases take (`CaseAnchors`), the counts of second verdicts, and how much the judges were
-        used, if they have changed.
+        """Store the records that have changed: how long test cases take (`CaseAnchors`), the counts of second verdicts,
+        and the use of judges.
 
-        If storage fails, the next call of `_store_records` stores the records.
+        If storage fails, the next call of `_store_records` tries again.
         """
         async with self._storing:
             records = {anchors_path(name_section(name)): one.encode() for name, one in self._anchors.items()}

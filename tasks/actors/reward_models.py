@@ -125,7 +125,7 @@ def model_names(config: RunConfig) -> dict[str, tuple[str, int]]:
 def model_name(section: str, number: int) -> str:
     """Return the name of the Ray actor of one copy of a reward model.
 
-    It is "reward-model-0" for `[reward]`, "reward-model-taste-0" for `[rewards.taste]`, and
+    Copy 0 is named "reward-model-0" for `[reward]`, "reward-model-taste-0" for `[rewards.taste]`, and
     "reward-model-taste.parts.style-0" for the part `style` of `[rewards.taste]`.
     """
     _, _, place = section.partition(".")
@@ -144,7 +144,9 @@ def start_model(context: RunContext, section: str, number: int) -> Any:
 
 
 class RayCopies(ModelCopies):
-    """Handles of the copies of a run's reward model. The copies are found by the names of their Ray actors."""
+    """The copies of a run's reward model, as the reward actor sees them. The copies are found by the names of their Ray
+    actors.
+    """
 
     def __init__(self, section: str) -> None:
         self._section = section
@@ -154,7 +156,7 @@ class RayCopies(ModelCopies):
         """Do nothing, because the Prefect flow of the reward stage starts the actors of reward models."""
 
     async def wait_ready(self, number: int) -> None:
-        """Wait until the reward model's actor has loaded the model. Raise `ModelAway` if there is no actor."""
+        """Wait until the reward model's actor has loaded the model. Raise `ModelAway` if the model has no actor."""
         if number in self._actors:
             return
         try:
@@ -175,9 +177,6 @@ class RayCopies(ModelCopies):
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message.
-
-    If an actor raised the error, return the first line of the actor's message.
-    """
+    """Return the first line of an error's message, without the text that Ray adds if an actor raised the error."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

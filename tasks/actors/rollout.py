@@ -325,7 +325,7 @@ class RolloutActor:
         note.add_done_callback(self._notes.discard)
 
     def _store_update(self, update: Update) -> None:
-        with contextlib.suppress(Unreachable, StoreFailed):  # the run goes on without this record of a weight update
+        with contextlib.suppress(Unreachable, StoreFailed):  # the run continues without this record of a weight update
             store_update(self.context.store, update)
 
     @contextlib.asynccontextmanager

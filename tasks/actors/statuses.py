@@ -207,8 +207,8 @@ class RewardStatus(ActorStatus):
     `kills` counts the test cases that an adaptive deadline ended early. Of the test cases ended early, `rechecked` ran
     again with the longest deadline, and `false_kills` passed when run again. `kills`, `rechecked` and `false_kills`
     count from the beginning of the run. `second_verdicts` counts the responses that were judged twice, by the config
-    section of the scorer, and `flips` those of them whose two verdicts differ. `actors` is the number of actors that
-    score, which includes the helpers of the reward actor; all counts are sums over them.
+    section of the scorer, and `flips` counts the responses whose two verdicts differ. `actors` is the number of actors
+    that score, which includes the helpers of the reward actor; all counts are sums over them.
     """
 
     scored: int = 0

@@ -25,9 +25,9 @@ def build_engine(
 
     Args:
         policy_folder: this folder contains the policy's `config.json`. The engine's first update loads the weights.
-            Only a timed engine allows None, and then decodes each token as one Unicode code point.
-        seeded: the engine must use the seed of each request, even if that costs speed.
-        told_as: the name under which vLLM reports its metrics to Ray; "" to report none.
+            The folder may be None for a timed engine, which then decodes each token as one Unicode code point. seeded:
+        the engine must use the seed of each request, even if that costs speed. told_as: the name under which vLLM
+        reports its metrics to Ray; if it is "", vLLM reports no metrics.
     """
     match config:
         case TimedEngineConfig():

@@ -1,10 +1,10 @@
 """Defines the contract of inference engines, which generate tokens with the weights of one policy version at a time.
 
-Every engine gives these guarantees, which `tests/contracts/test_engines.py` tests.
+Every engine gives the guarantees of this list, which `tests/contracts/test_engines.py` tests.
 
-- Every token of a response has its log-probability under the distribution from which the token was sampled, after
-  temperature is applied. Every token also has the policy version whose weights produced the token. Within a response,
-  the policy versions of the tokens never decrease.
+- Every token of a response has its log-probability under the distribution from which the token was sampled. The
+  temperature is already applied. Every token also has the policy version whose weights produced the token. Within a
+  response, the policy versions of the tokens never decrease.
 - An engine generates no token between `suspend` and `resume`. After `suspend("continue")` running requests keep their
   tokens and continue after `resume`; after `suspend("restart")` running requests end as `ABORTED`.
 - After `update(v, weights)` every new token is computed with `weights` and labelled with the policy version `v`. A
@@ -58,7 +58,7 @@ class TokenSpan:
         return TokenSpan(self.tokens[count:], self.logprobs[count:], self.versions[count:])
 
     def before(self, count: int) -> TokenSpan:
-        """Return the part of the response that has its first `count` tokens."""
+        """Return the part of the response that consists of its first `count` tokens."""
         return TokenSpan(self.tokens[:count], self.logprobs[:count], self.versions[:count])
 
     def __add__(self, later: TokenSpan) -> TokenSpan:
@@ -81,11 +81,12 @@ class TokenSpan:
 class GenerationRequest:
     """A request for one response.
 
-    A request with the same `seed` draws the same response. The response is exactly the same on the transformers engine,
-    and the same up to rounding errors on a `seeded` vLLM engine. Temperature 0 means greedy decoding, which takes the
-    most probable token and reports its log-prob at temperature 1. `prefix` is the beginning of the response, which
-    another engine has already generated. The tokens of `prefix` count towards `max_new_tokens` and are part of the
-    result. A bit-reproducible engine continues `prefix` exactly as the engine that generated `prefix` would have done.
+    A request with the same `seed` draws the same response. The repeated response is exactly the same on the
+    transformers engine, and the same up to rounding errors on a `seeded` vLLM engine. Temperature 0 means greedy
+    decoding, which takes the most probable token and reports its log-prob at temperature 1. `prefix` is the beginning
+    of the response, which another engine has already generated. The tokens of `prefix` count towards `max_new_tokens`
+    and are part of the result. A bit-reproducible engine continues `prefix` exactly as the engine that generated
+    `prefix` would have done.
     """
 
     id: str

@@ -51,7 +51,7 @@ class VllmEngineConfig(EngineBase):
     kv_tokens: int | None = Field(
         None,
         gt=0,
-        description='number of tokens that fit into the KV cache of one engine, for rollout.admit_by = "kv"; vLLM '
+        description='number of tokens that fit into the KV cache of one engine; only for rollout.admit_by = "kv". vLLM '
         "logs this number at its start",
     )
     prefix_caching: bool = Field(

@@ -194,7 +194,7 @@ class FixedShapeSampler:
         self._adds_mask = attention == "eager"
         # Older runs may have recorded prompts that are longer than `context_length` allows.
         self._context = max(context_length(config.to_dict()), getattr(config, "max_position_embeddings", None) or 0)
-        self._head = LMHead(self._model, judged=False)  # not checked here, because the weights are loaded later
+        self._head = LMHead(self._model, judged=False)  # not checked yet, because the weights are loaded later
         self._dtype = dtype
         self._slots = slots
         self._stop_ids = frozenset(stop_ids)

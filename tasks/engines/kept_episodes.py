@@ -4,10 +4,12 @@ from __future__ import annotations
 
 
 class KeptEpisodes:
-    """The number of cached tokens of each episode without a running request. Unnamed episodes are never kept."""
+    """Maps each episode without a running request to its number of cached tokens. An episode without a name is never
+    kept.
+    """
 
     def __init__(self, keeps: bool = True) -> None:
-        """Keep no episode if `keeps` is false, because keeping would make no difference."""
+        """Start without kept episodes; if `keeps` is false, never keep an episode."""
         self._keeps = keeps
         self._tokens: dict[str, float] = {}  # in the order in which the turns ended
         self.total = 0.0

@@ -66,7 +66,7 @@ def cpu_kv_cache(folder: Path, context: int, dtype: str) -> int:
 
 
 def find_hindrance(config: Any) -> str | None:
-    """Return the reason why the transformers engine cannot run a policy with this config, or None if it can.
+    """Return the reason why the transformers engine cannot run a policy with this config, or None if the engine can.
 
     The transformers engine keeps attention state (KV cache) of the same shape in all layers (see `fixed_shape`). The
     transformers engine can run a policy only if every layer has full attention and the config gives the number of

@@ -23,8 +23,8 @@ prompt that are not in the cache. A weight update empties the cache of all episo
 
 A weight update delays every running response by `prefill_seconds`, as in an engine that recomputes its attention state.
 The delay of a weight update is modelled by subtracting `prefill_seconds` from the engine's work.
-`prefill_seconds_per_token` delays the whole engine for each prompt or prefix token, and after a weight update for each
-token in the KV cache.
+`prefill_seconds_per_token` delays the whole engine for each prompt or prefix token; after a weight update, it delays
+the engine for each token in the KV cache.
 
 One simulated token stands for `tokens_per_tick` real tokens. Lengths, work and time count real tokens.
 """
@@ -316,7 +316,9 @@ class TimedEngine:
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
     def _read_context(self, run: TimedRun) -> float:
-        """Take the episode's tokens out of the cache; return the number of tokens that have to be computed."""
+        """Use the episode's tokens in the cache for its new request; return the number of tokens that still have to be
+        computed.
+        """
         self._trim()
         context = self._context(run)
         run.cached = min(context, self._kept.take(run.request.episode))

@@ -40,4 +40,4 @@ class EngineUsage:
     restarted: int = 0  # number of sampled tokens lost because a weight update restarted responses
     preempted: int = 0  # number of requests preempted because the KV cache was full
     context: float = 0.0  # number of prompt and prefix tokens of started requests, in real tokens
-    cached: float = 0.0  # number of these tokens that were in the KV cache
+    cached: float = 0.0  # number of prompt and prefix tokens that were in the KV cache

@@ -250,7 +250,7 @@ class VllmEngine:
             # raise the error at all waiting callers, which would otherwise wait forever
             llm.output_processor.propagate_error(llm.dead_error)
             await asyncio.to_thread(llm.shutdown)
-            llm.shutdown = lambda: None  # vLLM's `__del__` would call `shutdown` again and fail
+            llm.shutdown = lambda: None  # without this, vLLM's `__del__` would call `shutdown` again and fail
             gc.unfreeze()
 
     async def _call_workers(self, method: str, *arguments: Any, seconds: float = CALL_SECONDS) -> list[Any]:

@@ -13,10 +13,10 @@ BOARDS: dict[str, type[Board]] = {"frozen-lake": FrozenLake, "sokoban": Sokoban}
 
 
 def describe_board(kind: str, board: Board, solution: str) -> Mapping[str, Any]:
-    """Return the reference of a prompt, from which `read_board` reads the board."""
+    """Return the reference of a prompt, a text from which `read_board` reads the board."""
     return {"answer": solution, "game": kind, "size": board.size, "board": board.write()}
 
 
 def read_board(reference: Mapping[str, Any]) -> Board:
-    """Return the board of a prompt's reference."""
+    """Return the board that a prompt's reference describes."""
     return BOARDS[reference["game"]].read(reference["size"], reference["board"])

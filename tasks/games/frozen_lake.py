@@ -18,7 +18,7 @@ class FrozenLake(Board):
         return (self.step(state[-1], move),)
 
     def find_end(self, state: State) -> GameEnd | None:
-        """Return whether the player is at the goal or in a hole."""
+        """Return whether the game has ended because the player is at the goal or in a hole."""
         if state[-1] in self.goals:
             return GameEnd.GOAL
         return GameEnd.HOLE if state[-1] in self.marked else None

@@ -41,7 +41,9 @@ class GameEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Board(ABC):
-    """The parts of a board that do not move, and the state at the start. A subclass has the rules of a game."""
+    """The parts of a board that do not move, and the state at the start. A subclass of `Board` defines the rules of a
+    game.
+    """
 
     size: int  # cells per row
     goals: frozenset[int]
@@ -59,7 +61,9 @@ class Board(ABC):
         """Return how the game has ended in this state, or None if the game continues."""
 
     def bound_moves(self, state: State) -> int:
-        """Return a lower bound of the number of moves from a state to the goal, by which a search leaves out states."""
+        """Return a lower bound of the number of moves from a state to the goal, with which a search skips hopeless
+        states.
+        """
         return 0
 
     def write(self) -> str:
@@ -106,8 +110,8 @@ def write_cells(cells: frozenset[int]) -> str:
 def find_solution(board: Board, longest: int, draw: random.Random | None = None) -> str | None:
     """Return a shortest sequence of moves to the goal, or None if each solution has more than `longest` moves.
 
-    Breadth-first search visits each state once, but no state from which the goal is too far away for `longest`. With
-    `draw`, one of the shortest solutions is chosen at random.
+    Breadth-first search visits each state once, and skips states from which the goal cannot be reached within `longest`
+    moves. With `draw`, one of the shortest solutions is chosen at random.
     """
     if board.bound_moves(board.start) > longest:
         return None

@@ -23,7 +23,7 @@ from itertools import permutations, product
 CARDS = "JQK"  # in ascending order
 ACTIONS = PASS, BET = "p", "b"
 ROLES = "first", "second"
-DEALS = tuple(map("".join, permutations(CARDS, 2)))  # the card of the first player, then that of the second player
+DEALS = tuple(map("".join, permutations(CARDS, 2)))  # the card of the first player, then the card of the second player
 STATES = tuple(card + history for history in ("", "p", "b", "pb") for card in CARDS)
 STAKE = 2  # number of chips that a player can lose in a hand
 
@@ -36,7 +36,7 @@ def find_seat(history: str) -> int:
 
 
 def settle(deal: str, history: str) -> int | None:
-    """Return the number of chips that the first player wins; None if the hand goes on."""
+    """Return the number of chips that the first player wins; None if the hand has not ended."""
     if history in ("pp", "bb", "pbb"):
         stake = 1 if history == "pp" else STAKE
         return stake if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -stake
@@ -51,7 +51,7 @@ def find_value(strategy: Strategy) -> float:
 def find_best_response(strategy: Strategy, seat: int) -> float:
     """Return the largest mean number of chips that the player at `seat` can win if the other player uses the strategy.
 
-    All plans of the player are tried for each card. The player may choose a plan for each card by itself.
+    For each card, all plans of the player are tried. The player may choose another plan for each card.
     """
     sign, won = 1 - 2 * seat, 0.0
     for card in CARDS:
@@ -64,7 +64,7 @@ def find_best_response(strategy: Strategy, seat: int) -> float:
 
 
 def find_exploitability(strategy: Strategy) -> float:
-    """Return what a best response wins against the strategy in chips per hand, as the mean of the two seats."""
+    """Return how many chips per hand a best response wins against the strategy, averaged over both players."""
     return (find_best_response(strategy, 0) + find_best_response(strategy, 1)) / 2
 
 

@@ -1,4 +1,4 @@
-"""Sokoban: the player pushes each box onto a goal. A box can be pushed, but not pulled, and only one box at a time."""
+"""Sokoban: the player pushes each box onto a goal. The player can push one box at a time, and cannot pull a box."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rollflow.tasks.games.grid import Board, GameEnd, State
 
 @dataclass(frozen=True, slots=True)
 class Sokoban(Board):
-    """The inside of a room: the wall around the room is not part of the board. The state is the cells of the boxes in
-    ascending order, then the player's cell.
+    """The inside of a room of boxes and goals; the wall around the room is not part of the board. The state is the
+    cells of the boxes in ascending order, then the player's cell.
     """
 
     def play(self, state: State, move: str) -> State:

@@ -1,7 +1,8 @@
 """Collects the warnings of a Ray actor's process, from Python's `logging` and `warnings`, for the actor's status.
 
-Of warnings that differ only in numbers, one is kept in `AGAIN_SECONDS`. At most `KEPT` warnings of a process are kept
-in `AGAIN_SECONDS`. A child process sends its warnings to the process of the Ray actor that started it.
+If several warnings within `AGAIN_SECONDS` differ only in numbers, only the first warning is kept. At most `KEPT`
+warnings of a process are kept within `AGAIN_SECONDS`. A child process sends its warnings to the process of the Ray
+actor that started it.
 
     child process of an actor --one datagram per text--> the actor's process
 
@@ -82,7 +83,7 @@ class Warnings(logging.Handler):
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """Hold the handler's lock during a block, as `logging` does while it calls `emit`."""
+        """Hold the handler's lock during a `with` block, as `logging` does while it calls `emit`."""
         self.acquire()
         try:
             yield

@@ -47,7 +47,7 @@ class _JumpingSelector(selectors.SelectSelector):
             raise Deadlock("every task of the simulation waits, and no timer is set")
         if timeout > 0:
             self._loop.jump(timeout)
-        return []  # no socket is registered, and a call of the kernel would take a tenth of the run time
+        return []  # no socket is registered, and asking the kernel for events would cost a tenth of the run time
 
 
 def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:

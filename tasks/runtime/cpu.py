@@ -41,7 +41,7 @@ def name_own_process() -> str:
 
 
 class CpuClock:
-    """Measures the CPU seconds of this process (as `role`) and of its descendants (as `below`)."""
+    """Measures the CPU seconds of this process, reported as `role`, and of its descendants, reported as `below`."""
 
     def __init__(self, role: str, below: str = "") -> None:
         self._role, self._below = role, below

@@ -25,8 +25,8 @@ class Renames:
     `keys` maps the old dotted name of a key to its present name in the same section.
 
     `values` maps the present name of a config key to a map from the key's old values to its present values. `removed`
-    has the config keys that no longer have an effect. `kinds` maps a section and a kind of it, such as ("environment",
-    "trl"), to the old and the present names of keys that only this kind had.
+    contains the config keys that no longer have an effect. `kinds` maps a section and its kind, such as ("environment",
+    "trl"), to the renamed keys of this kind: old name -> present name.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -100,8 +100,7 @@ class Renames:
             yield from self.refusals(value, f"{key}.")
 
     def _list_keys(self, tree: Tree, prefix: str) -> Mapping[str, str]:
-        """Return the present names of old keys, by their dotted old names, including keys that only the section's kind
-        had."""
+        """Map the dotted old names of keys to their present names, including keys that only the section's kind has."""
         own = self.kinds.get((prefix.rstrip("."), str(tree.get("kind"))))
         return {**self.keys, **{f"{prefix}{name}": today for name, today in own.items()}} if own else self.keys
 

@@ -36,7 +36,7 @@ class Section(BaseModel):
     renames: ClassVar[Renames] = Renames()  # old names of keys and values in the section
 
     def permits_change(self, key: str) -> bool:
-        """Return whether `key`, which is or belongs to a fixed key of the section, may change all the same."""
+        """Return whether `key` may change although it is, or is part of, a config key that must not change."""
         return False
 
     @model_validator(mode="before")

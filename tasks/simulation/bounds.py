@@ -4,7 +4,8 @@ N is the number of samples per step, mu and L are the mean and the longest time 
 epochs, mu_t is the time to train one sample, and K is the number of workers (GPUs). The time of a generation is
 measured on a full engine: an engine with S slots decodes each request at 1 / (1 + c (S - 1)) of the speed for a single
 request. Since S samples share an engine, one sample takes mu = seconds x GPUs of the engine / S GPU-seconds, and K
-counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests; if c > 1, one request at a time is best.
+counts GPUs. mu_0 is the smallest mu over all numbers of concurrent requests. If the slowdown c is above 1, mu is
+smallest for one request at a time.
 
     work-conserving      (N/K) (mu_0 + E mu_t)               whatever the schedule, if every GPU could do everything
     T_sync           <=  (N/K) (mu + E mu_t) + L

@@ -3,10 +3,10 @@
 If the number n of concurrent requests hardly changes during a run, the record of the run does not show how the time of
 a token depends on n. The record of a run shows how long short and long responses took, and how long the whole rollout
 took. The recorded times are compared with the times of a simulation of the same recipe (the run's config). For a few
-values of the slowdown c, the seconds per token and the prefill seconds are chosen so that the line of time by length is
-the same for simulated and recorded responses. The chosen value of c is the value whose simulated times are closest to
-the recorded times. Recorded and simulated times both include the wait for an engine slot, so the start time of a
-response does not matter.
+values of the slowdown c, the seconds per token and the prefill seconds are fitted: the line of generation time by
+response length must be the same in simulation and record. The chosen value of c is the value whose simulated times are
+closest to the recorded times. Recorded and simulated times both include the wait for an engine slot, so the start time
+of a response does not matter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class ObservedRollout:
         return float(self.seconds_R.mean()), max(slope, 1e-12)
 
     def times(self, edges: Floats) -> Floats:
-        """Return the mean seconds of each bin of lengths, and then, once for each bin, the seconds of the rollout."""
+        """Return the mean seconds of each bin of lengths, followed by the seconds of the rollout, repeated once for
+        each bin.
+        """
         places = np.digitize(self.tokens_R, edges)
         mean = float(self.seconds_R.mean())
         bins = [self.seconds_R[places == i].mean() if np.any(places == i) else mean for i in range(len(edges) + 1)]

@@ -137,7 +137,9 @@ class CandidateOutcome:
         return self.figures.trajectories_per_second
 
     def marks(self, limits: PlanLimits) -> tuple[str, ...]:
-        """Return the names of the limits that the outcome exceeds, the limit on bias by two standard errors."""
+        """Return the names of the limits that the outcome exceeds; the bias must exceed its limit by two standard
+        errors.
+        """
         biased, wasteful = abs(self.bias) - 2.0 * self.bias_error > limits.bias, self.wasted > limits.waste
         return (*(("biased",) if biased else ()), *(("wasteful",) if wasteful else ()))
 

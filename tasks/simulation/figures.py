@@ -199,7 +199,9 @@ def _tokens(records: SimulationRecords, versions: int, grain: int) -> Tokens:
 
 
 def _bias(records: SimulationRecords, config: RunConfig, versions: int, grain: int) -> tuple[Bias, Sequence[int]]:
-    """Compare the lengths of trained responses with those of the population; return both."""
+    """Compare the lengths of trained responses with the lengths of the population; return the comparison and the
+    population.
+    """
     count = sum(formed.trajectories for formed in records.formed if formed.number < versions)
     trained = np.frombuffer(records.trained_lengths, np.int64)[:count] * grain
     population = simulate_population(config, -(-count // config.group_size), records.filtered)

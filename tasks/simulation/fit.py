@@ -27,7 +27,7 @@ from rollflow.tasks.simulation.hardware import (
 )
 
 QUANTILES = 400  # largest number of values that represent a measured distribution
-TRIM = 0.01  # share of generations to ignore: the longest ones, which include restarts and stalls
+TRIM = 0.01  # share of generations to ignore: the longest generations, which include restarts and stalls
 
 Floats = NDArray[np.float64]
 

@@ -1,7 +1,7 @@
 """The hardware file: a TOML file with the assumptions of a simulation about machines and workload.
 
-All seconds in a hardware file are those of one engine, one worker or one GPU; all lengths are numbers of response
-tokens. This module imports only pydantic.
+All seconds in a hardware file apply to one engine, one worker or one GPU; all lengths are numbers of response tokens.
+This module imports only pydantic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EnginesHardware(Section):
         None,
         gt=0,
         description="largest number of requests that one inference engine runs at the same time; default: "
-        "engine.max_concurrent_requests of the recipe",
+        "engine.max_concurrent_requests in the recipe",
     )
     gpus_per_engine: float = Field(1.0, gt=0, description="number of GPUs that each inference engine uses")
     seconds_per_token: float = Field(
@@ -149,7 +149,8 @@ class LearnerHardware(Section):
     gpus: float = Field(1.0, gt=0, description="number of GPUs on which the learner trains")
     colocated: bool = Field(
         False,
-        description="whether learner and engines take turns on the same GPUs; only with async_ratio = 0",
+        description="whether learner and engines take turns on the same GPUs; true is allowed only with async_ratio "
+        "= 0",
     )
     epochs: float = Field(1.0, gt=0, description="number of times that the learner trains on each batch")
     seconds_per_version: float = Field(

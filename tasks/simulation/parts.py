@@ -1,5 +1,6 @@
 """The parts of a run that a simulation replaces by models: prompts, verifiers, the learner and faults. The simulated
-parts only take time; they decide nothing."""
+parts only take time; they make no scheduling decision.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class SimulatedPrompts:
 
     @staticmethod
     def tokens(index: int) -> tuple[int, ...]:
-        """Return the only token of a question, its index, by which a simulated engine tells questions apart."""
+        """Return the only token of a question: its index, which is different for each question."""
         return (index,)
 
 

@@ -1,9 +1,9 @@
 """The planner: finds by simulation how to divide GPUs between rollout and training, and how stale samples may be.
 
 The planner guarantees that it simulated the recommended settings with the production scheduler, for the number of
-policy versions that the recommendation states. A recommended configuration keeps the limits of waste and of length bias
-(`PlanLimits`). The recommended configuration has the smallest alpha (staleness limit) of all simulated candidates that
-keep the limits and come within `TOLERANCE` of the best throughput.
+policy versions that the recommendation states. A recommended configuration does not exceed the limits on waste and on
+length bias (`PlanLimits`). The recommended configuration has the smallest alpha (staleness limit) of all simulated
+candidates that keep the limits and come within `TOLERANCE` of the best throughput.
 
     1. synchronous     all GPUs in turns if the hardware says so, otherwise the best split: the baseline for gains
     2. alpha = 1 ...   for each alpha the best split: descend from beta* (Proposition 2), later from the previous
@@ -226,7 +226,9 @@ class _Search:
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
     def _try_waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
-        """Simulate waiting for old groups of responses if dropping them exceeds a limit; None if waiting does, too."""
+        """If dropping old groups of responses exceeds a limit, simulate waiting for them; return the outcome if it
+        exceeds none.
+        """
         other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
         if not drops or not self._is_allowed(other) or self._is_spent():

@@ -31,7 +31,7 @@ class MachinePrice(Section):
 
 
 class StoragePrice(Section):
-    """The price of the object store, and the size of what one policy version writes to it."""
+    """The price of the object store, and the sizes of the objects that one policy version writes to the store."""
 
     gb_month: float = Field(ge=0, description="price of one GB of storage per month")
     weights_gb: float = Field(ge=0, description="size of the stored weights of one policy version, in GB")
@@ -127,7 +127,9 @@ def _busy(idle: float) -> float:
 
 
 def _storage_month(price: StoragePrice, config: RunConfig, alpha: float) -> float:
-    """Return the monthly price of what a run leaves in storage; engines may need `alpha` + 1 policy versions."""
+    """Return the monthly price of the objects that a run leaves in storage; engines may need the newest `alpha` + 1
+    policy versions.
+    """
     store, last = config.store, config.versions
     retention = Retention(max(store.keep_last, int(alpha) + 1), store.keep_every, store.state_every)
     sizes: dict[Kind, float] = {"weights": price.weights_gb, "state": price.state_gb}

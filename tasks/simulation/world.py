@@ -81,8 +81,8 @@ def simulate(
 
     Args:
         timeline: record how busy each part of the run is over time, which slows the simulation by a few per cent.
-        watch: called with each published policy version.
-        world_type: the class of the simulated run; benchmarks pass subclasses with other schedulers.
+        watch: this function is called with each published policy version. world_type: the class of the simulated run;
+        benchmarks pass subclasses with other schedulers.
 
     Raises:
         ConfigError: the hardware file does not fit the run's config.
@@ -236,7 +236,7 @@ class SimulatedRun:
         return self.environment_type(section, self.engine.tokens_per_tick)
 
     def _find_limits(self) -> EpisodeLimits:
-        """Return the limits of the timed environment, in the tokens of the engines."""
+        """Return the limits of the timed environment, in simulated tokens."""
         section = self.config.environment
         if not isinstance(section, TimedEnvironmentConfig):
             return NO_LIMITS

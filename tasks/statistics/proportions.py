@@ -46,8 +46,8 @@ def wilson_interval(share: float, size: float) -> tuple[float, float]:
     """Compute the 95% interval of a share that was seen among `size` independent responses; (0, 1) without responses.
 
     With z = 1.96, the interval is (p + z^2/2n ± z sqrt(p(1 - p)/n + z^2/4n^2)) / (1 + z^2/n) (Wilson 1927, Probable
-    inference, the law of succession, and statistical inference). It also holds for few responses and for shares of 0
-    and 1.
+    inference, the law of succession, and statistical inference). The interval is also valid for few responses and for
+    shares of 0 and 1.
     """
     if size <= 0:
         return 0.0, 1.0
@@ -61,9 +61,9 @@ def effective_size(results: Iterable[PromptResult]) -> float:
     """Compute the number of independent responses whose share of right ones would vary as much as the share in these
     results.
 
-    The variance of the share p is that of a ratio of sums over prompts (Kish 1965, Survey sampling): the sum of
-    (c - n p)^2 over all prompts, divided by the square of the number of responses. A single response to each prompt
-    gives the number of prompts. If all responses are right, or all are wrong, the size is the number of prompts.
+    The variance of the share p is the sum of (c - n p)^2 over all prompts, divided by the square of the number of
+    responses (Kish 1965, Survey sampling: a ratio of sums). With a single response to each prompt, the size is the
+    number of prompts. If all responses are right, or all are wrong, the size is the number of prompts.
     """
     asked = [one for one in results if one.responses]
     total = sum(one.responses for one in asked)
@@ -71,5 +71,5 @@ def effective_size(results: Iterable[PromptResult]) -> float:
     squares = math.fsum((one.right - one.responses * share) ** 2 for one in asked)
     if not 0 < share < 1:
         return float(len(asked))
-    # If all prompts have the same share, no dependence of responses to one prompt is seen.
+    # If all prompts have the same share of right responses, responses to the same prompt appear to be independent.
     return min(float(total), share * (1 - share) * total**2 / squares) if squares else float(total)

@@ -1,4 +1,4 @@
-"""Summaries of scored responses, and their weighted mean over the domains of prompts."""
+"""Summaries of scored responses, and the weighted mean of summaries over the domains of prompts."""
 
 from __future__ import annotations
 

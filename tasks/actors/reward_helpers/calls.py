@@ -38,7 +38,7 @@ class Verdicts:
 
 
 class ScoreCalls:
-    """The calls of an actor that have missing scores."""
+    """The unfinished calls of an actor: the calls that still have missing scores."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()

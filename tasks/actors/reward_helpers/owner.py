@@ -1,8 +1,8 @@
 """Owns the helpers of the reward actor: chooses their nodes, calls them and ends them.
 
 - A helper starts on the node with the fewest reward actors, of the nodes that may run them.
-- The reward actor's record of test cases (`CaseAnchors`) contains what all helpers learn, and each helper learns what
-  the record contains. If a helper is lost, its records and counts of the last `EXCHANGE_SECONDS` are lost, too.
+- The reward actor and its helpers exchange what they learn about test cases (`CaseAnchors`), so all use the same
+  record. If a helper dies, its records and counts of the last `EXCHANGE_SECONDS` are lost.
 - A helper that does not answer for `recovery.answer_seconds` counts as lost, and is killed.
 """
 
@@ -31,13 +31,13 @@ from rollflow.tasks.scorers.spread.fleet import Helper, HelperFleet
 from rollflow.tasks.scorers.spread.follower import QueueFollower
 from rollflow.tasks.scorers.spread.spread import PlaceLost, SpreadScorer
 
-START_SECONDS = 600.0  # longest time, in seconds, until a helper has started, which includes the wait for a node
-CLOSE_SECONDS = 5.0  # longest time, in seconds, that a helper gets to end its worker processes
+START_SECONDS = 600.0  # longest time, in seconds, until a helper has started, including the wait for a node
+CLOSE_SECONDS = 5.0  # longest time, in seconds, in which a helper may end its worker processes
 
 
 def choose_node(nodes: Sequence[Mapping[str, Any]], config: RunConfig, used: Mapping[str, int]) -> str | None:
-    """Return the id of the node for the next helper: of the living nodes that may run reward actors, the node with the
-    fewest. Return None if Ray should choose.
+    """Return the id of the node for the next helper: among the living nodes that may run reward actors, the node with
+    the fewest of them. Return None if Ray should choose the node.
 
     Args:
         nodes: the nodes of the cluster, as `ray.nodes` describes them.
@@ -91,12 +91,12 @@ class RayHelper(Helper):
         self._answer_seconds = owner.context.config.recovery.answer_seconds + POLL_SECONDS
         self._actor: Any = None
         self._node = ""
-        self._known = {name: CaseAnchors() for name in owner.anchors}  # what the helper knows of the anchors
+        self._known = {name: CaseAnchors() for name in owner.anchors}  # what the helper knows about test cases
         self._calls: Coalescer[ScoreRequest, Score] = Coalescer(self._send)
         self._asking = set[asyncio.Task[Score]]()
 
     async def start(self) -> None:
-        """Start the Ray actor with its scorers. Raise `PlaceLost` if it cannot start."""
+        """Start the Ray actor with its scorers. Raise `PlaceLost` if the actor cannot start."""
         owner = self._owner
         with _lost_helpers():
             nodes = await asyncio.to_thread(ray.nodes)
@@ -106,7 +106,7 @@ class RayHelper(Helper):
         self._use_node(await self._call(self._actor.begin.remote(self._select_news()), START_SECONDS))
 
     def submit(self, requests: Sequence[ScoreRequest]) -> list[asyncio.Future[Score]]:
-        """Begin to score responses. Requests of the same tick share a call."""
+        """Begin to score responses. Requests submitted in the same iteration of the event loop share a call."""
         return [self._ask(request) for request in requests]
 
     def _ask(self, request: ScoreRequest) -> asyncio.Future[Score]:
@@ -121,7 +121,7 @@ class RayHelper(Helper):
                 yield found
 
     async def exchange(self) -> None:
-        """Exchange what is known about test cases, and read the helper's report."""
+        """Send the reward actor's news about test cases to the helper, and merge the helper's report."""
         report: HelperReport = await self._call(self._actor.exchange.remote(self._select_news()), self._answer_seconds)
         for name, news in report.anchors.items():
             self._known[name].merge_rows(news.rows)
@@ -147,15 +147,15 @@ class RayHelper(Helper):
                 return await call
 
     def _use_node(self, node: str) -> None:
-        """Count the helper on a node, and no longer on the node that was chosen before. The node of a lost helper
-        still counts, so that the next helper starts elsewhere if possible.
+        """Count the helper on the node where it runs, and no longer on the node that was chosen for it. The node of a
+        lost helper still counts, so that the next helper starts elsewhere if possible.
         """
         self._owner.used[self._node] -= 1
         self._owner.used[node] += 1
         self._node = node
 
     def _select_news(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Return what the helper does not know yet about test cases, and count it as known."""
+        """Return the reward actor's news about test cases since the last call, which the helper does not know yet."""
         news = {name: anchors.select_news(self._known[name]) for name, anchors in self._owner.anchors.items()}
         for name, rows in news.items():
             self._known[name].merge_rows(rows)
