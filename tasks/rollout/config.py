@@ -125,7 +125,7 @@ class RolloutConfig(Section):
         "background",
         description="when a finished turn of an episode with several turns is stored, so that the episode continues "
         "after a crash. background: while the episode continues; before-action: before the environment receives the "
-        "turn; off: never, so unfinished episodes start from the beginning after a crash",
+        "turn; off: never",
     )
     max_snapshot_bytes: int = Field(
         SNAPSHOT_BYTES,
@@ -197,7 +197,7 @@ class EvaluationConfig(Section):
     )
     engine: Literal["auto", "lent", "own", "transformers"] = Field(
         "auto",
-        description="engine that runs the evaluations during training. lent: one of the run's engines; own: an "
-        "additional engine like [engine]; transformers: an additional transformers engine on a CPU; auto: lent if "
-        "engine.replicas is 2 or more, otherwise an additional engine",
+        description="engine that runs the evaluations during training. lent: one of the run's engines; own: an extra "
+        "engine like [engine]; transformers: an extra transformers engine on a CPU; auto: lent with 2 or more "
+        "replicas, otherwise an extra engine",
     )

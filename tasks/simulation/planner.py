@@ -226,8 +226,8 @@ class _Search:
         return (*takewhile(lambda a: a < self._largest, ALPHAS), *([self._largest] if self._largest else []))
 
     def _try_waiting(self, plain: CandidateOutcome) -> CandidateOutcome | None:
-        """If dropping old groups of responses exceeds a limit, simulate waiting for them; return the outcome if it
-        exceeds none.
+        """Simulate waiting for old groups of responses if dropping them exceeds a limit, and return the outcome if
+        waiting helps.
         """
         other = replace(plain.candidate, on_stale="wait")
         drops = plain.candidate.drops and plain.marks(self._limits)
