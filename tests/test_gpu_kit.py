@@ -53,7 +53,7 @@ def run_kit(monkeypatch: pytest.MonkeyPatch, parts: list[str], file: Path | None
     return kit.rows
 
 
-def test_crashed_gpu_check_part_is_a_row_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_check_continues_after_a_crashed_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = run_kit(monkeypatch, ["dies", "sound"], tmp_path / "rows.json")
     assert [(row.part, row.verdict) for row in rows] == [("dies", ""), ("dies", ERROR), ("sound", "")]
     assert "device-side assert" in str(rows[1].value)
@@ -73,7 +73,7 @@ def test_gpu_check_part_that_cannot_start_is_an_error(monkeypatch: pytest.Monkey
     assert [row.verdict for row in kit.rows] == [ERROR]
 
 
-def test_failed_gpu_check_case_is_a_row_and_the_next_one_runs() -> None:
+def test_gpu_check_continues_after_a_failed_case() -> None:
     def cases() -> Iterator[Row]:
         yield from guard("first", broken)
         yield from guard("second", lambda: [check_at_most("x", 1.0, 2.0)])

@@ -21,7 +21,7 @@ def test_names_and_first_lines_follow_the_rules() -> None:
 
 
 @pytest.mark.parametrize("name", ["begun", "told", "sound", "settled", "adding", "lent"])
-def test_lone_participles_are_found(name: str) -> None:
+def test_function_name_that_is_only_a_participle_is_found(name: str) -> None:
     assert is_participle(name)
 
 
@@ -31,12 +31,12 @@ def test_verbs_are_not_taken_for_participles(name: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["The", "Whether", "Returns", "What", "Adding", "Published"])
-def test_first_words_that_are_no_imperative(word: str) -> None:
+def test_first_word_that_is_no_imperative_is_rejected(word: str) -> None:
     assert not is_imperative(word)
 
 
 @pytest.mark.parametrize("word", ["Return", "Process", "See", "Pass", "Embed", "Bring"])
-def test_first_words_that_are_imperative(word: str) -> None:
+def test_imperative_first_word_is_accepted(word: str) -> None:
     assert is_imperative(word)
 
 

@@ -271,7 +271,7 @@ def test_folders_and_modules_stay_below_their_size_limits() -> None:
     assert not {one: length for one, length in lengths.items() if length > LINES}
 
 
-def test_learners_have_few_files_of_their_own() -> None:
+def test_folder_of_learners_has_few_files_of_its_own() -> None:
     own = [module for module in tree() if room(module) == "tasks/learners"]
     assert len(own) <= LEARNER_FILES, own
 

@@ -331,12 +331,12 @@ STORES = {
     ),
     "lists in any order": Fault(
         "    def list(self, prefix='', after=''): return iter(list(super().list(prefix, after))[::-1])",
-        "test_list_is_sorted_and_of_that_folder_only",
+        "test_list_is_sorted_and_contains_only_its_folder",
         "`list` must give all paths, sorted",
     ),
     "reads what is missing": Fault(
         "    def get(self, path): return super().get(path) if self.exists(path) else b''",
-        "test_missing_object_raises",
+        "test_missing_object_raises_an_error",
         "a missing object must raise Missing",
     ),
 }

@@ -175,6 +175,6 @@ def test_class_that_is_no_prompt_source_is_refused() -> None:
         opened(ImportPrompts(path=f"{__name__}:CASES"))
 
 
-def test_prompt_ids_have_the_name_of_class_or_option() -> None:
+def test_prompt_domain_is_the_class_name_or_the_configured_name() -> None:
     assert opened(own("")).prompt(0).id == "Own/00000000"
     assert opened(own("").model_copy(update={"name": "letters"})).prompt(0).domain == "letters"

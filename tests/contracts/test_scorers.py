@@ -175,7 +175,7 @@ def test_verifier_error_becomes_the_reason(case: ScorerCase, verify: Verifier) -
     ("value", "outcome"),
     [(1.0, "correct"), (2.0, "correct"), (0.999, "partial"), (0.0, "wrong"), (-1.0, "wrong")],
 )
-def test_value_decides_a_missing_outcome(value: float, outcome: str) -> None:
+def test_missing_outcome_follows_from_the_value(value: float, outcome: str) -> None:
     assert Score(value).outcome == outcome
     assert Score(value, outcome=Outcome.UNPARSABLE).outcome is Outcome.UNPARSABLE
 
@@ -299,7 +299,7 @@ def test_response_in_a_wrong_form_gets_the_format_penalty(pattern: str | None, r
     assert score.reason.startswith("not in its form; ") == (reward in (0.75, -0.25))
 
 
-def test_verifier_error_is_reported_beside_the_form() -> None:
+def test_reason_names_both_wrong_form_and_verifier_error() -> None:
     score = score_response(
         build_verifier(ReasoningGymReward()), "tag", "17", {"family": "no such family"}, Format(penalty=0.25)
     )

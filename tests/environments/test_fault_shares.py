@@ -61,7 +61,7 @@ def check_rotation(found: FaultRun) -> None:
     assert found.rotation.kinds["world"].health.failures == 0
 
 
-def test_process_that_is_left_is_found() -> None:
+def test_leftover_process_is_found() -> None:
     with mark_processes() as list_left:
         left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         assert list_left() == [left.pid]
@@ -70,7 +70,7 @@ def test_process_that_is_left_is_found() -> None:
     assert "ROLLFLOW_FAULTS" not in os.environ
 
 
-def test_bound_counts_the_seconds_of_each_fault() -> None:
+def test_throughput_bound_counts_the_time_of_each_fault() -> None:
     """A healthy episode takes 2.4 s, one that crashes 1.15 s on average, one that hangs 3.15 s."""
     setup = FaultSetup()
     assert setup.find_bound({HEALTHY: 10}) == pytest.approx(1.0)

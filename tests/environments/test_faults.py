@@ -132,7 +132,7 @@ def test_image_of_a_tool_is_unjudged() -> None:
     assert "content of type 'image'" in score.reason
 
 
-def test_failures_in_a_row_end_the_run_with_one_sentence() -> None:
+def test_consecutive_failures_end_the_run() -> None:
     config = trl("Bad", options={"wrong": "error", "where": "reset"}, max_failures=3)
     environment = build(config)
 
@@ -156,7 +156,7 @@ def test_success_resets_the_count_of_failures() -> None:
     environment.health.check()
 
 
-def test_failures_at_the_same_time_count_once_in_the_row() -> None:
+def test_simultaneous_failures_count_as_one_failure() -> None:
     config = trl("Bad", options={"wrong": "error", "where": "reset"}, max_failures=2)
     environment = build(config)
 
@@ -178,7 +178,7 @@ def list_episodes(keeper: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("victim", ["keeper", "template", "episode"])
-def test_killed_process_costs_only_what_depends_on_it(victim: str) -> None:
+def test_killed_process_ends_only_the_episodes_that_need_it(victim: str) -> None:
     config = trl("Bad", options={"wrong": "hang"}, turn_seconds=60.0)
     environment = build(config)
 
@@ -241,7 +241,7 @@ def test_no_process_outlives_a_killed_owner(tmp_path: Path) -> None:
     until(lambda: list_marked(mark) == [])
 
 
-def test_cancelled_episode_frees_its_place() -> None:
+def test_cancelled_episode_makes_room_for_another_episode() -> None:
     config = trl("Bad", options={"wrong": "hang"}, at_once=1, turn_seconds=60.0)
     environment = build(config)
 

@@ -52,7 +52,7 @@ def test_text_of_the_policy_names_an_action(keys: dict[str, object], said: str, 
         ({"act": "odd_worlds:act_by_arrow"}, "\nerror: draw an arrow\n"),
     ],
 )
-def test_text_that_is_no_action_changes_nothing(keys: dict[str, object], heard: str) -> None:
+def test_text_without_an_action_leaves_the_state_unchanged(keys: dict[str, object], heard: str) -> None:
     score, episode, environment = play(gym(max_turns=2, **keys), "jump")
     assert score is not None
     assert (score.value, score.outcome) == (0.0, Outcome.WRONG)
@@ -60,7 +60,7 @@ def test_text_that_is_no_action_changes_nothing(keys: dict[str, object], heard: 
     assert environment.health.failures == 0
 
 
-def test_infinite_reward_of_a_step_is_no_reward() -> None:
+def test_episode_with_an_infinite_reward_gets_reward_zero() -> None:
     score, _, _ = play(gym(options={"wrong": "infinite"}), "1")
     assert score is not None
     assert (score.value, score.outcome) == (0.0, Outcome.UNPARSABLE)

@@ -76,18 +76,18 @@ def test_environment_runs_in_other_interpreters(config: Any) -> None:
         ),
     ],
 )
-def test_check_refuses_with_one_sentence(keys: dict[str, Any], sentence: str) -> None:
+def test_environment_check_explains_a_refusal_in_one_sentence(keys: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
         check_environment(trl(**keys))
     assert "\n" not in str(refused.value)
 
 
-def test_check_accepts_environments_that_work() -> None:
+def test_environment_check_accepts_working_environments() -> None:
     check_environment(trl("Counter"))
     check_environment(gym())
 
 
-def test_check_names_the_missing_library(tmp_path: Path) -> None:
+def test_environment_check_names_the_missing_library(tmp_path: Path) -> None:
     interpreters = find_interpreters()
     if not interpreters:
         pytest.skip("this machine has no other Python")
@@ -106,6 +106,6 @@ def test_check_names_the_missing_library(tmp_path: Path) -> None:
         (GymnasiumEnvironment, {"id": "a", "act": "a:b", "actions": {"go": 1}}, "remove one of them"),
     ],
 )
-def test_wrong_keys_are_refused_with_their_fix(section: Any, keys: dict[str, Any], words: str) -> None:
+def test_error_about_a_wrong_key_says_how_to_fix_it(section: Any, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         section(**keys)

@@ -91,7 +91,7 @@ def shop() -> Iterator[Tools]:
         (call("echo", text="y" * 300_000), "characters are left out"),
     ],
 )
-def test_policy_reads_the_result_of_a_call(shop: Tools, said: str, heard: str) -> None:
+def test_policy_reads_the_result_of_its_tool_call(shop: Tools, said: str, heard: str) -> None:
     score, episode = shop.play(said, "Done.", longest=1_000_000)
     assert score is not None
     assert score.reason == "judged"
@@ -116,7 +116,7 @@ def test_server_gets_only_the_configured_variables(tmp_path: Path, monkeypatch: 
     assert str(tmp_path) in episode.heard[0]
 
 
-def test_prefix_tells_the_tools_of_two_servers_apart() -> None:
+def test_prefix_distinguishes_the_tools_of_two_servers() -> None:
     servers = {"one": mcp(prefix="one_"), "two": mcp(prefix="two_")}
     config = ToolsEnvironment.model_validate({"kind": "tools", "mcp": servers})
     said = call("one_count", text="") + call("two_count", text="") + call("one_count", text="")
@@ -126,7 +126,7 @@ def test_prefix_tells_the_tools_of_two_servers_apart() -> None:
     assert "".join(episode.heard).count("call 1,") == 2
 
 
-def test_tools_of_equal_names_are_unjudged() -> None:
+def test_episode_with_two_tools_of_one_name_is_unjudged() -> None:
     config = ToolsEnvironment.model_validate({"kind": "tools", "mcp": {"one": mcp(), "two": mcp()}})
     score, _, tools = play_once(config, "Done.")
     assert score is not None
@@ -210,14 +210,14 @@ def test_broken_server_ends_its_episode_with_a_reason(wrong: str, where: str, ou
     assert episode.judged == []
 
 
-def test_policy_reads_the_refusal_of_a_call() -> None:
+def test_policy_reads_why_its_tool_call_was_refused() -> None:
     score, episode, _ = play_once(serve("refused", CALL), call("echo", text="x"), "Done.")
     assert score is not None
     assert score.reason == "judged"
     assert "error: not today" in episode.heard[0]
 
 
-def test_broken_server_costs_no_other_episode() -> None:
+def test_broken_server_affects_no_other_episode() -> None:
     config = serve("exit", CALL)
     tools = Tools(config)
 
@@ -233,7 +233,7 @@ def test_broken_server_costs_no_other_episode() -> None:
     tools.close()
 
 
-def test_cancelled_episode_leaves_no_server() -> None:
+def test_cancelled_episode_ends_its_server() -> None:
     config = serve("stubborn", CALL)
     tools = Tools(config)
 
@@ -249,7 +249,7 @@ def test_cancelled_episode_leaves_no_server() -> None:
     tools.close()
 
 
-def test_failures_in_a_row_end_the_run_with_one_sentence() -> None:
+def test_consecutive_server_failures_end_the_run() -> None:
     config = serve("exit", START, max_failures=2)
     tools = Tools(config)
 
@@ -265,7 +265,7 @@ def test_failures_in_a_row_end_the_run_with_one_sentence() -> None:
 # --- check and config ---------------------------------------------------------------------------------------
 
 
-def test_check_accepts_a_server_that_works() -> None:
+def test_server_check_accepts_a_working_server() -> None:
     check_tools(serve())
 
 
@@ -282,7 +282,7 @@ def test_check_accepts_a_server_that_works() -> None:
         (serve(command=[os.fspath(SERVERS / "bare_server.py")]), r"there is no such program"),
     ],
 )
-def test_check_refuses_with_one_sentence(config: ToolsEnvironment, sentence: str) -> None:
+def test_server_check_explains_a_refusal_in_one_sentence(config: ToolsEnvironment, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
         check_tools(config)
     assert "\n" not in str(refused.value)

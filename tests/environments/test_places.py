@@ -19,7 +19,7 @@ from tests.environments.worlds import build, call, close, play, speak, trl
 from tests.support.waiting import HANG_SECONDS, soon
 
 
-def test_cancelled_start_frees_the_place_of_its_episode() -> None:
+def test_cancelled_start_makes_room_for_another_episode() -> None:
     """The keeper reads nothing for a while, so some episodes wait for room in its socket when they are cancelled."""
     config = trl("Quiet", at_once=400)
     environment = build(config)
@@ -43,7 +43,7 @@ def test_cancelled_start_frees_the_place_of_its_episode() -> None:
     asyncio.run(run())
 
 
-def test_cancelled_start_of_a_guest_serves_later_episodes() -> None:
+def test_later_episodes_run_after_a_cancelled_process_start() -> None:
     config = trl("Quiet", start_seconds=20.0)
     environment = build(config)
 
@@ -67,7 +67,7 @@ def test_cancelled_start_of_a_guest_serves_later_episodes() -> None:
     assert environment.health.failures == 0
 
 
-def test_guest_starts_in_a_process_with_many_open_files() -> None:
+def test_environment_starts_in_a_process_with_many_open_files() -> None:
     """A keeper that waits with `select` cannot use the descriptor that it is given, which is above 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
@@ -84,7 +84,7 @@ def test_guest_starts_in_a_process_with_many_open_files() -> None:
     assert score.value == 1.0
 
 
-def test_guest_that_ends_no_process_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_process_that_is_stuck_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped template starts no process, and so the keeper never reports the end of the episode."""
     monkeypatch.setattr(pool_module, "STUCK_SECONDS", 1.0)
     config = trl("Quiet", at_once=1, setup_seconds=3.0)

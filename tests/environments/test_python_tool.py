@@ -92,7 +92,7 @@ def test_episode_without_a_call_needs_no_sandbox() -> None:
         (run_code("print('y' * 9000)"), "characters are left out ...\n"),
     ],
 )
-def test_policy_reads_what_became_of_its_call(tools: Tools, said: str, heard: str) -> None:
+def test_policy_reads_the_outcome_of_its_python_call(tools: Tools, said: str, heard: str) -> None:
     score, episode = tools.play(said, "Done.")
     assert score is not None
     assert score.reason == "judged"
@@ -151,7 +151,7 @@ def test_child_that_detached_ends_with_its_episode(tools: Tools) -> None:
     tools.do(wait_for_processes(before))
 
 
-def test_episodes_wait_for_a_place() -> None:
+def test_no_more_episodes_than_at_once_use_a_sandbox() -> None:
     config = python_tool(at_once=2)
     created, most = Tools(config), 0
 
@@ -178,7 +178,7 @@ def test_episodes_wait_for_a_place() -> None:
 # --- failures that the policy cannot have caused ------------------------------------------------------------
 
 
-def test_killed_box_makes_its_episode_unjudged() -> None:
+def test_episode_of_a_killed_sandbox_is_unjudged() -> None:
     created = Tools(python_tool(max_failures=2))
     others = {one.pid for one in list_boxes()}
 
@@ -228,7 +228,9 @@ class FailingSandboxes:
         (ConfigError("no bwrap"), True, Outcome.UNJUDGED),
     ],
 )
-def test_failed_sandbox_is_blamed_only_without_isolation(error: Exception, isolated: bool, outcome: Outcome) -> None:
+def test_sandbox_failure_is_unjudged_if_sandboxes_are_isolated(
+    error: Exception, isolated: bool, outcome: Outcome
+) -> None:
     created = Tools(python_tool())
 
     async def run() -> Score | None:

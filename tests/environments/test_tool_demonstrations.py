@@ -113,7 +113,7 @@ def test_demonstration_has_the_tokens_of_its_episode(
     assert len(found) == (1 if name != "removes thoughts" else 1 + sum(bool(thought) for thought, _ in turns))
 
 
-def test_accuracy_is_measured_with_as_many_episodes_as_places() -> None:
+def test_most_concurrent_episodes_are_those_of_the_config() -> None:
     assert python_tool(at_once=3).most_episodes == 3
 
 
@@ -125,7 +125,7 @@ def test_answer_without_turns_is_demonstrated_with_the_tools(tokenizers: Mapping
     assert all(one.sampled)
 
 
-def test_turns_that_are_no_episode_are_refused(tokenizers: Mapping[str, PolicyTokenizer]) -> None:
+def test_demonstration_with_turns_after_the_answer_is_refused(tokenizers: Mapping[str, PolicyTokenizer]) -> None:
     tokenizer = tokenizers["writes tools"]
     turns = (DemonstratedTurn("It is 42.", ends=True), DemonstratedTurn("42", ends=True))
     question = Question(QUESTION, "42", {}, turns=turns)

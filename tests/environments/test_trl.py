@@ -81,7 +81,7 @@ def test_options_and_known_columns_reach_the_class() -> None:
     assert "".join(map(chr, episode.prompt.input.flat)).endswith(" Begin at 7.")
 
 
-def test_class_whose_import_starts_threads_is_imported_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_module_that_starts_threads_is_imported_for_each_episode(caplog: pytest.LogCaptureFixture) -> None:
     score, _, _ = play(trl("Counter", module="threaded_worlds"), call("add", number=3), "Done.")
     assert score is not None
     assert score.value == 1.0

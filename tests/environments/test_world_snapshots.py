@@ -58,13 +58,13 @@ def test_evaluation_takes_no_snapshot() -> None:
     assert environment.health.failures == 0
 
 
-def test_snapshot_that_is_rejected_says_why() -> None:
+def test_error_says_why_a_snapshot_is_rejected() -> None:
     _, before, _ = play(gym("Saving"), "1", turns=1, keeps_snapshots=True)
     with pytest.raises(SnapshotRejected, match="RuntimeError: another world"):
         resume(gym("Saving", options={"wrong": "no restore"}), before, "1")
 
 
-def test_odd_snapshot_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
+def test_snapshot_that_is_not_bytes_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         score, episode, _ = play(gym("Saving", options={"wrong": "no bytes"}), "1", keeps_snapshots=True)
     assert score is not None
@@ -81,7 +81,7 @@ def test_tools_continue_from_a_snapshot(tmp_path: Path) -> None:
     assert (tmp_path / "done").read_text() == "0.0.0.0.0 1\n0.0.0.1.0 3\n"
 
 
-def test_done_action_is_not_done_again(tmp_path: Path) -> None:
+def test_action_before_a_crash_is_not_repeated(tmp_path: Path) -> None:
     """The newest turn is recalled after a crash, and its action was done before the crash."""
     config, file = trl("Keeping", options={"file": str(tmp_path / "done")}), tmp_path / "done"
     _, before, _ = play(config, call("add", number=1), turns=1, keeps_snapshots=True)
@@ -100,7 +100,7 @@ def test_environment_that_cannot_replay_forgets_its_turns(tmp_path: Path) -> Non
     assert episode.forgotten == ""
 
 
-def test_optional_methods_are_no_tools(tmp_path: Path) -> None:
+def test_optional_methods_are_not_offered_as_tools(tmp_path: Path) -> None:
     _, episode, _ = play(trl("Keeping", options={"file": str(tmp_path / "done")}), call("snapshot"), "Done.")
     assert "the tools are add, double" in episode.heard[0]
     _, episode, _ = play(trl("Tooled"), call("snapshot") + call("restore", place="home"), "Done.", keeps_snapshots=True)

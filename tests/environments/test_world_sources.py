@@ -24,7 +24,7 @@ from rollflow.tasks.environments.foreign.sources import find_module, hash_source
         (["a/one.py"], "one.two", None),
     ],
 )
-def test_module_is_found_as_python_finds_it(files: list[str], name: str, found: str | None, tmp_path: Path) -> None:
+def test_module_is_found_by_the_rules_of_python(files: list[str], name: str, found: str | None, tmp_path: Path) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("raise RuntimeError('imported')\n")

@@ -29,7 +29,7 @@ def run_script(mode: str, tmp_path: Path) -> dict[str, Any]:
     return dict(json.loads((tmp_path / "found.json").read_text()))
 
 
-def test_lost_node_costs_no_score(tmp_path: Path) -> None:
+def test_no_score_is_lost_with_a_node(tmp_path: Path) -> None:
     found = run_script("nodes", tmp_path)
     assert (found["actors"], found["on node"]) == (2, 1)  # the helper is on the node without the reward actor
     assert found["scored by the lost node"] == 0
@@ -43,7 +43,7 @@ def test_lost_node_costs_no_score(tmp_path: Path) -> None:
     assert found["all ended"]
 
 
-def test_queue_starts_a_helper_whose_sandboxes_end_with_it(tmp_path: Path) -> None:
+def test_long_queue_starts_a_helper_that_ends_its_sandboxes(tmp_path: Path) -> None:
     found = run_script("programs", tmp_path)
     if "skip" in found:
         pytest.skip(found["skip"])  # this machine runs no sandboxes

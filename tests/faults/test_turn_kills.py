@@ -57,7 +57,7 @@ def finish_run(folder: Path, kills: int) -> Counter[str]:
     return Counter(line for line in lines if not line.startswith(" "))  # an episode of an evaluation has no id
 
 
-def test_killed_episodes_repeat_no_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episode_resumed_after_a_kill_repeats_no_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     quiet, killed = finish_run(tmp_path / "quiet", 0), finish_run(tmp_path / "killed", 10)
     runs = "home/store/runs/chaos"

@@ -75,7 +75,7 @@ async def test_hostile_programs_do_no_harm_in_any_kind(sandboxes: Sandboxes, pro
     await wait_for_processes(before)
 
 
-def test_list_of_allowed_programs_names_hostile_programs() -> None:
+def test_lists_of_tolerated_attacks_name_existing_programs() -> None:
     names = {one.name for one in PROGRAMS}
     assert {name for allowed in ALLOWED.values() for name in allowed} <= names
     assert all(len(KNOWN) - len(allowed) >= 80 for allowed in ALLOWED.values())

@@ -161,7 +161,7 @@ async def test_figures_survive_the_death_of_a_worker(counted: ProcessFigures, tm
     assert len(counted._children) == 0
 
 
-def test_shared_counters_keep_what_was_counted_before() -> None:
+def test_shared_counters_keep_earlier_counts() -> None:
     parent, child = ProcessFigures(), ProcessFigures()
     place = KINDS.index("rock") * figures.SIZE
     child.add(place, 2)
@@ -174,7 +174,7 @@ def test_shared_counters_keep_what_was_counted_before() -> None:
     assert parent.read() == {"rock": SandboxFigures(5)}
 
 
-def test_kinds_are_those_of_the_config() -> None:
+def test_figures_have_the_sandbox_kinds_of_the_config() -> None:
     from rollflow.tasks.sandboxes.config import SandboxConfig
 
     union = SandboxConfig.__origin__.__args__  # type: ignore[attr-defined]

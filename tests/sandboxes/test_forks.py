@@ -173,7 +173,7 @@ def test_keeper_and_programs_of_a_sandbox_have_no_capability(box: Box) -> None:
     box.do(work())
 
 
-def test_sandboxes_leave_no_sockets_to_see(box: Box) -> None:
+def test_sandboxed_program_sees_no_socket_of_other_sandboxes(box: Box) -> None:
     """A program could otherwise count the sandboxes of the box."""
 
     async def work() -> None:

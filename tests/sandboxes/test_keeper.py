@@ -194,7 +194,7 @@ def test_output_beyond_the_size_of_a_pipe_is_complete(box: Box) -> None:
     assert (found.stdout, found.stderr) == (b"x" * 90000, b"y" * 90000)
 
 
-def test_program_begins_without_objects_to_collect(box: Box) -> None:
+def test_program_starts_with_few_objects_to_garbage_collect(box: Box) -> None:
     """A collection would write to the memory of all objects, and so copy the memory pages that processes share."""
     found = box.do(box.sandboxes.run(Program(code="import gc; print(gc.isenabled(), len(gc.get_objects()))")))
     enabled, count = found.stdout.split()

@@ -219,7 +219,7 @@ def test_sandbox_is_renewed_only_after_a_clean_end(box: Box, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_keeper_itself_refuses_an_unclean_renewal(box: Box, end: str) -> None:
+def test_sandbox_is_never_renewed_after_an_unclean_end(box: Box, end: str) -> None:
     async def work() -> None:
         sandbox = await box.sandboxes.create()
         found = await sandbox.exec(ENDS[end], renew=True)
@@ -292,7 +292,7 @@ def test_sandbox_is_not_renewed_if_an_ipc_object_exists(box: Box) -> None:
     box.do(work())
 
 
-def test_runs_at_a_time_share_no_sandbox(box: Box) -> None:
+def test_concurrent_programs_share_no_sandbox(box: Box) -> None:
     """More runs than spare sandboxes, of which some end badly, and some are cancelled."""
     code = "import os, time\nassert os.listdir('.') == []\nopen('left', 'w').close(); time.sleep(0.02)\nprint(%d)"
 

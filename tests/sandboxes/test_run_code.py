@@ -307,7 +307,7 @@ async def test_program_that_prints_too_much_is_stopped(monkeypatch: pytest.Monke
     assert (await client.run(Program(code="1"))).succeeded
 
 
-def test_server_response_without_a_run_leaves_it_unjudged() -> None:
+def test_server_response_without_a_program_result_is_unjudged() -> None:
     run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": None, "stderr": None, "execution_time": None}
     found = read_answer({"status": "Failed", "run_result": run})
     assert found == ExecResult(ProgramEnd.TIMEOUT, -9, b"", b"", 0.0)

@@ -53,7 +53,7 @@ class ObjectStoreContract:
         [b"", b"abc", memoryview(b"view"), [], [b"", b"in ", memoryview(b"pieces")], os.urandom(20_000_000)],
         ids=["empty", "bytes", "view", "no pieces", "pieces", "20MB"],
     )
-    def test_written_bytes_are_read(self, store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
+    def test_written_bytes_can_be_read_back(self, store: ObjectStore, write: str, data: Data, tmp_path: Path) -> None:
         """`get`, `fetch` and `stat` read what was written; `put` and `fetch` return the sha256 of the bytes."""
         before, expected = time.time(), b"".join(split_buffers(data))
         written, sha256 = getattr(store, write)("a/b.bin", data), hashlib.sha256(expected).hexdigest()
@@ -117,7 +117,7 @@ class ObjectStoreContract:
         assert list(store.list()) == []
         store.create("a/b", b"3")
 
-    def test_list_is_sorted_and_of_that_folder_only(self, store: ObjectStore) -> None:
+    def test_list_is_sorted_and_contains_only_its_folder(self, store: ObjectStore) -> None:
         paths = ["a-b", "a/b", "a/c/d", "ab/c", "z", "é"]
         for path in reversed(paths):
             store.put(path, b"x")
@@ -139,7 +139,7 @@ class ObjectStoreContract:
         assert list(store.folders("nothing")) == []
         assert list(store.folders("runs/file")) == []
 
-    def test_missing_object_raises(self, store: ObjectStore, tmp_path: Path) -> None:
+    def test_missing_object_raises_an_error(self, store: ObjectStore, tmp_path: Path) -> None:
         store.put("a/b", b"x")
         for path in ("c", "a", "a/b/c"):
             with assert_raises(Missing, "a missing object must raise Missing", match=path):
@@ -186,7 +186,9 @@ class ObjectStoreContract:
         assert store.get(f"file-{winner}") == b"data of %d" % winner
 
     @pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", ".", "..", "../a", "a/..", "a/../b", "a/./b", "a\0b"])
-    def test_bad_path_is_refused_first(self, store: ObjectStore, path: str, tmp_path: Path) -> None:
+    def test_path_outside_the_store_is_refused_by_every_method(
+        self, store: ObjectStore, path: str, tmp_path: Path
+    ) -> None:
         """No path leads out of a store's root."""
         calls: list[Callable[[], object]] = [
             lambda: store.put(path, b""),
@@ -215,6 +217,6 @@ class ObjectStoreContract:
         with assert_raises(Conflict, "a child must write into the store's own folder"):
             store.create("a/b/c/d", b"x")
 
-    def test_check_passes_and_leaves_no_files(self, store: ObjectStore) -> None:
+    def test_store_check_passes_and_leaves_no_files(self, store: ObjectStore) -> None:
         store.check()
         assert list(store.list()) == []
