@@ -316,9 +316,7 @@ class TimedEngine:
         heapq.heappush(self._heap, (run.finish, next(self._order), run))
 
     def _read_context(self, run: TimedRun) -> float:
-        """Use the episode's tokens in the cache for its new request; return the number of tokens that still have to be
-        computed.
-        """
+        """Use the episode's tokens in the cache for its new request; return the number of tokens left to compute."""
         self._trim()
         context = self._context(run)
         run.cached = min(context, self._kept.take(run.request.episode))

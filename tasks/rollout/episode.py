@@ -363,9 +363,7 @@ class PlayedEpisode:
         )
 
     def _place_rewards(self, branch: LivedBranch, score: Score) -> Float32s | None:
-        """Return the rewards of the tokens of a branch. If the score has a value per token, these values belong to the
-        tokens of the current branch.
-        """
+        """Return the rewards of the tokens of a branch. Values per token of a score belong to the current branch."""
         has_values = score.has_token_values and branch is self.lived.current
         return branch.place_rewards(Float32s.of(score.token_values) if has_values else None)  # type: ignore[arg-type]
 

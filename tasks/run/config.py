@@ -52,15 +52,12 @@ class StoreConfig(Section):
         "recipe file; default: a folder in the run home, which is the folder named by ROLLFLOW_HOME",
     )
     keep_last: int = Field(
-        5,
-        ge=2,
-        description="number of newest policy versions whose weights are kept in storage; at least async_ratio + 1",
+        5, ge=2, description="number of newest policy versions whose weights are stored; at least async_ratio + 1"
     )
     keep_every: int = Field(
         10,
         gt=0,
-        description="number n: the weights of every n-th policy version are kept forever; 1: the weights of all "
-        "versions are kept",
+        description="number n: the weights of every n-th policy version are kept forever; 1: all weights are kept",
     )
     state_every: int = Field(
         1,
@@ -93,8 +90,7 @@ class RecoveryConfig(Section):
     restarts: int = Field(
         5,
         ge=0,
-        description="the run fails if one role, e.g. the learner, needs more restarts than this number within "
-        "window_seconds",
+        description="the run fails if one role, e.g. the learner, needs more restarts than this within window_seconds",
     )
     window_seconds: float = Field(
         600.0,
@@ -163,9 +159,7 @@ class RunConfig(Section):
         "run", description="name of the recipe; the id of a run is this name and the time at which the run started"
     )
     seed: int = Field(0, ge=0, description="seed of all random draws: prompts, sampling and initial weights")
-    versions: int = Field(
-        100, gt=0, description="number of policy versions to train; each train step makes one policy version"
-    )
+    versions: int = Field(100, gt=0, description="number of policy versions to train, one per train step")
     async_ratio: float = Field(
         2.0,
         ge=0,
@@ -320,9 +314,8 @@ class RunConfig(Section):
             yield refusal(f"{section}.answer", reward.answer, cure)
 
     def _trainable(self) -> Refusals:
-        """Reject settings that cannot be trained together: credit per turn without turns, or a critic with DeepSpeed
-        and a policy that is not float32. The critic's head is float32, and DeepSpeed needs one data type for all
-        parameters.
+        """Reject credit per turn without turns, and a critic with DeepSpeed and a policy that is not float32. DeepSpeed
+        needs one data type for all parameters, and the critic's head is float32.
         """
         yield from find_turn_faults(self.train.objective, self.environment)
         short = self.policy.dtype != "float32" and self.train.objective.advantage.baseline == "critic"
