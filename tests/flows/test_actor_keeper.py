@@ -48,7 +48,7 @@ def test_first_restart_is_immediate_and_later_pauses_double() -> None:
     assert budget.spend("learner", "gone") == 0.0
 
 
-def test_recovery_times_survive_a_clock_that_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_times_stay_in_order_if_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pending, real = PendingRecovery("learner", "gone", 1), time.time
     monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
     assert not pending.note_progress(1.0)
@@ -133,14 +133,14 @@ def test_actor_is_not_restarted_without_a_supervisor(tmp_path: Path) -> None:
     assert RecoveryLog(open_store(str(tmp_path))).read() == []
 
 
-def test_busy_actor_is_not_dead(tmp_path: Path) -> None:
+def test_busy_actor_that_does_not_answer_is_not_restarted(tmp_path: Path) -> None:
     """The actor is silent for several times the allowed time: a library computes, and holds Python's lock."""
     context, result = keep(tmp_path, "busy", restarts=0, answer=2.0, patience=HANG_SECONDS)
     assert result == "done"
     assert RecoveryLog(context.store).read() == []
 
 
-def test_silent_and_idle_actor_is_stuck(tmp_path: Path) -> None:
+def test_idle_actor_that_does_not_answer_is_restarted(tmp_path: Path) -> None:
     context, result = keep(tmp_path, "deaf work", answer=3.0, patience=HANG_SECONDS)
     assert result == "done"
     [recovery] = RecoveryLog(context.store).read()
@@ -153,7 +153,7 @@ def test_busy_actor_without_progress_is_restarted(tmp_path: Path) -> None:
         keep(tmp_path, "busy", restarts=0, answer=2.0, patience=4.0)
 
 
-def test_unreachable_storage_for_a_note_does_not_end_an_actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_is_recorded_once_storage_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append, failures = RecoveryLog.append, [Unreachable("object storage did not answer")] * 2
 
     def away(self: RecoveryLog, recovery: Recovery) -> int:

@@ -139,7 +139,7 @@ def test_error_names_an_unknown_key_that_is_also_a_kind(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("key", ["engine.temperature", "evaluation.temperature"])
 @pytest.mark.parametrize("value", ["0.005", "1e-6", "2.5"])
-def test_temperature_that_vllm_changes_is_refused(
+def test_temperature_that_vllm_does_not_support_is_refused(
     key: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """vLLM would sample at 0.01, but the losses would use the recipe's temperature. Recorded runs can be read."""
@@ -389,7 +389,7 @@ def test_check_command_reads_prompt_files(
     assert "evaluation.prompts = 256: only 3 prompts are held out" in capsys.readouterr().out
 
 
-def test_check_command_tests_policy_folder_and_output_places(
+def test_check_command_refuses_a_bad_policy_folder_or_output_uri(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sentence = refused(capsys, "check", policy_recipe(tmp_path, tmp_path / "no-model"))

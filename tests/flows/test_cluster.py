@@ -39,7 +39,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_restarted_ray_head_is_connected_again(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
+def test_connection_to_a_restarted_ray_head_is_retried(monkeypatch: pytest.MonkeyPatch, fast: list[float]) -> None:
     """The Ray head first refuses connections, then answers without being ready, then is ready."""
     trouble, connected = ["nothing answers", "nothing answers", "no raylet yet"], list[str]()
 

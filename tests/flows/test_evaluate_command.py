@@ -76,7 +76,9 @@ def measure(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
     return json.loads(file.read_text()), capsys.readouterr().out
 
 
-def test_evaluate_shows_domains_with_intervals(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_evaluate_shows_confidence_intervals_of_each_domain(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     found, out = measure(capsys, tmp_path, "small", recipe)
     assert (found["policy"], found["asked"], found["done"], found["unjudged"]) == ("version 2 of run small", 6, 6, 0)
     assert list(found["groups"]) == ["held out", "long", "short"]
@@ -86,7 +88,7 @@ def test_evaluate_shows_domains_with_intervals(recipe: str, capsys: pytest.Captu
     assert "95% interval" in out
 
 
-def test_evaluate_measures_what_the_run_measures(
+def test_evaluate_command_finds_the_same_accuracy_as_the_run(
     run: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The config of the run itself, with its own evaluator, gives the same accuracy and reward."""
@@ -105,7 +107,7 @@ def test_evaluate_measures_what_the_run_measures(
     assert group["reward"] == pytest.approx(expected.reward)
 
 
-def test_exported_folder_is_measured_like_its_version(
+def test_exported_policy_has_the_same_accuracy_as_its_version(
     recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "exported"
@@ -118,7 +120,9 @@ def test_exported_folder_is_measured_like_its_version(
     assert "leave --version out" in refused(capsys, "evaluate", str(folder), recipe, "--version", "1")
 
 
-def test_limit_takes_prompts_of_each_domain(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_option_limit_limits_the_prompts_of_each_domain(
+    recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     found, out = measure(capsys, tmp_path, "small", recipe, "--limit", "1", "--samples", "6")
     assert {name: group["prompts"] for name, group in found["groups"].items()} == {"held out": 2, "long": 1, "short": 1}
     assert found["groups"]["held out"]["responses"] == 12
@@ -131,14 +135,14 @@ def test_limit_takes_prompts_of_each_domain(recipe: str, capsys: pytest.CaptureF
     [(["--samples", "2"], "--samples 2"), (["--set", "evaluation.samples=3"], "evaluation.samples = 3")],
     ids=["option", "recipe"],
 )
-def test_equal_samples_are_refused(
+def test_several_samples_at_temperature_zero_are_refused(
     recipe: str, capsys: pytest.CaptureFixture[str], options: list[str], named: str
 ) -> None:
     said = refused(capsys, "evaluate", "small", recipe, *options, "--set", "evaluation.temperature=0")
     assert f"{named} with evaluation.temperature = 0" in said
 
 
-def test_ctrl_c_prints_what_is_known(
+def test_interrupted_evaluation_prints_its_partial_results(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After two responses the scorer hangs, and the user presses Ctrl-C."""
@@ -169,7 +173,7 @@ def test_ctrl_c_prints_what_is_known(
     assert "rollflow: stopped" in captured.err
 
 
-def test_a_hanging_evaluation_ends_and_says_why(
+def test_hanging_evaluation_ends_with_an_error(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def hang(request: Any) -> Score:
@@ -182,7 +186,7 @@ def test_a_hanging_evaluation_ends_and_says_why(
     assert "no response was finished within rollout.patience_seconds = 0.5" in capsys.readouterr().err
 
 
-def test_evaluation_is_logged_if_the_recipe_tracks(recipe: str, tmp_path: Path) -> None:
+def test_evaluation_is_logged_to_mlflow_if_tracking_uri_is_set(recipe: str, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -196,7 +200,7 @@ def test_evaluation_is_logged_if_the_recipe_tracks(recipe: str, tmp_path: Path) 
     assert logged.info.status == "FINISHED"
 
 
-def test_responses_without_verdict_are_left_out_and_named() -> None:
+def test_unjudged_responses_do_not_count_in_the_accuracy() -> None:
     report = EvaluationReport("policy", 0, 1, 3, by_value=False, sets=frozenset({"named"}))
     for index, (domain, outcome) in enumerate(
         [("a", Outcome.CORRECT), ("a", Outcome.UNJUDGED), ("named", Outcome.WRONG)]

@@ -47,7 +47,9 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int) -
     return captured.out if code == 0 else captured.err
 
 
-def test_export_writes_a_whole_folder(trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export_writes_all_files_of_the_policy_folder(
+    trained: RunContext, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "new" / "below"):
         out = command(capsys, "small", 3, folder, code=0)
@@ -266,7 +268,7 @@ def test_ambiguous_tokenizer_blocks_only_the_export(
     assert not (tmp_path / "new").exists()
 
 
-def test_cold_start_names_its_end_token_in_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_start_policy_names_its_end_token_in_both_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     policy = PolicyConfig(cold_start=ColdStart(hidden_size=32, heads=1), dtype="bfloat16")
     folder = prepare(RunConfig(policy=policy), "cold").policy_folder

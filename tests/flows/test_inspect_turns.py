@@ -118,7 +118,7 @@ def test_inspect_prints_turns_as_json(run: RunContext, capsys: pytest.CaptureFix
     assert one["turns"][3]["logprob_mean"] == one["turns"][3]["logprob_min"] == -2.0
 
 
-def test_mlflow_samples_show_environment_hints_outside_prompts(run: RunContext) -> None:
+def test_prompts_in_mlflow_samples_contain_no_environment_text(run: RunContext) -> None:
     assert set(_sample_responses(run, run.policies.find(2))["prompt"]) == {PROMPT}
 
 
@@ -181,12 +181,12 @@ def test_inspect_describes_an_image_in_a_prompt() -> None:
     assert [*_describe_optional(one)] == [("image", "at position 1, 2 positions, sha256 5e5e5e5e5e5e")]
 
 
-def test_inspect_describes_a_branch_of_a_response() -> None:
+def test_inspect_shows_where_a_branch_of_a_response_begins() -> None:
     one = small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3)
     assert [*_describe_optional(replace(one, branch=Branch(1, 2)))] == [("branch", "of sample 1, from token 2 on")]
 
 
-def test_turns_without_environment_tokens_between_them_are_apart(run: RunContext) -> None:
+def test_adjacent_turns_are_shown_as_separate_parts(run: RunContext) -> None:
     one = small_run.trajectory((4, 5), 3, 0, 0, Random(0), stop=3)
     given, own = len(one.tokens) - sum(one.loss_mask), sum(one.loss_mask)
     assert own >= 2
@@ -200,7 +200,7 @@ def test_turns_without_environment_tokens_between_them_are_apart(run: RunContext
     assert [part.author for part in split_turns(one)] == ["prompt", "policy"]
 
 
-def test_a_branch_begins_with_its_rewritten_context() -> None:
+def test_branch_of_a_response_begins_with_its_rewritten_context() -> None:
     one = replace(small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3), branch=Branch(1, 2))
     assert [part.author for part in split_turns(one)] == ["context", "policy"]
 
@@ -208,7 +208,7 @@ def test_a_branch_begins_with_its_rewritten_context() -> None:
 @given(
     authors=st.lists(st.booleans(), min_size=1, max_size=30), cuts=st.sets(st.integers(0, 29)), branched=st.booleans()
 )
-def test_parts_of_a_trajectory_have_each_token_once(authors: list[bool], cuts: set[int], branched: bool) -> None:
+def test_trajectory_parts_contain_each_token_exactly_once(authors: list[bool], cuts: set[int], branched: bool) -> None:
     starts = sorted(at for at in cuts if at < len(authors) and authors[at])
     one = replace(
         small_run.trajectory((1, 2), 3, 0, 0, Random(0), stop=3),
@@ -227,7 +227,7 @@ def test_parts_of_a_trajectory_have_each_token_once(authors: list[bool], cuts: s
     assert turns == list(range(1, len(turns) + 1))
 
 
-def test_a_frame_of_the_environment_keeps_its_lines() -> None:
+def test_environment_text_keeps_its_line_breaks_on_the_terminal() -> None:
     console = Console(width=40, no_color=True)
     with console.capture() as shown:
         console.print(render_part("environment", "#####\n#. @#\n#####\n", ["3 tokens"]))

@@ -73,7 +73,7 @@ def read_batch(run: RunContext, version: int) -> TrajectoryBatch:
     return TrajectoryBatch.from_bytes(run.batches.read(run.batches.read_commit(entry).file))
 
 
-def test_metrics_of_a_version_name_what_was_left_out(run: RunContext) -> None:
+def test_version_metrics_count_left_out_responses_and_tokens(run: RunContext) -> None:
     for version in (1, 2, 3):
         metrics, batch = run.policies.find(version).metrics, read_batch(run, version)
         lost = [one for group in batch.groups() for one in group.trajectories if one.left_out]
@@ -86,17 +86,17 @@ def test_metrics_of_a_version_name_what_was_left_out(run: RunContext) -> None:
         assert any("left_out_responses".startswith(name) for name in ROLLOUT)
 
 
-def test_deep_audit_of_the_run_is_clean(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deep_audit_accepts_a_run_with_left_out_responses(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--deep", "small"]) == 0
     assert "3 unjudged responses are stored and left out of their groups" in capsys.readouterr().out
 
 
-def test_replay_of_the_run_has_the_same_bits(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_a_run_with_left_out_responses_succeeds(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "small", "--all"]) == 0
     assert "version 3" in capsys.readouterr().out
 
 
-def test_inspect_shows_what_was_left_out_and_why(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_why_a_response_was_left_out(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "small", "1.0"]) == 0
     assert "left out" in capsys.readouterr().out
     assert main(["inspect", "small", "1.0.1"]) == 0
@@ -106,7 +106,7 @@ def test_inspect_shows_what_was_left_out_and_why(run: RunContext, capsys: pytest
     assert (value["left_out"], value["reward"], value["reason"]) == (True, None, WHY)
 
 
-def test_inspect_shows_why_a_group_was_not_judged(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_log_show_why_a_group_was_not_judged(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "small", "4.0"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "discarded as unjudged" in text

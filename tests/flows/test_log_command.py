@@ -76,7 +76,7 @@ def test_log_command_names_the_objects_that_were_deleted() -> None:
     assert describe_entry(pruned) == "pruned state of version 0, weights of version 3"
 
 
-def test_log_repair_needs_the_option_yes(
+def test_audit_repair_changes_the_log_only_with_option_yes(
     context: RunContext, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

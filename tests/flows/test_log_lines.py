@@ -52,7 +52,7 @@ def test_default_log_format_is_that_of_prefect(monkeypatch: pytest.MonkeyPatch) 
         logging_settings()
 
 
-def test_fields_of_a_log_record_override_those_of_the_process() -> None:
+def test_log_record_fields_override_the_process_fields() -> None:
     set_log_facts(run="one", version=3, attempt=2)
     record = logging.LogRecord("prefect.flow_runs", logging.WARNING, "", 0, "odd: %s", ("so",), None)
     vars(record).update(flow_name="train", version=4, rank=1)

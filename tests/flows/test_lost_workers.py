@@ -82,7 +82,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lost"
 
 
-def test_ray_worker_death_is_reported_once_and_to_its_kind(folder: Path) -> None:
+def test_ray_worker_death_is_reported_once_for_its_actor_kind(folder: Path) -> None:
     assert explain_lost_worker("engine") == ""
     note_death(folder, 12, "engine", "no memory")
     assert explain_lost_worker("learner") == ""

@@ -124,7 +124,7 @@ def prefect(monkeypatch: pytest.MonkeyPatch) -> Prefect:
     return server
 
 
-def test_stage_is_restarted_through_a_month_of_deaths(
+def test_stage_that_dies_daily_is_restarted_for_a_month(
     context: RunContext, budget: RestartBudget, days: Days, prefect: Prefect
 ) -> None:
     kept = Stages(context, "a:1", print)
@@ -161,7 +161,7 @@ def test_lost_prefect_response_starts_no_second_flow_run(context: RunContext, pr
     assert len(prefect.runs) == 1
 
 
-def test_channel_is_restarted_through_a_month_of_deaths(
+def test_channel_that_dies_daily_is_restarted_for_a_month(
     context: RunContext, budget: RestartBudget, days: Days, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
@@ -223,7 +223,7 @@ def dies() -> None:
     raise EngineFailed("its process is gone")
 
 
-def test_actor_is_restarted_through_a_month_of_deaths(
+def test_actor_that_dies_daily_is_restarted_for_a_month(
     context: RunContext, budget: RestartBudget, days: Days, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died = 0
@@ -242,7 +242,7 @@ def test_actor_is_restarted_through_a_month_of_deaths(
     assert keeper.run() == "done"
 
 
-def test_engine_is_restarted_through_a_month_of_deaths(
+def test_engine_that_dies_daily_is_restarted_for_a_month(
     context: RunContext, budget: RestartBudget, days: Days, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "node_gpus", list)
@@ -266,7 +266,7 @@ class Fragile:
         self.running = True
 
 
-def test_service_is_restarted_through_a_month_of_deaths(budget: RestartBudget, days: Days) -> None:
+def test_service_that_dies_daily_is_restarted_for_a_month(budget: RestartBudget, days: Days) -> None:
     service, recovered = Fragile(), list[Recovery]()
     services = ServiceKeeper("none", {SERVER: service}, RecoveryConfig())  # type: ignore[dict-item]
     services.restarts.budget = budget

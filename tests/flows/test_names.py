@@ -106,7 +106,7 @@ def test_run_id_from_storage_is_checked(outside: Path) -> None:
         _ = context.run_id
 
 
-def test_runs_with_equal_ids_in_two_stores_have_different_keys(outside: Path) -> None:
+def test_runs_with_equal_ids_have_different_run_keys(outside: Path) -> None:
     """The two runs are in two stores, in one store that was emptied between them, or in buckets of the same name at two
     services.
     """

@@ -138,7 +138,7 @@ def test_nightly_pruning_keeps_aliased_and_other_runs(plan: Nightly, tmp_path: P
     assert train.begun_with[0] == str(tmp_path / "policy")
 
 
-def test_failing_model_registry_promotes_no_version(
+def test_no_version_is_promoted_if_the_model_registry_fails(
     plan: Nightly, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train, uri = Trainer(), f"sqlite:///{tmp_path}/home/mlflow/mlflow.db"
@@ -173,7 +173,9 @@ def test_z_score_of_two_evaluations_matches_a_hand_calculation() -> None:
 @pytest.mark.parametrize(
     ("new", "old", "promoted"), [(100, 100, True), (99, 100, False), (100, 99, False), (5, 5, False)]
 )
-def test_too_few_evaluation_answers_promote_no_version(plan: Nightly, new: int, old: int, promoted: bool) -> None:
+def test_version_with_too_few_evaluation_answers_is_not_promoted(
+    plan: Nightly, new: int, old: int, promoted: bool
+) -> None:
     better, said = _judge(RegisteredVersion("1", "monday", EvaluationScore(0.0, old)), EvaluationScore(0.6, new), plan)
     assert better == promoted
     assert promoted or "fewer than answers = 100 held-out answers cannot be compared; raise evaluation.prompts" in said

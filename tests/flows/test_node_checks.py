@@ -84,12 +84,12 @@ def test_each_node_fault_gets_a_one_sentence_error(node: NodeState, sentence: st
     assert list(find_faults([SOUND, node, dataclasses.replace(SOUND, address="10.0.0.3")], HERE)) == [sentence]
 
 
-def test_cluster_check_needs_no_engine_on_nodes_without_cpus() -> None:
+def test_cluster_check_accepts_nodes_without_cpus_and_vllm() -> None:
     host = dataclasses.replace(versions(vllm="", torch=""), cpus=0.0, gpus=0.0)
     assert list(find_faults([SOUND, host], HERE)) == []
 
 
-def test_cluster_check_needs_no_engine_on_this_machine() -> None:
+def test_cluster_check_accepts_a_local_machine_without_vllm() -> None:
     assert list(find_faults([SOUND, other()], HERE | {"vllm": "", "torch": "2.13+cpu"})) == []
 
 

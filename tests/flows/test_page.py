@@ -59,7 +59,7 @@ class Server:
         self.kept[self._keys[key]] = changed.data
 
 
-def test_run_page_table_is_one_growing_prefect_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_table_of_a_run_page_is_one_prefect_artifact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     server = Server(monkeypatch)
     page = Page("Mine_1.b", lambda text: None)
     page.progress([{"versions": "1"}])
@@ -141,7 +141,9 @@ def test_progress_table_has_only_complete_version_ranges(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("lost_tokens", "lost_groups", "bias"), [(0.0, 0.0, "+0.0%"), (600.0, 1.0, "-50.0%"), (0.0, 4.0, "+100.0%")]
 )
-def test_length_bias_in_progress_table_equals_the_summarys(lost_tokens: float, lost_groups: float, bias: str) -> None:
+def test_length_bias_in_progress_table_matches_a_hand_example(
+    lost_tokens: float, lost_groups: float, bias: str
+) -> None:
     """Four groups of 100 tokens were trained; the discarded groups were longer or shorter, or no group was
     discarded.
     """

@@ -49,7 +49,7 @@ def test_logged_pass_rates_can_select_prompts_by_difficulty(
     assert len(found) == 9
 
 
-def test_log_rates_without_pass_rates_is_a_one_sentence_error(
+def test_option_rates_for_an_untrained_run_is_refused(
     finished: RunContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_small(tmp_path, "fresh")

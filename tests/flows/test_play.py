@@ -86,7 +86,7 @@ def test_person_plays_two_turns_and_is_scored(recipe: Path) -> None:
         assert "1 episode · mean score 1 · 1 correct" in rest
 
 
-def test_ctrl_d_ends_the_game_with_the_mean_score(recipe: Path) -> None:
+def test_ctrl_d_ends_play_and_prints_the_mean_score(recipe: Path) -> None:
     with terminal("play", str(recipe)) as person:
         person.await_text("  > ")
         person.type("x\n")
@@ -99,7 +99,7 @@ def test_ctrl_d_ends_the_game_with_the_mean_score(recipe: Path) -> None:
         assert "Traceback" not in person.shown
 
 
-def test_ctrl_c_ends_the_game_without_a_traceback(recipe: Path) -> None:
+def test_ctrl_c_ends_play_without_a_traceback(recipe: Path) -> None:
     with terminal("play", str(recipe)) as person:
         person.await_text("  > ")
         person.type("x\n")
@@ -130,7 +130,7 @@ def test_person_answers_the_question_of_a_single_turn(tmp_path: Path) -> None:
         assert person.end() == 0
 
 
-def test_random_policy_plays_the_same_episodes_again(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_policy_with_equal_seed_plays_equal_episodes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
     for seed in ("1", "1", "2"):
         assert main(["play", str(recipe), "--random", "--episodes", "2", "--seed", seed]) == 0
@@ -154,7 +154,7 @@ def server() -> Iterator[JudgeServer]:
         yield running
 
 
-def test_endpoint_plays_with_the_whole_conversation(
+def test_endpoint_receives_the_conversation_of_all_turns(
     recipe: Path, server: JudgeServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "very-secret")
@@ -171,7 +171,7 @@ def test_endpoint_plays_with_the_whole_conversation(
     assert {one["authorization"] for one in server.headers} == {"Bearer very-secret"}
 
 
-def test_wrong_endpoints_are_refused_in_one_sentence(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_endpoint_options_get_a_one_sentence_error(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play = ("play", str(recipe), "--endpoint")
     assert "add --model" in refused(capsys, *play, "http://127.0.0.1:1/v1")
     assert "no address" in refused(capsys, *play, "nowhere", "--model", "m")
@@ -182,7 +182,7 @@ def test_wrong_endpoints_are_refused_in_one_sentence(recipe: Path, capsys: pytes
     assert "does not answer" in capsys.readouterr().err
 
 
-def test_endpoint_that_refuses_or_says_nothing_is_named(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_or_empty_answer_of_an_endpoint_is_reported(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with judge_server(lambda number, body: Reply("no such model", 404)) as server:
         assert "status 404: no such model" in refused(
             capsys, "play", str(recipe), "--endpoint", server.url, "--model", "m"
@@ -192,7 +192,7 @@ def test_endpoint_that_refuses_or_says_nothing_is_named(recipe: Path, capsys: py
         assert "answered without a message" in capsys.readouterr().err
 
 
-def test_version_of_a_run_plays(
+def test_play_command_uses_the_newest_or_a_chosen_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "home"))
@@ -222,7 +222,9 @@ def start(tokenizer: PolicyTokenizer, text: str = "How many?") -> tuple[Prompt, 
 
 
 @given(text=st.text(max_size=30), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2), most=st.integers(1, 12))
-def test_typed_answer_obeys_its_turn(tokenizer: PolicyTokenizer, text: str, stop: list[str], most: int) -> None:
+def test_typed_answer_obeys_the_limits_of_its_turn(
+    tokenizer: PolicyTokenizer, text: str, stop: list[str], most: int
+) -> None:
     text = text.encode("utf-8", "replace").decode()
     stop = [one.encode("utf-8", "replace").decode() for one in stop]
     found = generate_text(text, Turn(0, ModelInput.of(()), most, tuple(stop)), tokenizer).generation
@@ -236,7 +238,9 @@ def test_typed_answer_obeys_its_turn(tokenizer: PolicyTokenizer, text: str, stop
 
 
 @given(parts=st.lists(st.tuples(st.booleans(), st.text("abc ?", min_size=1, max_size=6)), max_size=6))
-def test_conversation_has_every_word_of_an_episode(tokenizer: PolicyTokenizer, parts: list[tuple[bool, str]]) -> None:
+def test_conversation_contains_the_whole_text_of_an_episode(
+    tokenizer: PolicyTokenizer, parts: list[tuple[bool, str]]
+) -> None:
     prompt, conversation = start(tokenizer)
     context = prompt.input.flat
     for own, text in parts:
@@ -251,7 +255,7 @@ def test_conversation_has_every_word_of_an_episode(tokenizer: PolicyTokenizer, p
     assert said == "".join(text for _, text in parts)
 
 
-def test_rewritten_context_is_shown_again(tokenizer: PolicyTokenizer) -> None:
+def test_changed_part_of_a_rewritten_context_is_shown(tokenizer: PolicyTokenizer) -> None:
     prompt, conversation = start(tokenizer)
     conversation.read_context(prompt.input.flat)
     conversation.note_answer(Int32s.of(tokenizer.encode_response("a long thought")))
@@ -274,7 +278,7 @@ def test_rendered_messages_keep_their_roles(tokenizer: PolicyTokenizer) -> None:
     assert list(conversation.read_context(prompt.input.flat + Int32s.of(tokens))) == messages
 
 
-def test_person_input_ends_with_an_error_of_the_game() -> None:
+def test_person_input_raises_the_error_of_the_game() -> None:
     from rollflow.flows.commands.play.person_input import PersonInput
 
     person = PersonInput(lambda marks: f"{marks}hello")

@@ -100,7 +100,7 @@ def test_sweep_and_nightly_have_absolute_recipe_paths(lying: Path, tmp_path: Pat
     assert places(load_recipe(Path(recipe))) == beside(lying)
 
 
-def test_path_in_set_is_relative_to_the_working_folder(lying: Path) -> None:
+def test_path_in_option_set_is_relative_to_the_working_folder(lying: Path) -> None:
     here = Path.cwd()
     make_policy(here / "mine" / "tiny")
     sets = ["policy.path=mine/tiny", "prompts.0.path=q.jsonl", "store.uri=s", "tracking.uri=mlruns"]

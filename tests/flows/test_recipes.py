@@ -201,7 +201,7 @@ def test_sequence_ratio_in_a_token_loss_is_refused(kind: str, aggregation: str) 
     parse_config({"train": {"objective": {**objective, "aggregation": "sequence-mean"}}})
 
 
-def test_recorded_config_is_read_even_if_now_refused() -> None:
+def test_recorded_config_that_is_invalid_today_can_be_read() -> None:
     """A recorded run can be replayed although a new run may not have its config."""
     parts = {
         "ratio": Ratio(level="sequence"),
@@ -354,7 +354,9 @@ def test_section_without_kind_has_the_default_kind() -> None:
         ({"kind": "jsonl", "path": "x"}, {"reward": {"workers": 2}}, "exact"),
     ],
 )
-def test_default_verifier_fits_the_prompts(prompts: dict[str, Any], reward: dict[str, Any], kind: str) -> None:
+def test_default_verifier_depends_on_the_kind_of_prompts(
+    prompts: dict[str, Any], reward: dict[str, Any], kind: str
+) -> None:
     assert parse_config({"prompts": [prompts], **reward}).reward.kind == kind
 
 

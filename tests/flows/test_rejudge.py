@@ -351,7 +351,7 @@ OLD, NEW = "0" * 12, "f" * 12
         ({"scorer_version": OLD, "outcome": Outcome.UNJUDGED, "reward": 0.0}, Score(1.0, version=OLD), True, False),
     ],
 )
-def test_verdict_counts_as_changed_by_any_of_its_rewards(
+def test_change_of_outcome_reward_or_token_rewards_is_counted(
     before: dict[str, Any], now: Score, changed: bool, flip: bool
 ) -> None:
     one = rejudged(before, now)
@@ -380,7 +380,7 @@ def judge(response: str, reference: dict[str, object]) -> Score:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_rejudge_finds_rows_that_a_changed_scorer_rates_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejudge_finds_the_rows_that_a_changed_scorer_affects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run by a user-defined scorer: judged again with the same file, with a changed file, and by the command line."""
     (file := tmp_path / "lengths.py").write_text(OWN)
     put_in_reach(monkeypatch, tmp_path)
@@ -429,7 +429,7 @@ def command(home: Path, context: RunContext, *options: str) -> subprocess.Comple
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_workers_judge_a_recorded_run_again(run: Path) -> None:
+def test_rejudge_command_finds_no_change_of_a_recorded_run(run: Path) -> None:
     context = attach_run(str(run))
     found = command(run, context, "--all")
     assert found.returncode == 0, found.stderr

@@ -67,7 +67,7 @@ LEARNED = {
 }
 
 
-def test_alarm_if_one_reward_part_causes_the_whole_rise() -> None:
+def test_rise_from_a_single_reward_part_raises_an_alarm() -> None:
     [alarm] = find_alarms(versions(**HACKED), ["sums"])
     assert (alarm.kind, alarm.domain, alarm.part, alarm.first, alarm.last) == ("part", "sums", "short", 1, COUNT)
     assert (
@@ -86,11 +86,11 @@ def test_alarm_if_one_reward_part_causes_the_whole_rise() -> None:
         ({"part_sums_short": rising(0.5, 0.1), "part_sums_answer": rising(0.2, 0.2)}, "no part rises"),
     ],
 )
-def test_no_alarm_for_ordinary_curves_of_reward_parts(change: dict[str, Series], why: str) -> None:
+def test_ordinary_curves_of_reward_parts_raise_no_alarm(change: dict[str, Series], why: str) -> None:
     assert find_alarms(versions(**{**HACKED, **change}), ["sums"]) == [], why
 
 
-def test_no_alarm_for_a_normally_learning_quick_start_run() -> None:
+def test_normal_run_of_the_quick_start_raises_no_alarm() -> None:
     """Also while answers are only partly right, and a form that every response has cannot rise."""
     assert find_alarms(versions(**LEARNED), ["sums"]) == []
     partial = {**LEARNED, "accuracy": rising(0.0, 0.0), "part_sums_answer": rising(0.1, 0.5)}
@@ -105,18 +105,18 @@ def test_quick_start_reward_can_raise_no_alarm() -> None:
     assert len(config.shares) == 1
 
 
-def test_no_alarm_for_too_few_policy_versions() -> None:
+def test_run_with_too_few_policy_versions_raises_no_alarm() -> None:
     assert find_alarms(versions(reward_alarms.LEAST - 1, **HACKED), ["sums"]) == []
     assert find_alarms([], ["sums"]) == []
     assert find_alarms(versions(), ["sums"]) == []  # a run of an earlier release has no parts
 
 
-def test_no_alarm_for_a_reward_with_a_single_part() -> None:
+def test_reward_with_a_single_part_raises_no_alarm() -> None:
     alone = {name: series for name, series in HACKED.items() if name != "part_sums_answer"}
     assert find_alarms(versions(**alone), ["sums"]) == []
 
 
-def test_value_before_format_penalty_is_no_separate_part() -> None:
+def test_value_before_penalties_does_not_count_as_a_reward_part() -> None:
     """The scorer of a form records the value before the penalty as "answer": it rises with the part that carries it."""
     parts = {"answer": Ends(0.3, 0.8), "short": Ends(0.1, 0.6), "maths": Ends(0.2, 0.2), "format": Ends(-0.02, -0.02)}
     assert find_lone_part(Ends(0.28, 0.78), parts) == "short"
@@ -133,7 +133,7 @@ def test_length_alarm_needs_a_relative_and_an_absolute_change(first: float, last
     assert has_drifted(Ends(first, last)) is drifts
 
 
-def test_alarm_if_response_length_of_one_source_drifts() -> None:
+def test_drift_of_response_length_in_one_source_raises_alarm() -> None:
     """Each domain is compared with itself, and a domain whose name begins like another is not mixed up with it."""
     series = {
         "response_length": rising(40, 40),
@@ -152,7 +152,7 @@ def test_reward_parts_of_sources_with_similar_names_are_separate() -> None:
     assert reward_alarms.list_parts(versions(**series), "a", ["a", "a_b"]) == {}
 
 
-def test_alarms_ignore_parts_of_reward_parts() -> None:
+def test_alarms_ignore_the_subparts_of_a_reward_part() -> None:
     series = {**HACKED, "part_sums_rules.no_comma": rising(0.0, 1.0)}
     assert [*reward_alarms.list_parts(versions(**series), "sums", ["sums"])] == ["answer", "short"]
 
@@ -209,20 +209,20 @@ def test_reward_alarms_and_parts_have_names_in_mlflow() -> None:
         (60, 1000, True),
     ],
 )
-def test_many_flips_are_an_alarm_and_one_is_none(flips: int, verdicts: int, raised: bool) -> None:
+def test_many_flipped_verdicts_raise_an_alarm_but_one_does_not(flips: int, verdicts: int, raised: bool) -> None:
     found = find_flip_alarms({"reward": verdicts, "rewards.b": 500}, {"reward": flips, "rewards.b": 0})
     assert [alarm.section for alarm in found] == ["reward"] * raised
     assert not raised or f"[reward]: {flips} of {verdicts} verdicts flipped" in found[0].sentence
 
 
-def test_lower_bound_is_wilsons() -> None:
+def test_wilson_lower_bound_matches_a_hand_calculation() -> None:
     """Worked by hand: (0.15 + 0.1659 - 2.576 x 0.10258) / 1.3318 for 3 flips of 20."""
     assert compute_lower_bound(3, 20) == pytest.approx(0.0388, abs=5e-5)
     assert compute_lower_bound(0, 20) == pytest.approx(0.0, abs=1e-12)
     assert compute_lower_bound(1, 1) > FLIP_LIMIT, "so a smallest number of verdicts is needed, too"
 
 
-def test_flips_reach_status_messages_and_summary(tmp_path: Path) -> None:
+def test_flipped_verdicts_are_reported_in_status_and_messages(tmp_path: Path) -> None:
     describe(open_store(str(tmp_path)), "flips", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     many = RewardStatus(second_verdicts={"reward": 40}, flips={"reward": 20})

@@ -413,7 +413,7 @@ def test_redacted_url_keeps_scheme_host_and_path() -> None:
     assert redact("http:///user:pw@host:1?token=x") == redact("http:user:pw@host:1") == "http:host:1"
 
 
-def test_ray_folder_is_a_short_link_only_if_its_path_is_long(tmp_path: Path) -> None:
+def test_long_path_of_the_ray_folder_is_replaced_by_a_short_link(tmp_path: Path) -> None:
     assert ray_head.short_folder(Path("/short")) == Path("/short")
     long = tmp_path / ("x" * 60)
     assert len(str(ray_head.short_folder(long))) < 41

@@ -70,13 +70,13 @@ def test_run_that_another_run_home_trains_is_refused(server: Server, tmp_path: P
         check_unserved(NAME, tmp_path / "mine")
 
 
-def test_run_command_waits_until_a_dead_one_expires(server: Server, tmp_path: Path) -> None:
+def test_run_command_waits_until_a_dead_run_command_expires(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "other", served=False)
     check_unserved(NAME, tmp_path / "mine")
     assert server.now - 1000.0 == pytest.approx(DEAD_SECONDS, abs=2.0)
 
 
-def test_run_is_not_blocked_by_its_run_home_or_other_runs(server: Server, tmp_path: Path) -> None:
+def test_run_is_not_blocked_by_its_own_run_home_or_other_runs(server: Server, tmp_path: Path) -> None:
     server.add(tmp_path / "mine")
     server.add(tmp_path / "other", "another-run")
     check_unserved(NAME, tmp_path / "mine")

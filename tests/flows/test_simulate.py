@@ -259,6 +259,6 @@ def test_plan_refuses_a_run_with_too_few_versions(capsys: pytest.CaptureFixture[
     assert "has 5 versions; a prediction needs at least 8" in refused(capsys, "plan", RECIPE, "--from-run", str(short))
 
 
-def test_weight_update_without_a_record_is_read_as_none(run: Path) -> None:
+def test_missing_record_of_a_weight_update_is_read_as_none(run: Path) -> None:
     assert read_update(open_store(str(run)), 99) is None
     assert read_update(open_store(str(run)), 3) == Update(3, PAUSE, pytest.approx(1000.0 + 3 * STEP + PAUSE))

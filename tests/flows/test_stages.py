@@ -229,7 +229,7 @@ def test_supervisor_that_was_blocked_reports_lost_actors(world: World, monkeypat
     assert len(world.started) == 4  # by the fixture
 
 
-def test_actor_status_contains_the_actors_warnings(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_collects_the_warnings_of_actors(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = ActorWarning(REWARD, "a:1", 1, "odd")
     asked = {REWARD: RewardStatus(warned=[odd]), CHANNEL: None}
     monkeypatch.setattr(cluster, "call_within", lambda asked_of, *_: asked.get(asked_of, RewardStatus()))

@@ -100,7 +100,7 @@ def test_damaged_status_file_counts_as_missing(tmp_path: Path, damaged: str) -> 
     assert read_status(context) is None
 
 
-def test_counts_of_rewards_are_metrics_of_the_version(tmp_path: Path) -> None:
+def test_counts_of_the_reward_stage_become_version_metrics(tmp_path: Path) -> None:
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
     version = PolicyVersion(1, 1, 0, 0.0, 1, (), (), (), {"reward": 0.5}, "")
@@ -121,7 +121,7 @@ def test_counts_of_rewards_are_metrics_of_the_version(tmp_path: Path) -> None:
     assert not any("/" in name for name in without)
 
 
-def test_figures_of_sandboxes_reach_status_record_and_mlflow(tmp_path: Path) -> None:
+def test_sandbox_figures_are_in_status_run_records_and_mlflow(tmp_path: Path) -> None:
     """The supervisor is restarted, and the reward actor dies and is restarted."""
     describe(open_store(str(tmp_path)), "new", RunConfig())
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())
@@ -147,7 +147,7 @@ def test_figures_of_sandboxes_reach_status_record_and_mlflow(tmp_path: Path) -> 
     assert (row["kind"], row["programs"], row["killed at the deadline"], row["in use"]) == ("rock", 4, 1, 1)
 
 
-def test_reward_actors_are_a_metric_if_they_may_be_several(tmp_path: Path) -> None:
+def test_number_of_reward_actors_is_a_metric_if_it_can_vary(tmp_path: Path) -> None:
     actors = ClusterConfig(reward_actors=RewardActorsConfig(max=4))
     describe(open_store(str(tmp_path)), "new", RunConfig(cluster=actors))
     context, tracker = RunContext(str(tmp_path), tmp_path / "cache"), cast(Any, NoTracker())

@@ -73,7 +73,7 @@ def test_stop_request_made_during_the_start_is_kept(run: RunContext) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("prefect")
-def test_flow_run_start_time_is_that_of_start_retry_or_resume(prefect_server: PrefectServer) -> None:
+def test_flow_run_counts_as_started_at_its_start_or_resumption(prefect_server: PrefectServer) -> None:
     """The time is that of the start, retry or resumption, not when the server notices it late or the process begins."""
     with use_server(prefect_server), open_client() as client:
         began = time.time()

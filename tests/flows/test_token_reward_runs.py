@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
         yield context
 
 
-def test_metric_is_the_mean_sum_of_token_rewards(run: RunContext) -> None:
+def test_metric_token_reward_is_the_mean_sum_of_a_trajectory(run: RunContext) -> None:
     version = run.policies.find(1)
     assert version.batch_entry is not None
     file = run.batches.read_commit(version.batch_entry).file
@@ -59,7 +59,7 @@ def test_metric_is_the_mean_sum_of_token_rewards(run: RunContext) -> None:
     assert version.metrics["token_reward"] == pytest.approx(sum(sums) / len(sums))
 
 
-def test_run_with_token_rewards_audits_clean(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_token_rewards_passes_the_audit(run: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "small", "--deep", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["violations"] == []
 
@@ -70,5 +70,5 @@ def test_run_with_token_rewards_replays_bit_for_bit(run: RunContext, capsys: pyt
 
 
 @pytest.mark.soak
-def test_two_ranks_train_token_rewards_as_one(run: RunContext) -> None:
+def test_two_ranks_train_token_rewards_like_one_rank(run: RunContext) -> None:
     assert main(["replay", "small", "--all", "--ranks", "2"]) == 0

@@ -82,7 +82,7 @@ def test_socks_proxy_without_its_package_is_refused(
     assert "pip install socksio" in said
 
 
-def test_long_folder_for_temporary_files_is_refused(
+def test_long_path_of_the_temporary_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / LONG).mkdir()
@@ -92,7 +92,7 @@ def test_long_folder_for_temporary_files_is_refused(
     assert "at most 70" in said
 
 
-def test_machine_without_temporary_files_is_refused(
+def test_machine_without_a_temporary_folder_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def none() -> str:

@@ -58,7 +58,7 @@ def test_busy_actor_that_does_not_answer_is_not_dead(world: World, vitals: Vital
     assert world.starting(vitals, 3600.0) == {False}
 
 
-def test_idle_actor_is_stuck(world: World, vitals: Vitals) -> None:
+def test_starting_actor_that_is_idle_counts_as_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.used = 0.005, 100.0  # idle threads use this share of a CPU; the process had worked before
     with pytest.raises(Unreachable, match="the process of learner is idle"):
         world.starting(vitals, 3600.0)
@@ -71,13 +71,13 @@ def test_answer_of_an_actor_resets_its_silent_time(world: World, vitals: Vitals)
         vitals.note_answer()
 
 
-def test_actor_without_a_process_is_stuck(world: World, vitals: Vitals) -> None:
+def test_starting_actor_without_a_process_counts_as_stuck(world: World, vitals: Vitals) -> None:
     world.share, world.gone = 1.0, True
     with pytest.raises(Unreachable, match="is idle"):
         world.starting(vitals, 3600.0)
 
 
-def test_actor_may_take_long_to_be_created(world: World, vitals: Vitals) -> None:
+def test_actor_creation_may_take_start_seconds_but_not_more(world: World, vitals: Vitals) -> None:
     """The actor imports behind four others on two cores."""
     world.state = "PENDING_CREATION"
     assert world.starting(vitals, START_SECONDS) == {True}

@@ -52,7 +52,9 @@ def test_damaged_record_of_test_case_times_counts_as_empty(damaged: str) -> None
     learned=st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 3), SECONDS)),
     every=st.integers(1, 4),
 )
-def test_two_records_that_exchange_news_become_equal(learned: list[tuple[bool, str, int, float]], every: int) -> None:
+def test_exchanged_records_of_test_case_times_become_equal(
+    learned: list[tuple[bool, str, int, float]], every: int
+) -> None:
     one, other, known = CaseAnchors(), CaseAnchors(), CaseAnchors()
 
     def exchange() -> None:

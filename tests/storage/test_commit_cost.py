@@ -55,7 +55,7 @@ def test_batch_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert hashed == [5, 3_000_000]
 
 
-def test_batch_columns_equal_the_columns_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_bytes_are_equal_for_each_way_to_join_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns joined in Arrow's memory or in Python's give the same file, also if a group adds nothing to a column."""
     one = group(0).trajectories[0]
     silent = replace(one, tokens=(), loss_mask=(), logprobs=(), versions=(), reason="")

@@ -55,7 +55,7 @@ def test_log_entry_above_the_size_limit_has_an_index_object(monkeypatch: pytest.
     assert (read.entry, read.sha256) == (one, split.sha256)
 
 
-def test_json_of_a_log_entry_is_stable() -> None:
+def test_json_of_a_log_entry_contains_every_field() -> None:
     """The JSON contains every field, also those with default values, so that other readers need no defaults."""
     tree = json.loads(encode(entry(BatchCommitted(3, FILE, 6, (TrainedGroup(4, 1, 2, 3, 9),), (8,)))).data)
     tree.pop("seal")

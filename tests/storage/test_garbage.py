@@ -197,7 +197,7 @@ def test_object_with_an_unknown_path_is_no_garbage(run: LocalStore) -> None:
     assert list_orphans(run, store_clock(run)) == []
 
 
-def test_unnamed_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
+def test_unreferenced_index_object_is_garbage_after_a_week(run: LocalStore) -> None:
     actors = Actors.begin(run)
     for _ in range(12_000):
         actors.scheduler.dispatch(0)

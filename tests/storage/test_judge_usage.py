@@ -15,7 +15,7 @@ def store() -> MemoryStore:
     return MemoryStore(uuid.uuid4().hex)
 
 
-def test_stored_usage_is_read_again(store: MemoryStore) -> None:
+def test_stored_judge_usage_is_read_back(store: MemoryStore) -> None:
     used = JudgeUsage(3, 2, 700)
     store.put(judge_usage_path("reward.parts.style.scorer"), used.encode())
     assert read_judge_usage(store, "reward.parts.style.scorer") == used
@@ -23,6 +23,6 @@ def test_stored_usage_is_read_again(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b"[]", b'{"tokens": -1}', b'{"tokens": "many"}', b'{"tokens": NaN}'])
-def test_damaged_usage_counts_as_none(store: MemoryStore, record: bytes) -> None:
+def test_damaged_judge_usage_record_counts_as_zero(store: MemoryStore, record: bytes) -> None:
     store.put(judge_usage_path("reward"), record)
     assert read_judge_usage(store, "reward") == JudgeUsage()

@@ -111,7 +111,7 @@ def test_append_retried_after_a_lost_race_writes_data_once(store: MemoryStore) -
     assert Log(store).state == scheduler.log.state
 
 
-def test_check_raises_for_a_replaced_process(store: MemoryStore) -> None:
+def test_role_check_of_a_replaced_process_fails(store: MemoryStore) -> None:
     create_run(store)
     supervisor = Supervisor(store).writer
     learner = Log(store).claim("learner", supervisor.claim)
@@ -436,7 +436,7 @@ def test_log_is_opened_from_newest_snapshot_and_later_entries(
 
 
 @pytest.mark.parametrize("how", ["altered", "another fold", "of another log", "not JSON"])
-def test_invalid_snapshot_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_log_snapshot_is_ignored(store: MemoryStore, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, learner = train(store, 6)
     newest = learner.log.state
     for path in list(store.list("log_snapshots")):

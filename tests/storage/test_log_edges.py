@@ -44,7 +44,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 # --- appending ----------------------------------------------------------------------------------------------------
 
 
-def test_append_fails_if_storage_answers_no_write(store: Counting, pauses: list[float]) -> None:
+def test_append_fails_if_storage_never_answers(store: Counting, pauses: list[float]) -> None:
     """Each try takes the store's whole patience."""
     log = claims(store, 2)
     Counting.broken["log"] = [Unreachable("no answer") for _ in range(99)]
@@ -105,7 +105,7 @@ def test_invalid_append_writes_nothing_and_is_not_retried(store: Counting, pause
     assert Counting.writes == before
 
 
-def test_data_of_an_append_is_written_once_over_all_tries(store: Counting, pauses: list[float]) -> None:
+def test_retried_append_writes_its_data_only_once(store: Counting, pauses: list[float]) -> None:
     """An append is retried because its view was old, another writer was first, or the store did not answer."""
     create_run(store)
     supervisor = Supervisor(store)

@@ -132,7 +132,7 @@ def test_independent_checker_finds_an_alpha_with_new_hashes(run: Path) -> None:
     assert violation(run) == "1: its chain"
 
 
-def test_independent_checker_finds_alpha_by_the_trained_groups(run: Path) -> None:
+def test_independent_checker_finds_groups_too_old_for_alpha(run: Path) -> None:
     """The hash chain is valid, but a batch's groups were started before the version that synchronous mode requires."""
     forge(run, 0, lambda body: body["config"].update(async_ratio=0))
     assert violation(run).endswith(": stale")
@@ -281,7 +281,7 @@ def test_independent_checker_finds_an_altered_batch_file(run: Path) -> None:
     assert violation(run) == f"batch {tree(run, n)['body']['number']}: not the file that was committed"
 
 
-def test_batch_files_in_another_format_are_checked_by_groups(tmp_path: Path) -> None:
+def test_batch_in_an_unknown_format_is_checked_by_its_log_entry(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     create_run(store, ALPHA)
     supervisor = Supervisor(store)

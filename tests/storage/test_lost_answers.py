@@ -95,7 +95,7 @@ def test_log_entry_is_synced_to_disk_before_it_counts(tmp_path: Path, monkeypatc
     assert "log" in synced
 
 
-def test_synced_folders_are_not_pickled(tmp_path: Path) -> None:
+def test_pickled_store_forgets_which_folders_are_synced(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     store.create("a/b", b"x")
     sent = pickle.loads(pickle.dumps(store))  # noqa: S301 - Ray pickles stores

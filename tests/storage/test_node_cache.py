@@ -132,7 +132,7 @@ def test_partly_downloaded_folder_is_removed_by_the_next_one(
     assert (left[0] / HALVES[0]).exists()
 
 
-def test_cached_folders_in_use_stay_and_others_are_limited(
+def test_cached_folders_are_limited_except_those_in_use(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     assert answered(start(processes, holder, cache, "old"))
@@ -227,7 +227,7 @@ def test_each_store_has_its_own_cache_folder(cache: Path) -> None:
     assert hold(cache, store="s3://one").folder != hold(cache, store="s3://two").folder
 
 
-def test_run_context_pickles_without_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickled_run_context_contains_no_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path / "there"))
     packed = pickle.dumps(RunContext("s3://bucket/runs/one", tmp_path / "here"))
     assert str(tmp_path).encode() not in packed

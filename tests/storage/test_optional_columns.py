@@ -75,7 +75,7 @@ def test_optional_columns_of_a_batch_are_read_as_written(rows: list[dict[str, An
     assert batch.branches == ["branch" in row for row in rows]
 
 
-def test_batch_without_optional_values_keeps_its_bytes() -> None:
+def test_batch_without_optional_values_has_no_optional_columns() -> None:
     batch = written(BARE)
     assert batch.table.schema.equals(SCHEMA, check_metadata=True)
     assert all(batch.optional(name) is None for name in optional_columns.NAMES)
@@ -108,7 +108,7 @@ def test_batches_are_packed_and_read_without_pandas() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_optional_field_is_tested() -> None:
+def test_every_optional_column_has_a_test_value() -> None:
     assert tuple(VALUES) == optional_columns.NAMES
     assert set(VALUES) < set(Trajectory.__dataclass_fields__)
 
@@ -159,13 +159,13 @@ def test_null_inside_of_an_optional_value_is_corrupt(name: str, values: list[Any
         TrajectoryBatch.from_bytes(file_with(name, values))
 
 
-def test_column_of_nulls_alone_is_readable() -> None:
+def test_optional_column_of_only_nulls_is_readable() -> None:
     for field in optional_columns.COLUMNS:
         batch = TrajectoryBatch.from_bytes(file_with(field.name, [None, None]))
         assert batch.groups() == [BARE[0]]
 
 
-def test_unknown_outcome_cannot_become_a_record() -> None:
+def test_unknown_outcome_in_a_batch_file_is_corrupt() -> None:
     batch = TrajectoryBatch.from_bytes(file_with("outcome", ["wrong", "fine"]))
     with pytest.raises(Corrupt, match=r"has the outcome 'fine'; expected one of \['correct', 'partial'"):
         batch.groups()

@@ -66,7 +66,7 @@ def test_published_policy_version_is_found(run: ObjectStore) -> None:
             other.find(version)
 
 
-def test_policy_versions_since_a_number_come_in_order(run: ObjectStore) -> None:
+def test_policy_versions_from_a_number_on_are_listed_in_order(run: ObjectStore) -> None:
     begin(run)
     policies, _ = train(run, 4)
     for first in range(6):
@@ -195,7 +195,7 @@ def test_evaluated_policy_version_is_deleted_at_the_runs_end(run: ObjectStore) -
     assert list_orphans(run, now=store_clock(run) + 1e9) == []
 
 
-def test_first_use_of_a_policy_version_is_reported_once(memory: MemoryStore) -> None:
+def test_prune_asks_once_whether_each_version_is_in_use(memory: MemoryStore) -> None:
     """Each call makes requests to the store, and the learner waits for them."""
     begin(memory, keep_last=1, keep_every=100)
     _, writer = train(memory, 8)

@@ -24,7 +24,7 @@ def bases(rules: Retention, latest: int) -> set[int]:
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_kept_objects_are_kept_versions_and_their_replay_bases(rules: Retention) -> None:
+def test_retention_keeps_versions_and_the_states_to_replay_them(rules: Retention) -> None:
     for latest in range(LONG):
         versions = range(latest + 1)
         states = bases(rules, latest) | {0, latest}

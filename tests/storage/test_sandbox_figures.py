@@ -38,7 +38,7 @@ FIGURES = st.builds(
 
 
 @given(st.lists(SECONDS, min_size=1), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
-def test_quantile_is_right_to_five_percent(seconds: list[float], share: float) -> None:
+def test_quantile_of_sandbox_times_is_exact_to_five_percent(seconds: list[float], share: float) -> None:
     times = SandboxFigures()
     for one in seconds:
         times += SandboxFigures(times={find_bucket(one): 1})
@@ -46,13 +46,15 @@ def test_quantile_is_right_to_five_percent(seconds: list[float], share: float) -
     assert times.find_quantile(share) == pytest.approx(exact, rel=math.sqrt(GROWTH) - 1 + 1e-9)
 
 
-def test_times_beyond_the_buckets_count_in_the_last_or_first() -> None:
+def test_times_outside_all_buckets_count_in_the_nearest_bucket() -> None:
     assert (find_bucket(0.0), find_bucket(-1.0), find_bucket(1e9)) == (0, 0, BUCKETS - 1)
     assert SandboxFigures().find_quantile(0.5) is None
 
 
 @given(st.dictionaries(st.sampled_from("abc"), FIGURES), st.data())
-def test_every_measurement_of_a_process_counts_once(newest: dict[str, SandboxFigures], data: st.DataObject) -> None:
+def test_newest_sandbox_figures_of_each_process_count_once(
+    newest: dict[str, SandboxFigures], data: st.DataObject
+) -> None:
     """Old and new measurements arrive in any order, and by several supervisors."""
     uses = [SandboxUse(name, "rock", one) for name, one in newest.items()]
     older = [use._replace(figures=replace(use.figures, started=use.figures.started // 2)) for use in uses]
@@ -65,7 +67,7 @@ def test_every_measurement_of_a_process_counts_once(newest: dict[str, SandboxFig
     assert read_sandbox_uses(store).totals() == ({"rock": expected} if newest else {})
 
 
-def test_process_that_is_gone_uses_no_sandbox() -> None:
+def test_ended_process_counts_as_using_no_sandbox() -> None:
     uses = SandboxUses()
     first = SandboxUse("one", "rock", SandboxFigures(3, in_use=2))
     uses.note_all([first, SandboxUse("two", "rock", SandboxFigures(1))])
@@ -80,7 +82,7 @@ def test_run_without_sandboxes_stores_no_figures() -> None:
     assert list(store.list("")) == []
 
 
-def test_damaged_figures_are_skipped() -> None:
+def test_damaged_sandbox_figures_are_skipped() -> None:
     store = MemoryStore("figures")
     for number, damaged in enumerate(("", "[]", '{"one": {"rock": {"started": "many"}}}')):
         store.put(f"sandboxes/{number}.json", damaged.encode())
@@ -88,7 +90,7 @@ def test_damaged_figures_are_skipped() -> None:
     assert read_sandbox_uses(store).totals() == {"rock": SandboxFigures(4)}
 
 
-def test_listed_figures_name_kills_and_reasons() -> None:
+def test_sandbox_figures_are_listed_with_kills_and_reasons() -> None:
     figures = SandboxFigures(2, 1, {"not emptied": 1}, {"exited": 2, "memory": 1, "stopped": 1}, 1, 0.5, {0: 4}, 1)
     listed = list_figures(figures)
     assert listed["programs"] == 4.0

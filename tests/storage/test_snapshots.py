@@ -145,7 +145,7 @@ def test_empty_log_has_the_empty_state(store: Counting) -> None:
 ROLES: tuple[Role, ...] = ("supervisor", "scheduler", "learner")
 
 
-def test_number_of_the_claim_of_an_unclaimed_role_is_minus_1(store: Counting) -> None:
+def test_unclaimed_role_has_the_claim_number_minus_1(store: Counting) -> None:
     state = claims(store, 3).state
     assert [state.newest_claim(role) for role in ROLES] == [2, -1, -1]
 

@@ -83,7 +83,7 @@ def test_token_array_index_may_be_a_numpy_integer() -> None:
         flat["1"]  # type: ignore[call-overload]
 
 
-def test_slice_of_a_token_array_is_pickled_alone() -> None:
+def test_pickled_slice_of_a_token_array_excludes_the_rest() -> None:
     whole = Int32s.same(1, 100_000)
     for piece in (whole[5:7], whole[::50_000], Int32s.concatenate([whole[:1], whole[-1:]])):
         assert len(pickle.dumps(piece)) < 200
@@ -96,7 +96,7 @@ def test_packer_cache_is_bounded() -> None:
     assert _packer.cache_info().currsize <= LENGTHS
 
 
-def test_int32s_array_property_is_a_view() -> None:
+def test_int32s_array_property_is_a_read_only_view() -> None:
     found = Int32s.of([1, 2, 3]).array
     assert found.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):

@@ -47,7 +47,7 @@ def break_next(monkeypatch: pytest.MonkeyPatch) -> Break:
     return lambda: state.update(armed=True, linked=False)
 
 
-def test_error_after_a_create_does_not_deny_an_existing_object(local: LocalStore, break_next: Break) -> None:
+def test_error_after_a_create_says_that_the_object_exists(local: LocalStore, break_next: Break) -> None:
     break_next()
     with pytest.raises(Unreachable, match=r"a/record exists.*Input/output error"):
         local.create("a/record", b"x")
@@ -173,7 +173,7 @@ def test_object_created_meanwhile_is_a_conflict(local: LocalStore, monkeypatch: 
 
 
 @pytest.mark.parametrize("told", [errno.EIO, errno.EEXIST])
-def test_create_that_cannot_be_checked_is_unreachable(
+def test_create_with_an_unknown_result_raises_unreachable(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch, told: int
 ) -> None:
     link = os.link
@@ -217,7 +217,7 @@ def test_put_with_a_lost_response_reads_the_object_back(
     assert local.get("a/object") == b"old"
 
 
-def test_put_that_cannot_be_checked_is_unreachable(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_put_with_an_unknown_result_raises_unreachable(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     local.put("a/object", b"old")
     with monkeypatch.context() as patch:
         lost_answers(patch, "replace")
@@ -227,7 +227,7 @@ def test_put_that_cannot_be_checked_is_unreachable(local: LocalStore, monkeypatc
     assert local.get("a/object") == b"new"
 
 
-def test_error_after_a_put_does_not_deny_an_existing_object(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_after_a_put_says_that_the_object_exists(local: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder cannot be synced: the object exists, but may not survive a power cut."""
     local.put("a/object", b"old")
     with monkeypatch.context() as patch:

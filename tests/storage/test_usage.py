@@ -83,7 +83,7 @@ def test_service_that_has_ended_adds_no_cpu_usage(tmp_path: Path) -> None:
     assert {cost.role for cost in session_costs({SERVER: service, RAY: service}, "none")} == {"command"}
 
 
-def test_process_id_survives_a_clock_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_step_does_not_count_a_process_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process id with the start time by the wall clock would count twice after a clock step."""
     seen, booted = CpuUsage(), psutil.boot_time()
     for step in (0.0, 3600.0, -3600.0):

@@ -109,7 +109,7 @@ def test_weight_files_are_downloaded_once_per_node(tmp_path: Path, monkeypatch: 
         hashed.clear()
 
 
-def test_next_policy_version_releases_the_previous_one(tmp_path: Path) -> None:
+def test_next_policy_version_releases_the_previous_folder(tmp_path: Path) -> None:
     """The last version that a process requested stays, however many versions other processes fetch."""
     run = open_store(f"memory://{uuid.uuid4().hex}")
     version = published(run)

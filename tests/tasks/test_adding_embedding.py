@@ -66,7 +66,7 @@ def test_tied_embedding_weight_gets_both_gradients() -> None:
     torch.testing.assert_close(gradient(), whole)
 
 
-def test_failed_with_block_restores_the_embedding() -> None:
+def test_embedding_is_restored_after_an_error_in_the_block() -> None:
     embedding = nn.Embedding(VOCABULARY, HIDDEN)
     with suppress(ZeroDivisionError), of(embedding).add_in_place():
         raise ZeroDivisionError
@@ -100,7 +100,7 @@ def test_special_embedding_gradient_is_computed_by_autograd(embedding: Any) -> N
     assert heard == [1]
 
 
-def test_gradient_of_an_unknown_embedding_is_by_autograd() -> None:
+def test_model_without_a_known_embedding_is_accepted() -> None:
     def unknown() -> None:
         raise NotImplementedError
 

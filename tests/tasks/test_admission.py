@@ -151,7 +151,7 @@ def test_prompt_is_started_if_an_engine_has_free_slots(supply: dict[str, Any], f
         (2, 2, True, True, False),
     ],
 )
-def test_admission_tells_if_only_alpha_keeps_engines_idle(
+def test_admission_reports_if_only_alpha_keeps_engines_idle(
     fresh: int, wanted: int, free: bool, opens: bool, is_held: bool
 ) -> None:
     found = AdmissionDecision(0, fresh, wanted, free)

@@ -74,7 +74,7 @@ def test_batch_advantages_match_a_hand_calculation() -> None:
     assert found_by(baseline="batch", scale="batch") == pytest.approx(expected, abs=1e-12)
 
 
-def test_each_sign_of_an_advantage_has_its_weight() -> None:
+def test_positive_and_negative_advantages_have_separate_weights() -> None:
     found = found_by(scale="none", positive_weight=3.0, negative_weight=0.3)
     assert found == pytest.approx([2.0, -0.1, -0.1, 0, 0, 0], abs=1e-12)
 
@@ -236,7 +236,7 @@ def test_rows_without_tokens_do_not_count_in_the_baseline(baseline: str, scale: 
     assert found_R[tokens_R > 0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_response_at_the_length_limit_keeps_its_whole_reward() -> None:
+def test_overlong_penalty_begins_above_its_threshold() -> None:
     tokens_R = torch.tensor([44, 45, 46])
     assert penalize_overlong(tokens_R, 100, 0.55).tolist() == pytest.approx([0.0, 0.0, 1 / 55], abs=1e-12)
     assert penalize_overlong(tokens_R, 100, 0.55)[1] == 0.0

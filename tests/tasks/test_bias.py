@@ -30,7 +30,7 @@ def test_exact_importance_weights_have_no_bias(staleness: float, seed: int) -> N
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_only_weights_by_sign_bias_on_policy_gradients(kind: str) -> None:
+def test_only_sign_weights_bias_an_on_policy_gradient(kind: str) -> None:
     assert (Bandit(0.0).found(preset(kind)).bias < 1e-9) == (kind != "weighted-topr")
 
 

@@ -63,7 +63,7 @@ def test_every_architecture_can_start_with_empty_weights(name: str, dtype: str, 
 
 
 @pytest.mark.parametrize("part", [{"objective": {"kind": "ppo"}}, {"lora": {"rank": 4}}], ids=["critic", "LoRA"])
-def test_random_new_weights_do_not_depend_on_the_model(folder: Path, part: Mapping[str, Any]) -> None:
+def test_random_weights_of_new_parts_do_not_depend_on_the_model(folder: Path, part: Mapping[str, Any]) -> None:
     """A critic's head, an adapter and all later draws are the same, whatever the model has drawn."""
     found = []
     for blank in (False, True):

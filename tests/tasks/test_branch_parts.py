@@ -23,7 +23,7 @@ PARTS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max
 
 
 @given(PARTS)
-def test_branch_reads_like_its_parts_in_order(parts: list[tuple[bool, int, bool]]) -> None:
+def test_branch_contains_its_parts_in_order(parts: list[tuple[bool, int, bool]]) -> None:
     branch, number = LivedBranch(), count(100)
     tokens, sampled, versions = list[int](), list[bool](), list[int]()
     for version, (is_sampled, size, is_read) in enumerate(parts):
@@ -56,7 +56,7 @@ class Watched(Scripted):
         return score
 
 
-def test_turns_join_no_earlier_log_probs() -> None:
+def test_new_turn_does_not_copy_earlier_log_probs() -> None:
     watched = Watched([Step(added=3, said=2)] * 4)
     made = play(watched)
     assert (watched.parts, len(made.tokens)) == (8, 2 + 4 * 5)

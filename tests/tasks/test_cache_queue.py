@@ -71,7 +71,7 @@ def test_episode_waits_until_its_tokens_fit() -> None:
     run_virtual(run())
 
 
-def test_turn_returns_to_its_engine_before_new_episodes() -> None:
+def test_next_turn_of_an_episode_precedes_new_episodes() -> None:
     async def run() -> None:
         queue, lanes = queue_of(100, 100, slots=1)
         first = await begin(queue, "a", 10)
@@ -93,7 +93,7 @@ def test_turn_returns_to_its_engine_before_new_episodes() -> None:
     run_virtual(run())
 
 
-def test_parked_episode_with_fewest_tokens_is_evicted_first() -> None:
+def test_idle_episode_with_fewest_tokens_is_evicted_first() -> None:
     async def run() -> None:
         queue, [lane] = queue_of(204)
         for episode, tokens in (("large", 60), ("small", 20), ("grows", 70)):
@@ -127,7 +127,7 @@ def test_episode_larger_than_a_cache_runs_alone() -> None:
     run_virtual(run())
 
 
-def test_shorter_episodes_give_no_room_to_others() -> None:
+def test_shrinking_episodes_are_not_expected_to_shrink_further() -> None:
     """Branches make the episodes shorter, but three turns of the others may still let them grow."""
 
     async def run() -> None:
@@ -142,7 +142,7 @@ def test_shorter_episodes_give_no_room_to_others() -> None:
 
 
 @pytest.mark.parametrize("how", ["failed", "removed"])
-def test_claims_end_with_their_engine(how: str) -> None:
+def test_cache_reservations_end_with_their_engine(how: str) -> None:
     async def run() -> None:
         queue, lanes = queue_of(100, 100, slots=1)
         home = await (await begin(queue, "a", 10))
@@ -174,7 +174,7 @@ def test_claims_end_with_their_engine(how: str) -> None:
     deaths=st.integers(0, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_drawn_episode_ends_and_no_claim_stays(
+def test_random_episodes_end_and_leave_no_cache_reservations(
     capacity: int, engines: int, slots: int, seed: int, deaths: int
 ) -> None:
     """Episodes play drawn turns while engines join and die; whoever is admitted beside others fits."""

@@ -306,14 +306,14 @@ def test_first_deadline_follows_the_reference_solution() -> None:
     assert (scores[0].parts["deadline"], desk.anchors.kills) == (6.0, 1)
 
 
-def test_reference_seconds_bound_each_case_of_the_row() -> None:
+def test_case_deadlines_follow_the_reference_seconds() -> None:
     desk = Desk(NAMED)
     run_virtual(score_rows(desk, {**TWO, "seconds": "4"}, "1 7"))
     assert desk.sandboxes.timeouts == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_row_without_reference_seconds_begins_at_the_maximum(value: str | None) -> None:
+def test_deadline_without_reference_seconds_begins_at_maximum(value: str | None) -> None:
     desk = Desk(NAMED)
     run_virtual(score_rows(desk, {**ROW, "seconds": value}, "1 7", "1 7"))
     assert desk.sandboxes.timeouts == [30.0, 2.0]
@@ -368,7 +368,7 @@ def test_composite_scorer_passes_deadline_times_to_its_part() -> None:
     assert (score.value, score.parts["code.deadline"]) == (1.0, 3.0)
 
 
-def test_config_says_whether_deadlines_adapt() -> None:
+def test_adaptive_deadlines_are_recognized_in_the_config() -> None:
     plain, adaptive = CodeReward(case_seconds=30.0), CodeReward(case_seconds=30.0, adaptive=ADAPTIVE)
     assert not has_adaptive_deadlines(ExactReward())
     assert not has_adaptive_deadlines(plain)

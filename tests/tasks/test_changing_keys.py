@@ -154,9 +154,7 @@ def test_refused_config_change_ends_with_exit_code_2(
 
 
 @pytest.mark.parametrize("override", ["solved_every=2", "solved_every=1", "solved_from=0.5"])
-def test_skipping_of_solved_questions_cannot_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
-) -> None:
+def test_keys_of_solved_questions_cannot_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     """The log counts a source's epochs by the first config of the run."""
     monkeypatch.setenv("ROLLFLOW_HOME", str(tmp_path))
     file = tmp_path / "questions.jsonl"

@@ -143,7 +143,7 @@ def spoken(pipeline: Pipeline) -> dict[tuple[int, int], tuple[int, ...]]:
     return {(group.key.prompt, one.sample): one.tokens for group in groups for one in group.trajectories}
 
 
-def test_preempted_group_keeps_its_random_lengths() -> None:
+def test_preempted_prompt_gets_the_same_response_lengths_again() -> None:
     """With other draws a preempted group would usually get shorter responses, a bias of extra groups."""
     common = {"versions": 30, "groups": 8, "async_ratio": 0.0, "slots": 64, "sigma": 1.5}
     plain, _ = ran(**common)
@@ -238,7 +238,7 @@ def test_batch_order_started_takes_the_oldest_prompts() -> None:
     assert taken == [list(range(4 * n, 4 * n + 4)) for n in range(12)]
 
 
-def test_baseline_scores_only_after_the_last_response() -> None:
+def test_batch_scheduler_scores_only_after_the_last_response() -> None:
     common = {"versions": 5, "groups": 8, "async_ratio": 0.0, "slots": 4, "reward_seconds": 2.0}
     for scheduler, waits in ((RolloutScheduler, False), (BatchScheduler, True)):
         pipeline, _ = ran(**common, scheduler_type=scheduler)

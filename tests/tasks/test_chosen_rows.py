@@ -133,7 +133,7 @@ def test_check_command_counts_rows_that_are_left_out(tmp_path: Path, monkeypatch
     assert "lines are left out because they are near duplicates of held-out questions" in note
 
 
-def test_template_surrounds_each_question() -> None:
+def test_prompt_template_is_applied_to_each_question() -> None:
     asked = list[Any]()
 
     def encode(what: Any, chat: bool, system: str | None) -> list[int]:
@@ -148,7 +148,7 @@ def test_template_surrounds_each_question() -> None:
     assert prompts.texts(1)[0] == asked[-1]
 
 
-def test_template_replaces_the_last_message() -> None:
+def test_prompt_template_changes_only_the_last_message() -> None:
     config = FilePrompts(path="q.jsonl", chat=True, template="Think. {question}")
     messages = [{"role": "system", "content": "{question}"}, {"role": "user", "content": "Why?"}]
     assert apply_template(config, messages) == [messages[0], {"role": "user", "content": "Think. Why?"}]

@@ -41,7 +41,7 @@ def test_closed_verifier_leaves_no_process(is_part: bool) -> None:
         assert list_boxes() == before
 
 
-def test_verifier_without_an_end_can_be_closed() -> None:
+def test_verifier_without_a_close_method_can_be_closed() -> None:
     close_in_thread([verifier_of(kind="exact")])
 
 

@@ -269,7 +269,7 @@ async def test_part_of_a_judge_has_its_own_section_and_usage(folder: Path) -> No
 TASTE = {"kind": "composite", "parts": {"answer": MATHS, "taste": {"scorer": {**MODEL, "workers": 2, "cpus": 3}}}}
 
 
-def test_reward_model_of_a_part_has_actors_of_its_own() -> None:
+def test_each_reward_model_of_a_part_has_its_own_actors() -> None:
     tree = {"reward": TASTE, "rewards": {"r": TASTE, "taste": MODEL, "scorer": MODEL}}
     sources = [{"kind": "sorting"}, *({"kind": "sorting", "reward": name} for name in ("r", "taste", "scorer"))]
     config = parse_config({"policy": {"path": "p"}, "engine": {"kind": "timed"}, "prompts": sources, **tree})
@@ -285,13 +285,13 @@ def test_reward_model_of_a_part_has_actors_of_its_own() -> None:
     }
 
 
-def test_parts_reserve_cpus() -> None:
+def test_composite_reward_reserves_the_cpus_of_its_parts() -> None:
     plain, mixed = run_of({"kind": "exact"}), run_of({**TASTE, "workers": 2})
     assert (mixed.scorer_workers, mixed.reward.scoring_slots) == (2, 4)
     assert needed_cpus(mixed) - needed_cpus(plain) == pytest.approx(2 - 1 + 2 * 3)
 
 
-def test_parts_take_the_shared_keys() -> None:
+def test_shared_keys_of_a_composite_reward_apply_to_its_parts() -> None:
     code = {"scorer": {"kind": "code"}}
     keys = {"workers": 3, "at_once": 7, "deadline_seconds": 9.0, "special_tokens": False, "judge_tries": 5}
     config = composite(parts={**MIXED["parts"], "code": code}, format={"pattern": "x"}, **keys)
@@ -319,12 +319,12 @@ def test_parts_take_the_shared_keys() -> None:
         ),
     ],
 )
-def test_wrong_judge_of_a_part_is_refused(reward: dict[str, Any], sentence: str) -> None:
+def test_invalid_judge_in_a_composite_part_is_refused(reward: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         run_of(reward)
 
 
-def test_tag_of_the_composite_holds_for_all_parts() -> None:
+def test_answer_key_of_a_composite_applies_to_all_parts() -> None:
     config = composite(parts={**MIXED["parts"], "taste": {"scorer": MODEL}}, answer="tag")
     assert {part.answer for part in config.part_scorers.values()} == {"tag"}
     assert {part.answer for part in composite(parts=MIXED["parts"]).part_scorers.values()} == {"all"}
@@ -337,14 +337,14 @@ def test_judge_of_a_part_has_its_own_limits() -> None:
 
 
 @pytest.mark.parametrize("scorer", [JUDGE, MODEL])
-def test_cold_start_refuses_a_part_that_knows_no_answers(scorer: dict[str, Any]) -> None:
+def test_cold_start_refuses_a_part_without_reference_answers(scorer: dict[str, Any]) -> None:
     reward = {"kind": "composite", "parts": {"p": {"scorer": scorer}}}
     where = rf"^reward\.parts\.p\.scorer\.kind = '{scorer['kind']}': a cold start compares its responses with answers"
     with pytest.raises(ConfigError, match=where):
         parse_config({"reward": reward})
 
 
-def test_keys_that_decide_no_score_change_no_version() -> None:
+def test_keys_without_effect_on_scores_keep_the_scorer_version() -> None:
     def version(**keys: Any) -> str:
         return compute_version(composite(parts={"answer": MATHS, "j": {"scorer": {**JUDGE, **keys}}}))
 
@@ -354,7 +354,7 @@ def test_keys_that_decide_no_score_change_no_version() -> None:
     assert version(model="other") != version()
 
 
-def test_only_operations_of_a_judge_may_change() -> None:
+def test_only_operational_keys_of_a_judge_may_change() -> None:
     config = run_of(MIXED)
     at = "reward.parts.style.scorer"
     for key in ("budget_tokens", "tries", "at_once", "url", "deadline_seconds"):
@@ -364,7 +364,7 @@ def test_only_operations_of_a_judge_may_change() -> None:
     assert explain_fixed(config, "reward.parts.answer.scorer.decimals")
 
 
-def test_row_without_a_rubric_names_the_part(tmp_path: Path) -> None:
+def test_error_for_a_row_without_a_rubric_names_the_part(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
     source = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 0}
     reward = {"kind": "composite", "parts": {"j": {"scorer": {**JUDGE, "mode": "rubric"}}}}
@@ -373,13 +373,13 @@ def test_row_without_a_rubric_names_the_part(tmp_path: Path) -> None:
         read_files(config, read_file)
 
 
-def test_trial_asks_no_judge() -> None:
+def test_scorer_trial_does_not_call_a_judge() -> None:
     own = {"scorer": {"kind": "import", "path": "tests.support.scoring_functions:one"}}
     config = composite(parts={**MIXED["parts"], "own": own}, deadline_seconds=7.0)
     [(section, tried)] = _list_tried("r", config)
     assert (section, tried.kind, tried.deadline_seconds) == ("rewards.r.parts.own.scorer", "import", 7.0)
 
 
-def test_mixed_composite_is_no_verifier() -> None:
+def test_composite_with_a_judge_cannot_be_a_verifier() -> None:
     with pytest.raises(ConfigError, match=r"^reward\.kind = 'composite': a part is a judge or a reward model"):
         build_verifier(composite(parts=MIXED["parts"]))

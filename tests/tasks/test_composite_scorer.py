@@ -78,7 +78,7 @@ def test_sum_counts_only_if_the_required_part_is_correct() -> None:
     assert wrong.reason.startswith("maths is not correct; ")
 
 
-def test_format_is_subtracted_from_the_sum() -> None:
+def test_format_penalty_is_subtracted_from_the_weighted_sum() -> None:
     found = score("42", parts={"maths": ANSWER, "short": SHORT}, format=Format(pattern="<.*>", penalty=0.5))
     assert found.value == 0.75
     assert found.parts == {"answer": 1.25, "maths": 1.0, "short": 1.0, "format": -0.5}
@@ -268,7 +268,7 @@ def test_length_penalty_is_stored_beside_the_weighted_sum(unit: str, amount: flo
     assert finish_score(score, config, response, 5).value == 1.25 or unit == "characters"
 
 
-def test_threshold_and_format_count_with_the_length_penalty() -> None:
+def test_correctness_threshold_counts_all_penalties() -> None:
     keys = {"format": {"pattern": "x", "penalty": 0.25}, "length_penalty": RISING, "correct_from": 0.5}
     config = ExactReward.model_validate(keys)
     found = [finish_score(Score(1.0), config, "y", tokens) for tokens in (10, 15, 20)]
@@ -276,7 +276,7 @@ def test_threshold_and_format_count_with_the_length_penalty() -> None:
     assert found[1].parts == {"answer": 1.0, "format": -0.25, "length_penalty": -0.25}
 
 
-def test_late_response_gets_the_whole_length_penalty() -> None:
+def test_unread_response_gets_all_penalties_in_full() -> None:
     """Nobody read the response, which may be as long as it likes."""
     keys = {"format": {"pattern": "x", "penalty": 0.25}, "length_penalty": RISING}
     assert ExactReward.model_validate(keys).unread_value == -0.75

@@ -247,7 +247,7 @@ def test_config_change_does_not_alter_a_recorded_policy(tmp_path: Path, monkeypa
         record_change(again(context), ["engine.kind=vllm", "engine.temperature=0.001"])
 
 
-def test_batch_keys_change_only_when_no_batch_waits(short: RunContext, tmp_path: Path) -> None:
+def test_batch_keys_may_be_changed_if_no_batch_waits(short: RunContext, tmp_path: Path) -> None:
     context = copy_run(short, tmp_path / "small")
     record_change(again(context), ["versions=3", "group_size=6", "groups=3", "engine.temperature=0.5", "async_ratio=0"])
     found: RunConfig = again(context).config

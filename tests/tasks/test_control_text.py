@@ -104,7 +104,7 @@ TEXTS = st.lists(st.sampled_from([*PARTS, *HALVES]), max_size=12).map("".join)
 
 
 @given(st.sampled_from(sorted(BUILD)), TEXTS)
-def test_no_piece_of_a_text_has_a_control_token(name: str, text: str) -> None:
+def test_cut_text_contains_no_control_tokens(name: str, text: str) -> None:
     tokenizer, control = build(name)
     marked = control.cut(text)
     encoded = [tokenizer.encode(piece, add_special_tokens=False) for piece in marked.split(CUT)]
@@ -118,7 +118,7 @@ def test_no_piece_of_a_text_has_a_control_token(name: str, text: str) -> None:
 
 
 @given(st.sampled_from(sorted(BUILD)), st.text("abcdefg <>|/7\n", max_size=30))
-def test_text_without_control_tokens_is_not_cut(name: str, text: str) -> None:
+def test_text_without_control_tokens_is_unchanged(name: str, text: str) -> None:
     tokenizer, control = build(name)
     ids = set(tokenizer.encode(text, add_special_tokens=False).ids)
     unknown = {tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("[UNK]")}
@@ -126,13 +126,13 @@ def test_text_without_control_tokens_is_not_cut(name: str, text: str) -> None:
         assert control.cut(text) == text
 
 
-def test_blanks_are_layout_and_no_control_tokens() -> None:
+def test_spaces_do_not_count_as_control_tokens() -> None:
     tokenizer = open_policy()
     assert tokenizer.cut_control("   ") == "   "
     assert len(tokenizer.encode_response("   ")) == 1
 
 
-def test_token_of_blanks_in_other_alphabets_is_layout() -> None:
+def test_nonbreaking_spaces_do_not_count_as_control_tokens() -> None:
     tokenizer = Tokenizer.from_str(BUILD["odd"]().to_str())
     tokenizer.add_tokens([AddedToken("\u00a0\u00a0", normalized=False), AddedToken(UNREADABLE, special=True)])
     control = ControlTokens(tokenizer)
@@ -154,7 +154,7 @@ def ask(tokenizer: PolicyTokenizer, domain: str = "chat") -> Prompt:
 
 
 @given(TEXTS, st.sampled_from(["chat", "plain"]), st.booleans())
-def test_result_of_a_tool_is_text_in_each_domain(text: str, domain: str, framed: bool) -> None:
+def test_tool_result_is_rendered_without_control_tokens(text: str, domain: str, framed: bool) -> None:
     """The oracle renders a harmless text, which it replaces in the decoded tokens."""
     tokenizer = open_policy()
     renderer, prompt = PolicyRenderer(tokenizer, {"chat"}), ask(tokenizer, domain)
@@ -182,7 +182,7 @@ def test_adjoining_messages_form_no_control_token(texts: list[str], frame: str |
     assert tokenizer.decode(found) == whole
 
 
-def test_messages_of_an_environment_are_text_in_each_role() -> None:
+def test_environment_message_adds_no_control_tokens() -> None:
     tokenizer = open_policy()
     renderer, prompt = PolicyRenderer(tokenizer, {"chat"}), ask(tokenizer)
     found, harmless = (
@@ -191,7 +191,7 @@ def test_messages_of_an_environment_are_text_in_each_role() -> None:
     assert count_control(tokenizer, found) == count_control(tokenizer, harmless)
 
 
-def test_evil_result_was_control_tokens_without_the_rule() -> None:
+def test_unprotected_tool_result_would_add_control_tokens() -> None:
     """The test of the test: without marks, the tokenizer reads the text as an end of turn."""
     tokenizer = open_policy()
     assert any(count_control(tokenizer, tokenizer.encode_response(EVIL)).values())
@@ -199,7 +199,7 @@ def test_evil_result_was_control_tokens_without_the_rule() -> None:
 
 @pytest.mark.parametrize("domain", ["chat", "plain"])
 @pytest.mark.parametrize("template", [CHAT, WRITES_TOOLS + CHAT])
-def test_opening_has_no_control_tokens_of_a_tool(domain: str, template: str) -> None:
+def test_tool_description_adds_no_control_tokens(domain: str, template: str) -> None:
     tokenizer = open_policy(template)
     renderer, prompt = PolicyRenderer(tokenizer, {"chat"}), ask(tokenizer, domain)
 
@@ -213,7 +213,7 @@ def test_opening_has_no_control_tokens_of_a_tool(domain: str, template: str) -> 
     assert tokenizer.decode(found).endswith(tokenizer.decode(harmless)[-20:].rpartition("xylo")[2])
 
 
-def test_rewritten_conversation_keeps_tokens_of_the_policy() -> None:
+def test_rewritten_conversation_keeps_the_policys_own_tokens() -> None:
     """The template of Qwen3 removes thoughts before a user's message, so the conversation is rendered again."""
     tokenizer = open_policy(TEMPLATE)
     renderer, prompt = PolicyRenderer(tokenizer, {"chat"}), ask(tokenizer)

@@ -109,7 +109,7 @@ def test_branch_begins_where_the_template_changes_an_answer(
     assert tokenizer.decode(list(before)) == tokenizer.template.render_messages(messages)
 
 
-def test_messages_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+def test_messages_too_long_for_the_episode_are_not_added(tmp_path: Path) -> None:
     tokenizer = open_policy(tmp_path / "policy", TEMPLATE)
     length = len(tokenizer.encode_response(THOUGHT)) + 1
     environment = Asking(["user"])

@@ -50,7 +50,7 @@ def test_token_rewards_are_float64() -> None:
     assert found.tolist() == [-float(np.float32(0.1)), float(np.float32(0.1)) - float(np.float32(0.2))]
 
 
-def test_sign_weights_apply_after_whitening() -> None:
+def test_advantage_sign_weights_apply_after_whitening() -> None:
     """Advantages 1 and -1 have mean 0 and deviation sqrt(2); returns keep their values."""
     part = Advantage(baseline="critic", scale="whiten", negative_weight=0.5)
     advantage, returns = token_advantages(part, torch.tensor([1.0, -1.0]), torch.zeros(2), np.array([0, 1, 2]))

@@ -54,7 +54,7 @@ def test_training_diagnostics_match_a_hand_calculation() -> None:
     assert found["engine_gap"] == pytest.approx(log / 2)
 
 
-def test_diagnostics_merge_the_oldest_token_ages() -> None:
+def test_diagnostics_of_the_oldest_tokens_share_one_metric() -> None:
     seen = Diagnostics(9)
     added(seen, [1.0, 3.0, 2.0], [0, 3, 5], [False] * 3, [1.0] * 3)
     seen.updates += 1

@@ -39,7 +39,7 @@ def test_demonstrated_programs_pass_their_test_cases(most: int) -> None:
         assert find_cases_fault(question.reference) is None
 
 
-def test_demonstrated_program_without_a_step_fails() -> None:
+def test_programs_with_a_missing_step_fail_their_test_cases() -> None:
     """Steps may cancel out, as in "plus 3, minus 3", but not often."""
     failed = 0
     for question in list_questions(LinePrograms(seed=1, held_out=40)):

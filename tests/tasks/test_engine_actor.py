@@ -37,7 +37,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 TIMED = TimedEngineConfig(median_tokens=1000, sigma=0.0, seconds_per_token=0.01, update_seconds=0.0)
 
 
-def test_packed_messages_arrive_unchanged() -> None:
+def test_engine_messages_are_unchanged_after_packing() -> None:
     prefix = TokenSpan.of((4, 5), (-0.5, -1e-9), (0, 3))
     stops = GenerationRequest("b", ModelInput.of((9,)), 4, 1.0, None, prefix, ("\n", "end"))
     requests = [GenerationRequest("a", ModelInput.of((1, 2)), 3, 0.7, 5), stops]

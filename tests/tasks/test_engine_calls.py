@@ -131,7 +131,7 @@ def test_unreadable_engine_message_ends_every_wait() -> None:
     run_virtual(main())
 
 
-def test_dead_engine_is_freed_once_its_requests_have_moved() -> None:
+def test_dead_engine_is_freed_once_its_requests_run_elsewhere() -> None:
     """The dead engine is freed immediately, and not at the next full garbage collection, which may be hours away."""
 
     async def main() -> None:

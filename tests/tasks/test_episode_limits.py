@@ -147,7 +147,7 @@ def test_slow_setup_is_not_the_fault_of_the_policy(*, stubborn: bool) -> None:
 
 
 @pytest.mark.parametrize(("setup", "is_late"), [(15.0, False), (21.0, True)])
-def test_setup_has_a_limit_of_its_own(setup: float, *, is_late: bool) -> None:
+def test_environment_setup_has_a_time_limit_of_its_own(setup: float, *, is_late: bool) -> None:
     limits = EpisodeLimits(setup_seconds=20.0, turn_seconds=10.0)
     score, _ = play_score(Working(setup=setup, seconds=9.0), limits)
     late = "the environment took more than environment.setup_seconds = 20 s"
@@ -164,7 +164,7 @@ class Scoring(Environment):
         return Score(0.5, episode.limit)
 
 
-def test_environment_scores_what_was_reached_at_a_limit() -> None:
+def test_environment_scores_an_episode_that_reached_a_limit() -> None:
     one = play(Scoring(), EpisodeLimits(max_episode_tokens=12))
     assert (one.reward, one.response_tokens) == (0.5, 12)
     assert one.reason == "the episode reached environment.max_episode_tokens = 12"
@@ -176,11 +176,11 @@ class Keeping(Working):
     keeps_deadlines = True
 
 
-def test_environment_that_keeps_deadlines_is_not_stopped() -> None:
+def test_environment_with_its_own_deadlines_is_not_stopped() -> None:
     assert play(Keeping(seconds=5.0), EpisodeLimits(turn_seconds=1.0)).reason == "done"
 
 
-def test_limits_hold_for_simulated_episodes() -> None:
+def test_episode_limits_apply_to_simulated_episodes() -> None:
     config = TimedEnvironmentConfig(median_turns=6, max_turns=4, max_turn_tokens=3, step_seconds=5.0)
     one = play(TimedEnvironment(config), config.limits)
     assert one.turn_starts is not None
@@ -208,7 +208,7 @@ class Comparing(Environment):
             await episode.score(episode.response)
 
 
-def test_waits_for_several_scores_at_once_do_not_count() -> None:
+def test_waiting_for_scores_does_not_use_up_time_limits() -> None:
     one = play(Comparing(), EpisodeLimits(turn_seconds=10.0, episode_seconds=10.0))
     assert (one.reason, one.outcome) == ("done", Outcome.CORRECT)
 
@@ -293,7 +293,7 @@ KEYS = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(KEYS, st.integers(1, 6), st.integers(1, 6), st.integers(0, 10), st.integers(0, 10))
-def test_drawn_limits_hold_for_every_episode(
+def test_random_limits_hold_for_every_episode(
     keys: dict[str, Any], turns: int, said: int, seconds: int, setup: int
 ) -> None:
     limits = ImportEnvironment(path="a:b", **keys).limits
@@ -331,7 +331,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_kind_with_turns_is_listed() -> None:
+def test_limits_are_tested_for_each_environment_with_turns() -> None:
     found = {one.model_fields["kind"].default for one in EnvironmentConfig.__origin__.__args__}  # type: ignore[attr-defined]
     assert found - {"single-turn", "kuhn-poker"} == set(KINDS)  # a game of Kuhn poker has at most three turns
 
@@ -343,7 +343,7 @@ def test_each_kind_of_environment_has_the_same_limits(kind: str, keys: dict[str,
     assert {key: getattr(section.limits, key) for key in keys} == keys
 
 
-def test_config_limits_nothing_by_default() -> None:
+def test_episodes_have_no_limits_by_default() -> None:
     assert ImportEnvironment(path="a:b").limits == EpisodeLimits()
 
 

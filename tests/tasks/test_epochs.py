@@ -182,7 +182,7 @@ def test_replaced_scheduler_starts_no_epoch() -> None:
     assert Log(run.store).state.epochs == {0: EpochPlace()}
 
 
-def test_prompt_of_no_epoch_is_refused() -> None:
+def test_prompt_outside_of_all_epochs_is_refused() -> None:
     run = Source(3)
     run.start()
     with pytest.raises(Corrupt, match="prompt 3 of source 0 belongs to no epoch"):

@@ -175,7 +175,7 @@ def test_every_evaluation_is_done_despite_engine_deaths(
     assert audit(pipeline.store).clean
 
 
-def test_single_engine_is_never_lent_to_evaluation() -> None:
+def test_single_engine_is_never_borrowed_for_evaluation() -> None:
     async def main() -> None:
         engine = TimedEngine(SLOW)
         await engine.start()
@@ -339,7 +339,7 @@ def test_stored_evaluation_is_read_back_even_an_old_one() -> None:
     assert read_evaluation(run, 4) == replace(made, version=4, pass_at={})
 
 
-def test_measures_are_stored_only_if_there_are_some() -> None:
+def test_environment_measures_are_stored_only_if_present() -> None:
     run = MemoryStore(uuid4().hex)
     made = Evaluation(3, 0.5, 0.5, 8, 3.0, True, measures={"exploit ability": 0.25, "accuracy": 9.0})
     store_evaluation(run, made)
@@ -368,7 +368,7 @@ class Knowing(TimedEngine):
         return (float(self.version),)
 
 
-def test_evaluation_has_the_measures_of_its_version() -> None:
+def test_evaluation_contains_the_measures_of_its_environment() -> None:
     class Measuring(Beside):
         def __call__(self, pipeline: Pipeline) -> Evaluations:
             found = super().__call__(pipeline)

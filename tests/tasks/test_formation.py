@@ -92,7 +92,7 @@ ONES = st.lists(st.tuples(st.sampled_from([False, False, True]), st.integers(0, 
     busy=st.booleans(),
     lost=st.booleans(),
 )
-def test_batch_waits_exactly_as_the_plain_definition_says(
+def test_batch_formation_agrees_with_the_plain_definition(
     ones: list[tuple[bool, int, bool]], number: int, limits: RolloutLimits, busy: bool, lost: bool
 ) -> None:
     every = [(runs, One(place, min(started, number), awaited)) for place, (runs, started, awaited) in enumerate(ones)]
@@ -127,14 +127,14 @@ def test_batch_waits_for_a_group_too_old_for_the_next_batch() -> None:
     assert waits([One(1, 1), One(3, 1)], [One(0, 2)], busy=True)
 
 
-def test_earlier_prompt_goes_first_among_equally_old() -> None:
+def test_batch_prefers_earlier_prompts_of_equal_age() -> None:
     assert waits([One(1, 2), One(2, 2)], [One(0, 2)])
     assert not waits([One(1, 2), One(2, 2)], [One(3, 2)])
     assert waits([One(1, 2), One(4, 2)], [One(3, 2), One(5, 2)])
     assert waits([One(1, 2, awaited=False), One(2, 2, awaited=False)], [One(3, 2)])  # awaited ones go first
 
 
-def test_batch_waits_if_more_groups_run_than_later_batches_take() -> None:
+def test_batch_waits_if_later_batches_cannot_take_running_groups() -> None:
     """At alpha = 2, batch 4 can still take two groups started under version 2; a third one would be dropped. At alpha =
     3, batch 4 can take two groups started under version 1, and batches 4 and 5 four groups started under version 2."""
     full = [One(1, 3), One(2, 3)]

@@ -83,7 +83,7 @@ def boards(draw: st.DrawFn) -> Board:
 
 
 @given(boards(), st.text("UDLR", max_size=40))
-def test_rules_agree_with_a_second_implementation(board: Board, moves: str) -> None:
+def test_game_rules_agree_with_a_second_implementation(board: Board, moves: str) -> None:
     boxes, player, end = play_by_oracle(board, moves)
     state, found = board.start, None
     for move in moves:
@@ -110,7 +110,7 @@ def test_no_move_leaves_the_board_or_enters_a_wall(board: Board, moves: str) -> 
 
 
 @given(boards())
-def test_board_survives_writing_and_reading(board: Board) -> None:
+def test_board_is_unchanged_after_write_and_read(board: Board) -> None:
     kind = next(name for name, one in BOARDS.items() if isinstance(board, one))
     assert type(board).read(board.size, board.write()) == board
     assert read_board(describe_board(kind, board, "U")) == board
@@ -142,7 +142,7 @@ def rooms(boxes: int, walls: float, seed: int) -> Sokoban:
 
 @given(st.builds(rooms, st.integers(1, 3), st.sampled_from((0.0, 0.1)), st.integers(0, 2**32)), st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
-def test_bounded_search_finds_the_same_length(board: Sokoban, longest: int) -> None:
+def test_bounded_search_finds_solutions_of_the_shortest_length(board: Sokoban, longest: int) -> None:
     plain = UnboundedSokoban(board.size, board.goals, board.marked, board.start)
     expected, found = find_solution(plain, longest), find_solution(board, longest)
     assert (found is None, len(found or "")) == (expected is None, len(expected or ""))
@@ -153,13 +153,13 @@ def test_bounded_search_finds_the_same_length(board: Sokoban, longest: int) -> N
     assert found is None or board.bound_moves(state) == 0
 
 
-def test_bound_of_moves_by_hand() -> None:
+def test_sokoban_move_bound_matches_a_hand_calculation() -> None:
     """The player takes one step to a box on f or g, and pushes both boxes two cells to their goals."""
     assert Sokoban.read(4, "no/:fga").bound_moves((5, 6, 0)) == 1 + 4
     assert Sokoban.read(4, "no/:fga").bound_moves((13, 14, 0)) == 0
 
 
-def test_drawn_solutions_are_as_short_as_the_first() -> None:
+def test_random_shortest_solutions_have_equal_length() -> None:
     board = FrozenLake(4, frozenset((15,)), frozenset(), (0,))
     found = {find_solution(board, 6, random.Random(seed)) for seed in range(60)}
     assert {len(one or "") for one in found} == {6}
@@ -167,7 +167,7 @@ def test_drawn_solutions_are_as_short_as_the_first() -> None:
     assert find_solution(board, 5) is None
 
 
-def test_moves_of_a_small_room_by_hand() -> None:
+def test_moves_in_a_small_room_match_a_hand_example() -> None:
     """The room is a b / c d with the box on b; only a push downwards moves the box."""
     board = Sokoban.read(3, "h/:be")
     assert board.play(board.start, "U") == (1, 4)  # the box stands at the edge
@@ -183,7 +183,7 @@ def test_text_that_is_no_board_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("config", SOURCES.values(), ids=SOURCES)
-def test_demonstrated_turns_play_the_solution(config: FrozenLakePrompts | SokobanPrompts) -> None:
+def test_demonstrated_turns_solve_the_board(config: FrozenLakePrompts | SokobanPrompts) -> None:
     source = GameSource(config, 1, 30, HeldOut())
     for question in [*source.held_out(30), *map(source.training, range(30)), *map(source.demonstration, range(30))]:
         board = read_board(question.reference)
@@ -256,7 +256,7 @@ def test_episode_without_room_for_a_move_ends(longest: int) -> None:
 
 @given(boards(), st.text("UDLR", min_size=12, max_size=12), st.integers(1, 12))
 @settings(deadline=None)
-def test_episode_has_the_outcome_of_the_rules(board: Board, moves: str, turns: int) -> None:
+def test_episode_ends_as_the_rules_of_the_game_say(board: Board, moves: str, turns: int) -> None:
     end = play_by_oracle(board, moves[:turns])[2]
     score, _ = play(board, moves, turns=turns, longest=200)
     assert score is not None
@@ -267,7 +267,7 @@ LAKES = {"size": st.integers(2, 6), "holes": st.floats(0, 0.99), "moves": st.int
 ROOMS = {"size": st.integers(5, 6), "walls": st.floats(0, 0.5), "boxes": st.integers(1, 2), "moves": st.integers(1, 12)}
 
 
-def test_every_key_of_a_game_is_drawn() -> None:
+def test_random_game_tests_cover_every_config_key() -> None:
     for keys, section in ((LAKES, FrozenLakePrompts), (ROOMS, SokobanPrompts)):
         assert keys.keys() == section.model_fields.keys() - PromptBase.model_fields.keys() - {"kind"}
     drawn = {"kind", *LimitedEnvironment.model_fields}  # test_episode_limits.py draws the limits
@@ -280,7 +280,7 @@ def test_every_key_of_a_game_is_drawn() -> None:
     st.integers(0, 1000),
 )
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-def test_drawn_settings_give_solvable_boards_or_one_sentence(
+def test_random_settings_give_solvable_boards_or_a_clear_error(
     config: FrozenLakePrompts | SokobanPrompts, count: int, seed: int
 ) -> None:
     questions, refused = list[Question](), ""

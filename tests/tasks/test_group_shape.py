@@ -41,7 +41,7 @@ def run_all(sampler: FixedShapeSampler, requests: list[GenerationRequest]) -> di
     return {generation.id: generation for generation in ended}
 
 
-def test_fixed_gpu_batch_shape_gives_reproducible_bits(sampler: FixedShapeSampler) -> None:
+def test_fixed_shape_gives_equal_responses_alone_and_in_batches(sampler: FixedShapeSampler) -> None:
     together = run_all(sampler, REQUESTS)
     assert {generation.ending for generation in together.values()} == {StopReason.LENGTH}
     for request in REQUESTS:

@@ -115,7 +115,7 @@ def test_logprobs_and_gradient_use_one_tensor_of_logits(monkeypatch: pytest.Monk
         assert (len(storages.seen) == 1) == one
 
 
-def test_overwritten_logits_are_not_used_again() -> None:
+def test_second_backward_pass_over_overwritten_logits_fails() -> None:
     """A second backward pass raises; an operation that needs its own output (tanh) keeps a copy of the logits."""
     hidden_MH, weight_VH, targets_M, *_ = drawn()
     logits_MV = (hidden_MH @ weight_VH.T).requires_grad_()

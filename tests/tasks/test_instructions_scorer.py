@@ -265,7 +265,7 @@ def test_missing_langdetect_refuses_rows_with_a_language() -> None:
 
 @pytest.mark.parametrize("name", ["change_case:english_capital", "change_case:english_lowercase"])
 @pytest.mark.usefixtures("no_langdetect")
-def test_case_checks_need_no_package(name: str) -> None:
+def test_letter_case_checks_need_no_language_package(name: str) -> None:
     """A score does not depend on what is installed, so these checks read no language."""
     text = "DER HUND" if name.endswith("capital") else "der hund"
     assert check_constraint(name, text, {})

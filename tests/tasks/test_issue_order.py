@@ -78,7 +78,7 @@ def test_epoch_starts_after_reissued_prompts() -> None:
     assert order.find_missing_epoch() is None
 
 
-def test_policy_version_0_releases_preempted_prompts() -> None:
+def test_preempted_prompts_wait_for_policy_version_0() -> None:
     order = order_of()
     left(order, 5)
     order.advance(-1)
@@ -95,7 +95,7 @@ def test_filtered_prompt_is_replaced_from_its_source() -> None:
     assert prompts(order, 0, 3) == [(23, 0), (22, 0), (25, 0)]
 
 
-def test_issued_prompt_has_its_number_of_responses() -> None:
+def test_issued_prompt_includes_its_redundant_responses() -> None:
     plain = order_of([(7, 1)], **EXTRA)
     assert plain.next_issue(0) == Issue(GroupKey(7, 1), 6, awaited=True)
     assert plain.next_issue(0) == Issue(GroupKey(100, 0), 6, awaited=True)
@@ -131,7 +131,7 @@ FIVE = [(number, 1) for number in range(5)]
 SLOW = [(number, 1) for number in range(5)]
 
 
-def test_slow_prompt_batches_follow_while_enough_prompts_wait() -> None:
+def test_slow_prompts_form_batches_while_enough_of_them_wait() -> None:
     order = order_of(FIVE, SLOW, **TAIL, **EXTRA)
     assert order.count_extra_groups(0) == 0
     assert [order.next_issue(0) for _ in range(2)] == [Issue(GroupKey(n, 1), 4, awaited=True) for n in (0, 1)]
@@ -186,7 +186,7 @@ def test_last_batch_starts_no_redundant_prompts() -> None:
     ]
 
 
-def test_with_on_stale_wait_every_prompt_is_waited_for() -> None:
+def test_batch_waits_for_every_prompt_if_on_stale_is_wait() -> None:
     order = order_of(tail_batching=True, on_stale="wait")
     assert order.next_issue(0).awaited
     left(order, 3)

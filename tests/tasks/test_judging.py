@@ -162,7 +162,7 @@ class AwayAtFirst(Pipeline):
         return AWAY
 
 
-def test_responses_between_two_tries_wait_for_a_score() -> None:
+def test_responses_between_judge_tries_count_as_unscored() -> None:
     choices: dict[str, Any] = {"judging": {"": JudgingLimits(20, 100)}, "slots": 4, "max_unscored": 2}
     pipeline = AwayAtFirst(MemoryStore("between"), async_ratio=8.0, choices=choices)
     run_virtual(pipeline.run())
@@ -248,7 +248,7 @@ def test_only_external_failures_leave_a_response_unjudged(error: Exception, outc
     assert (score.value, score.outcome) == (0.0, outcome)
 
 
-def test_recorded_run_scores_unjudged_responses_by_its_old_rule() -> None:
+def test_recorded_run_without_key_judge_tries_uses_no_tries() -> None:
     recorded = {"policy": {"path": "p"}, "prompts": [{"kind": "sorting"}], "reward": {"kind": "exact"}}
     assert parse_recorded(recorded).reward.judge_tries == 0
 
@@ -313,7 +313,7 @@ class Averaging(Environment):
         return (first.value + second.value) / 2
 
 
-def test_reward_from_an_unjudged_score_is_unjudged() -> None:
+def test_reward_computed_from_an_unjudged_score_is_unjudged() -> None:
     choices: dict[str, Any] = {"judging": {"": JudgingLimits(1, 10**6)}}
     pipeline = FlakyJudge(MemoryStore("mean"), versions=3, environment=Averaging(), choices=choices)
     pipeline.share = 0.2

@@ -79,25 +79,25 @@ def best_by_oracle(strategy: Strategy, seat: int) -> float:
 
 
 @pytest.mark.parametrize("hand", HANDS)
-def test_chips_won_are_those_in_the_pot(hand: str) -> None:
+def test_chips_won_agree_with_a_second_implementation(hand: str) -> None:
     for deal in DEALS:
         assert settle(deal, hand) == win(deal, hand)
         assert all(settle(deal, hand[:count]) is None for count in range(len(hand)))
 
 
 @given(st.floats(0, 1 / 3))
-def test_equilibrium_has_the_known_value_and_no_exploit(alpha: float) -> None:
+def test_equilibrium_has_the_known_value_and_cannot_be_exploited(alpha: float) -> None:
     assert find_value(equilibrium(alpha)) == pytest.approx(-1 / 18, abs=1e-12)
     assert find_best_response(equilibrium(alpha), 0) == pytest.approx(-1 / 18, abs=1e-12)
     assert find_exploitability(equilibrium(alpha)) == pytest.approx(0, abs=1e-12)
 
 
-def test_strategy_outside_the_equilibria_is_exploited() -> None:
+def test_strategy_outside_the_equilibria_can_be_exploited() -> None:
     """A first player who bets with the jack more than a third of the time is called by the queen."""
     assert find_exploitability({**equilibrium(1 / 3), "J": 0.5}) > 0.01
 
 
-def test_exploitability_of_random_play_by_hand() -> None:
+def test_exploitability_of_random_play_matches_hand_calculation() -> None:
     """Against random play, the first player bets with any card: J -1/2, Q 1/2, K 3/2, so 1/2 in the mean.
 
     The second player, after a pass: bets with any card, J -1/2, Q 1/2, K 3/2. After a bet: folds J -1, calls with Q 0
@@ -172,7 +172,7 @@ def test_rewards_of_the_roles_are_opposite(deal: str, hand: str) -> None:
 @pytest.mark.parametrize(
     ("said", "rewards"), [("x", [-2.0]), ("px", [2.0, -2.0]), ("pbB", [-2.0, 2.0]), ("\n", [-2.0]), ("b2", [2.0, -2.0])]
 )
-def test_letter_that_is_no_action_loses_the_stake(said: str, rewards: list[float]) -> None:
+def test_letter_that_is_no_valid_action_loses_the_stake(said: str, rewards: list[float]) -> None:
     score, made, _ = play("KJ", said)
     assert [one.reward for one in made] == rewards
     assert score is not None
@@ -186,7 +186,7 @@ def test_hand_without_room_for_an_action_ends() -> None:
 
 
 @given(STRATEGIES)
-def test_measured_strategy_is_that_of_the_policy(strategy: Strategy) -> None:
+def test_exploitability_is_measured_by_the_policys_log_probs(strategy: Strategy) -> None:
     """The policy also says other letters, with half of its probability."""
     strategy = {state: min(max(bet, 1e-6), 1 - 1e-6) for state, bet in strategy.items()}
 
@@ -200,7 +200,7 @@ def test_measured_strategy_is_that_of_the_policy(strategy: Strategy) -> None:
     assert found["self_play_value"] == pytest.approx(find_value(strategy), abs=1e-9)
 
 
-def test_policy_without_probabilities_has_no_measures() -> None:
+def test_exploitability_is_not_measured_without_log_probs() -> None:
     async def nothing(_: Sequence[int]) -> None:
         return None
 
@@ -215,7 +215,7 @@ def test_policy_without_probabilities_has_no_measures() -> None:
 # --- prompts -------------------------------------------------------------------------------------------------
 
 
-def test_six_hands_in_a_row_have_all_deals() -> None:
+def test_every_six_hands_contain_each_deal_once() -> None:
     source = DealSource(3, 12, HeldOut())
     for ask in (source.training, source.held_out(12).__getitem__):
         deals = [ask(position).reference["deal"] for position in range(12)]
@@ -224,7 +224,7 @@ def test_six_hands_in_a_row_have_all_deals() -> None:
 
 
 @pytest.mark.parametrize("hand", HANDS)
-def test_demonstration_is_what_a_player_reads_and_says(hand: str) -> None:
+def test_demonstration_has_the_same_tokens_as_a_played_hand(hand: str) -> None:
     _, made, read = play("QJ", hand)
     for seat, one in enumerate(made):
         question = build_demonstration("QJ", hand, seat)
@@ -234,7 +234,7 @@ def test_demonstration_is_what_a_player_reads_and_says(hand: str) -> None:
         assert "".join(turn.said for turn in question.turns) == hand[seat::2]
 
 
-def test_demonstrations_have_all_states_of_both_players() -> None:
+def test_demonstrations_cover_all_decisions_of_both_players() -> None:
     source, seen = DealSource(0, 6, HeldOut()), set[str]()
     for position in range(200):
         question = source.demonstration(position)
@@ -254,7 +254,7 @@ def test_demonstrations_have_all_states_of_both_players() -> None:
         ({"prompts": [{"kind": "kuhn-poker", "template": "a {question}"}]}, r"prompts\.0\.template.*remove the key"),
     ],
 )
-def test_kuhn_poker_with_keys_that_do_not_fit_is_refused(tree: dict[str, Any], words: str) -> None:
+def test_kuhn_poker_with_incompatible_keys_is_refused(tree: dict[str, Any], words: str) -> None:
     game = {} if "kind" in words else {"environment": {"kind": "kuhn-poker"}}
     with pytest.raises(ConfigError, match=words):
         parse_config({**game, **tree})

@@ -188,7 +188,7 @@ def test_learner_refuses_a_stale_batch() -> None:
         actor._check_fresh(3, some_batch())
 
 
-def test_batch_without_tokens_leaves_fresh_weights(folder: Path) -> None:
+def test_batch_with_all_tokens_masked_leaves_weights_unchanged(folder: Path) -> None:
     """Made-up log-probs are nats away from the policy's: all squares are above the threshold, without momentum."""
     made = learner(folder, objective={"kind": "m2po"})
     before = [weight.detach().clone() for weight in made.model.parameters()]

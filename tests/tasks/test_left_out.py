@@ -121,7 +121,7 @@ def test_group_with_too_few_judged_responses_is_issued_again() -> None:
     assert {GroupKey(key.prompt, key.attempt + 1) for key in gone} & (trained | {*gone})
 
 
-def test_discard_of_an_unjudged_group_has_its_reason() -> None:
+def test_log_names_the_reason_of_each_unjudged_group() -> None:
     """The reason stands in the log without `leave_out`, too."""
     judging = {"": JudgingLimits(1, 10**6)}
     pipeline = build_pipeline(share=0.3, choices={"judging": judging})
@@ -182,7 +182,7 @@ class Walking(Environment):
 
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_broken_episode_with_turns_is_left_out(seed: int, branches: bool) -> None:
+def test_failed_episode_is_left_out_with_all_its_branches(seed: int, branches: bool) -> None:
     pipeline = build_pipeline(share=0.1, environment=Walking(0.0, 0.2, seed, branches=branches), seed=seed)
     bodies = run_and_audit(pipeline, single_turn=False)
     reasons = Counter(one.why for body in bodies for one in body.unjudged)
@@ -195,7 +195,7 @@ def test_broken_episode_with_turns_is_left_out(seed: int, branches: bool) -> Non
         assert len(group.episode_rewards) == [*episodes.values()].count(None)
 
 
-def test_episode_without_a_token_lets_its_prompt_be_issued_again() -> None:
+def test_prompt_of_an_episode_without_tokens_is_issued_again() -> None:
     pipeline = build_pipeline(share=0.0, environment=Walking(0.1, 0.0, 1))
     bodies = run_and_audit(pipeline, single_turn=False)
     why = "the policy sampled no token of the response: the world did not open"
@@ -260,7 +260,7 @@ def drop_left_out(group: TrajectoryGroup) -> TrajectoryGroup:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_learner_reads_a_group_as_if_only_judged_ones_existed(seed: int, groups: int) -> None:
+def test_learner_reads_only_the_judged_responses_of_a_group(seed: int, groups: int) -> None:
     """The rows, and so each baseline, denominator and metric, are those of the judged responses alone."""
     draw = random.Random(seed)
     made = [draw_group(draw, index) for index in range(groups)]
@@ -305,7 +305,7 @@ def test_batch_without_left_out_responses_is_read_unchanged() -> None:
     assert batch.judged is batch
 
 
-def test_config_and_storage_agree_on_the_least_judged() -> None:
+def test_judged_minimum_is_equal_in_config_and_storage() -> None:
     assert base_config.LEAST_JUDGED == LEAST_JUDGED
 
 
@@ -366,7 +366,9 @@ def find_faults(pipeline: Pipeline) -> list[str]:
         ),
     ],
 )
-def test_audit_finds_each_altered_row(sound: Pipeline, change: Callable[[Groups], Groups], what: str) -> None:
+def test_audit_finds_each_alteration_of_left_out_responses(
+    sound: Pipeline, change: Callable[[Groups], Groups], what: str
+) -> None:
     rebatched(sound.store, 1, change)
     assert what in " | ".join(find_faults(sound))
 
@@ -383,7 +385,7 @@ def test_audit_finds_a_group_with_one_judged_response(sound: Pipeline) -> None:
     assert "judged responses; responses are left out only of groups with at least 2" in " | ".join(find_faults(sound))
 
 
-def test_audit_compares_the_count_of_the_learner(sound: Pipeline) -> None:
+def test_audit_finds_a_learner_that_left_out_too_few_responses(sound: Pipeline) -> None:
     """A learner that trained on an unjudged response says a smaller number, or none."""
     changed(sound.store, published(sound.store, 2).n, lambda body: replace(body, metrics={}))
     [fault] = find_faults(sound)
@@ -399,7 +401,7 @@ def test_audit_finds_an_unjudged_response_of_another_group(sound: Pipeline) -> N
     assert "an unjudged response of dispatch 1000000.0" in " | ".join(find_faults(sound))
 
 
-def test_audit_finds_responses_left_out_against_the_config(sound: Pipeline) -> None:
+def test_audit_finds_left_out_responses_that_config_forbids(sound: Pipeline) -> None:
     sound.scheduler.limits = replace(sound.scheduler.limits, judging={"": JudgingLimits(1)})
     found = find_faults(sound)
     assert found
@@ -477,7 +479,7 @@ class StuckScorer(Pipeline):
         return replace(super()._prompt(index), reference={"index": index})
 
 
-def test_group_given_up_during_a_score_is_counted_once() -> None:
+def test_group_discarded_while_it_is_scored_is_counted_once() -> None:
     """The environment waits for `episode.score` when its group becomes too old."""
     choices = {"on_stale": "drop", "max_batches_ahead": 1.0}
     pipeline = StuckScorer(

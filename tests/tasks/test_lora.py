@@ -68,7 +68,7 @@ def test_lora_trains_only_the_adapter(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "warned"), [("float32", 0), ("bfloat16", 1)])
-def test_bfloat16_rounding_of_lora_is_warned_of_once(
+def test_bfloat16_rounding_of_a_lora_adapter_is_logged_once(
     folder: Path, dtype: str, warned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The warning has the share of the adapter's part that the published weights lose."""
@@ -216,7 +216,7 @@ def test_stored_lora_state_is_the_adapter_and_its_moments(folder: Path) -> None:
     assert sizes[1] > 2 * 4 * 130_000
 
 
-def test_lora_weights_may_differ_from_base_plus_adapter(folder: Path) -> None:
+def test_lora_loads_weights_that_differ_from_base_plus_adapter(folder: Path) -> None:
     """Loaded weights may differ from base plus adapter: the difference stays in the base, and training continues."""
     made, other = (trained(learner(folder), 2) for _ in range(2))
     assert isinstance(made, TorchLearner)

@@ -121,7 +121,7 @@ def test_float32_policy_has_no_separate_master_weights(folder: Path) -> None:
     assert not any("master" in name for name in made.policy.tensors())
 
 
-def test_recorded_run_keeps_attention_and_advantages() -> None:
+def test_old_run_keeps_its_attention_and_advantage_dtype() -> None:
     """Other attention or float64 sums would give other bits in a replay."""
     config = RunConfig().model_dump(mode="json")
     assert (config["train"].pop("attention"), config["train"].pop("advantage_dtype")) == ("exact", "float64")

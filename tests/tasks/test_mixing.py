@@ -78,7 +78,7 @@ def test_prompt_mixture_of_three_to_one_matches_a_hand_example() -> None:
         ((1, 5), "110111110111"),  # the rare one as soon as it would not be ahead
     ],
 )
-def test_prompt_sources_alternate_smoothly(shares: tuple[float, ...], order: str) -> None:
+def test_prompts_of_all_sources_are_interleaved_evenly(shares: tuple[float, ...], order: str) -> None:
     made = drawn(Mixture(shares), len(order))
     assert "".join(map(str, sources(made, len(shares)))) == order
 

@@ -68,7 +68,7 @@ def episodes(seed: int, *, with_signal: bool = True) -> TrajectoryBatch:
 
 @given(masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_observed_tokens_are_those_behind_the_first_sampled_one(masks: list[list[bool]]) -> None:
+def test_given_tokens_after_the_first_sampled_one_are_observed(masks: list[list[bool]]) -> None:
     rows = [build_row(sample, [5] * (1 + len(mask)), [False, *mask]) for sample, mask in enumerate(masks)]
     observed, begin, expected = BatchRows.of(batch_of(rows)).with_observed().observed, 0, []
     for mask in masks:
@@ -79,7 +79,7 @@ def test_observed_tokens_are_those_behind_the_first_sampled_one(masks: list[list
     assert [part.tolist() for part in torch.from_numpy(observed.indices).split(observed.counts.tolist())] == expected
 
 
-def test_context_of_a_branch_is_not_observed() -> None:
+def test_context_of_a_branch_gets_no_observation_loss() -> None:
     """A branch begins with a context that was rewritten: its tokens before the first new turn were lived before."""
     first = build_row(0, [3, 4, 5, 6, 7], [False, False, True, False, True])
     branch = replace(build_row(1, [3, 4, 9, 9, 9, 8], [False] * 4 + [True, False]), branch=Branch(0, 2))
@@ -164,13 +164,13 @@ def test_observed_tokens_are_learned_without_rewards(folder: Path) -> None:
     assert told[-1] < 0.7 * told[0]
 
 
-def test_weight_zero_computes_no_observation_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observation_weight_zero_computes_no_observation_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ObservationLoss, "__init__", lambda *given: pytest.fail("no loss is asked for"))
     monkeypatch.setattr(BatchRows, "with_observed", lambda self: pytest.fail("no token is asked for"))
     assert "observation_loss" not in learner(folder).step(episodes(1), 0)
 
 
-def test_batch_without_observed_tokens_has_no_such_loss(folder: Path) -> None:
+def test_batch_without_observed_tokens_has_no_observation_loss(folder: Path) -> None:
     """The weights are the same bit for bit, because no token has an observation loss."""
     quiet = episodes(1)
     rows = [
@@ -198,7 +198,7 @@ def test_observation_loss_is_replayed_bit_for_bit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "minibatches"), [("grpo", 1), ("decoupled-ppo", 2), ("ppo", 1)])
-def test_observation_loss_on_ranks_equals_that_on_one(folder: Path, kind: PresetName, minibatches: int) -> None:
+def test_observation_loss_is_equal_on_one_rank_and_two_ranks(folder: Path, kind: PresetName, minibatches: int) -> None:
     config = TorchTrain(minibatches=minibatches, objective=PartsObjective(kind=kind, observation_weight=WEIGHT))
     [(expected, weights)] = trained(folder, config, 1, episodes)
     first, other = trained(folder, config, 2, episodes)
@@ -210,7 +210,7 @@ def test_observation_loss_on_ranks_equals_that_on_one(folder: Path, kind: Preset
 
 
 @pytest.mark.long
-def test_observation_loss_on_shards_equals_that_on_one(folder: Path) -> None:
+def test_observation_loss_is_equal_with_sharded_weights(folder: Path) -> None:
     objective = {"kind": "grpo", "observation_weight": WEIGHT}
     made, one = (
         in_parts(folder, warmup_versions=0, objective=objective),
@@ -224,7 +224,7 @@ def test_observation_loss_on_shards_equals_that_on_one(folder: Path) -> None:
     made._others.end()
 
 
-def test_observation_loss_without_turns_is_refused() -> None:
+def test_turn_keys_are_refused_for_single_turn_episodes() -> None:
     why = 'episodes of environment.kind = "single-turn" have one turn; remove the key'
     for key, value in (("observation_weight", 0.05), ("advantage", {"credit": "turn"})):
         tree = {"train": {"objective": {key: value}}}

@@ -54,6 +54,6 @@ def test_decode_of_the_transformers_engine_stays_on_its_device(sampler: FixedSha
         sampler.step(0)
 
 
-def test_an_operation_on_two_devices_raises() -> None:
+def test_operation_on_two_devices_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="meta"):
         torch.zeros(3, device=DEVICE) + torch.zeros(3)

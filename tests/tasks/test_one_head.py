@@ -69,7 +69,7 @@ def test_cold_start_trains_on_the_models_own_log_probs(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [16, 64])  # as in a prefill and in a decode
-def test_lm_head_by_matrix_product_is_bit_identical(name: str, dtype: torch.dtype, rows: int) -> None:
+def test_lm_head_gives_the_same_bits_as_the_models_own_head(name: str, dtype: torch.dtype, rows: int) -> None:
     """Older recorded runs can be reproduced only if the matrix head gives the same bits as the product."""
     model = model_of(name).to(dtype).eval()
     hidden = torch.randn(rows, model.config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)

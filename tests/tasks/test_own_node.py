@@ -78,7 +78,7 @@ def test_policy_without_weights_is_refused(home: Path) -> None:
         prepare_small(home, "another", versions=1)
 
 
-def test_policy_of_an_abandoned_start_of_the_run_is_not_used(home: Path) -> None:
+def test_run_id_with_a_leftover_policy_file_is_refused(home: Path) -> None:
     """Files of an attempt that ended during its upload are not mixed with the run's policy."""
     before = attach_run(str(home / "home/store/runs/small"))
     before.store.put("policy/chat_template.jinja", b"another policy's")

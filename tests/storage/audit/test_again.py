@@ -199,7 +199,7 @@ def test_audit_limits_the_bytes_it_reads_at_a_time(store: MemoryStore, monkeypat
     assert [looked.size for looked in ended] == [6, 4, 1, 5, 20, 3]
 
 
-def test_audit_limits_the_number_of_pending_objects(store: MemoryStore) -> None:
+def test_audit_checks_a_limited_number_of_objects_at_a_time(store: MemoryStore) -> None:
     ended: list[objects.ObjectFinding] = []
     before = []
     stored = StoredObject("one", 1, store.put("one", b"1"))

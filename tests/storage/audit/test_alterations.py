@@ -103,7 +103,7 @@ def test_replay_finds_alterations_as_documented(one: Alteration, forger: Forger)
     assert right is ("replay" not in one.by)
 
 
-def test_number_of_tested_alterations_does_not_shrink() -> None:
+def test_at_least_73_different_alterations_are_tested() -> None:
     assert len({(one.part, one.what) for one in ALTERATIONS}) == len(ALTERATIONS) >= 73
 
 

@@ -57,7 +57,7 @@ def all_five(group: TrajectoryGroup) -> TrajectoryGroup:
 
 # the second key is an earlier name of the first
 @pytest.mark.parametrize("key", ["redundant_responses", "extra_responses"])
-def test_any_group_size_of_redundant_responses_is_valid(store: MemoryStore, key: str) -> None:
+def test_audit_accepts_a_redundant_response_in_place_of_another(store: MemoryStore, key: str) -> None:
     Actors.begin(store, rollout={key: 1}).train(2)
     rebatched(store, 1, lambda groups: [of_first(group, sample=4) for group in groups])
     assert found(store) == set()
@@ -102,7 +102,7 @@ def test_audit_finds_a_single_too_old_trajectory(run: MemoryStore) -> None:
     }
 
 
-def test_audit_finds_a_wrong_start_in_batch_file_and_log(run: MemoryStore) -> None:
+def test_audit_finds_a_wrong_start_version_in_file_and_log(run: MemoryStore) -> None:
     """File and entry agree on a started version, but the tokens are of older versions."""
     path = rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], started_version=2)])
     changed(run, committed(run, 3).n, lambda body: replace(body, groups=(body.groups[0], said(body, started=2))))
@@ -163,7 +163,7 @@ def test_audit_finds_an_altered_loss_mask(run: MemoryStore) -> None:
     assert found(run) == {("lineage", path)}
 
 
-def test_newest_version_of_a_group_without_tokens_is_its_start(run: MemoryStore) -> None:
+def test_group_without_tokens_has_its_start_as_newest_version(run: MemoryStore) -> None:
     """The group is the last one of its batch."""
     none = {"tokens": (1, 2), "loss_mask": (False, False), "logprobs": (0.0, 0.0), "versions": (-1, -1)}
     rebatched(run, 3, lambda groups: [groups[0], of_all(groups[1], **none)])
@@ -205,7 +205,7 @@ def test_audit_finds_a_damaged_batch_file(run: MemoryStore, how: str, kind: str)
     assert found(run) == {(kind, path)}
 
 
-def test_audit_finds_a_batch_file_without_a_batch(run: MemoryStore) -> None:
+def test_audit_finds_a_batch_file_that_contains_no_batch(run: MemoryStore) -> None:
     entry = committed(run, 3)
     file = StoredObject(file_of(run, 3), 5, run.put(file_of(run, 3), b"words"))
     changed(run, entry.n, lambda body: replace(body, file=file))

@@ -119,7 +119,7 @@ def test_audit_finds_a_removed_config_change() -> None:
     assert found(store)
 
 
-def test_learner_from_before_a_config_change_cannot_append() -> None:
+def test_processes_from_before_a_config_change_cannot_append() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     actors = Actors.begin(store, 1.0, versions=9)
     actors.ahead()

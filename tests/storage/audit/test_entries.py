@@ -113,13 +113,13 @@ def test_audit_finds_a_long_gap_by_listing_the_log(run: MemoryStore, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["99", "notes", "0000000099.json~", "²", "00000000099"])
-def test_file_with_another_name_is_no_log_entry(run: MemoryStore, name: str) -> None:
+def test_file_with_an_unknown_name_in_the_log_folder_is_ignored(run: MemoryStore, name: str) -> None:
     run.put(f"log/{name}.json", b"?")
     assert found(run) == set()
     assert Log(run).state.version == VERSIONS
 
 
-def test_log_is_read_past_a_file_with_another_name(run: MemoryStore) -> None:
+def test_file_with_an_unknown_name_does_not_replace_a_log_entry(run: MemoryStore) -> None:
     run.delete(entry_path(6))
     run.put(f"{entry_path(6)}.aside", b"?")
     assert found(run) == {("gap", entry_path(6))}
@@ -286,7 +286,7 @@ def test_audit_names_each_damaged_object(run: MemoryStore, how: str) -> None:
     [None, [], "none", {"redundant_responses": None}, {"redundant_responses": "two"}, {"redundant_responses": -4}],
     ids=str,
 )
-def test_config_altered_to_no_extra_responses_is_one_violation(run: MemoryStore, rollout: object) -> None:
+def test_malformed_rollout_section_in_the_log_is_one_violation(run: MemoryStore, rollout: object) -> None:
     """All other checks assume no extra responses."""
     changed_config(run, rollout=rollout)
     assert found(run) == {("lineage", entry_path(0))}

@@ -121,7 +121,7 @@ def test_truncated_log_does_not_match_the_newest_external_hash(store: MemoryStor
     assert [(v.kind, v.where) for v in check_anchors(store, [anchor])] == [("gap", entry_path(anchor.n))]
 
 
-def test_anchor_option_accepts_a_hash_as_it_is_printed() -> None:
+def test_printed_anchor_can_be_given_as_an_option() -> None:
     anchor = Anchor(12, "ab" * 32)
     assert parse_anchor(str(anchor)) == anchor
 

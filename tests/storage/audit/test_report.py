@@ -71,7 +71,7 @@ def test_prompt_without_an_outcome_is_reported_as_in_flight(store: MemoryStore) 
     assert audit(store).fates == {"committed, waiting": 2, "in flight": 1}
 
 
-def test_printed_gpu_table_has_every_row_of_the_report(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_audit_report_has_totals_and_violations(run: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
     run.delete(file_of(run, 3))
     print_report(audit(run), dict.fromkeys(DOMAINS, 0.5))
     shown = capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_audit_finds_an_altered_alpha_with_new_hashes(run: MemoryStore) -> None:
     assert found(run) == wrong
 
 
-def test_audit_finds_a_missing_object_of_the_runs_start(store: MemoryStore) -> None:
+def test_audit_finds_missing_prompt_and_altered_policy_files(store: MemoryStore) -> None:
     kept = StoredObject("prompts/ab.jsonl", 3, store.put("prompts/ab.jsonl", b"abc"))
     policy = StoredObject("policy/config.json", 2, store.put("policy/config.json", b"{}"))
     Actors.begin(store).train(1)
@@ -245,7 +245,7 @@ def test_snapshot_or_old_audit_reveals_a_rewritten_log(run: MemoryStore, seen_by
 @pytest.mark.parametrize(
     "junk", [b"", b"[]", seal_tree({}), seal_tree({"fold": FOLD}), seal_tree({"fold": FOLD, "state": 3})]
 )
-def test_unreadable_snapshot_reveals_no_violation(run: MemoryStore, junk: bytes) -> None:
+def test_unreadable_log_snapshot_is_no_violation(run: MemoryStore, junk: bytes) -> None:
     run.put(snapshots.snapshot_path(7, "f" * 64), junk)
     run.put(snapshots.snapshot_path(9_000, "f" * 64), junk)
     run.put(checkpoints.audit_path(8), junk)
@@ -254,9 +254,7 @@ def test_unreadable_snapshot_reveals_no_violation(run: MemoryStore, junk: bytes)
 
 
 @pytest.mark.parametrize("error", [Missing, Corrupt])
-def test_unreachable_snapshot_reveals_no_violation(
-    store: MemoryStore, watched: Watched, error: type[Exception]
-) -> None:
+def test_unreachable_log_snapshot_is_no_violation(store: MemoryStore, watched: Watched, error: type[Exception]) -> None:
     """The witness was deleted after the listing, or its bytes are wrong."""
     Actors.begin(store).train(1)
     assert audit(store).clean
@@ -271,7 +269,7 @@ def test_unreachable_snapshot_reveals_no_violation(
     assert (report.violations, report.since) == ([], 0)
 
 
-def test_snapshot_with_a_wrong_name_reveals_no_violation(store: MemoryStore) -> None:
+def test_log_snapshot_with_a_wrong_name_is_no_violation(store: MemoryStore) -> None:
     """The witness's name contains the number of a later entry, or another hash."""
     Actors.begin(store).train(2)
     [*_, path] = store.list("log_snapshots")
