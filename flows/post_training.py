@@ -141,7 +141,7 @@ def _end(following: RunWatch, stages: Stages, writer: StatusWriter) -> None:
     following.to_end()
     writer.refresh("ending")
     stages.end()
-    writer.refresh("ending")  # Store what the actors have counted last.
+    writer.refresh("ending")  # Store the last counts of the actors.
 
 
 def _audit(writer: StatusWriter) -> AuditReport:

@@ -156,7 +156,9 @@ def _discard_table(groups: Counter[str], tokens: Mapping[str, int]) -> Table:
 
 
 def _sandbox_table(kinds: Mapping[str, SandboxFigures]) -> Table:
-    """Build a table with a column for each kind of sandbox; the stored figures do not say how many are in use now."""
+    """Build a table with a column for each kind of sandbox; the stored figures do not say how many sandboxes are in use
+    now.
+    """
     rows = sandbox_rows(kinds)
     table = Table("sandboxes", *(str(row["kind"]) for row in rows))
     for name in [name for name in rows[0] if name not in ("kind", "in use")]:

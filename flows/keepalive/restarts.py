@@ -116,7 +116,7 @@ class PendingRecovery:
         )
 
     def finish_recovery(self) -> Recovery:
-        """Return the finished recovery. The present is recorded as the time at which the component continued its
+        """Return the finished recovery. The current time is recorded as the time at which the component continued its
         work.
         """
         now = self._now

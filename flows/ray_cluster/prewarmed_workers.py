@@ -22,7 +22,7 @@ import psutil
 
 from rollflow.tasks.actors.early_imports import KIND, Kind, request_path, worker_environment
 
-# seconds after a run took a spare Ray worker before a new one is started, so that the run can start first
+# seconds between a run's use of a spare Ray worker and the start of a new spare, so that the run can start first
 AGAIN_SECONDS = 45.0
 LOOK_SECONDS = 5.0
 CALL_SECONDS = 5.0

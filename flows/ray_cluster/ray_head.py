@@ -46,7 +46,7 @@ RESERVE = 2  # number of Ray workers that may start in place of workers that die
 class RayHead(Service):
     """The head of a private Ray cluster on loopback, which requires its own token."""
 
-    grace_seconds = 0.5  # seconds that the Ray head gets for an orderly end, because it stores no data that matters
+    grace_seconds = 0.5  # seconds after which an ending Ray head is killed; it stores no important data
     _count = 0
 
     def __init__(

@@ -70,7 +70,7 @@ class AuditProgress:
     entries: int
     of_entries: int  # the number of log entries when the audit began
     objects: int
-    of_objects: int  # the number of stored objects to read that were found so far
+    of_objects: int  # the number of stored objects that the audit must read, as far as is known
     bytes: int  # total size in bytes of the objects that were read so far
 
 
@@ -129,7 +129,7 @@ class _Audit:
         # maps a batch's log entry to the log entry of the policy version that was trained on the batch, and to the
         # number of responses that the learner says it left out
         self.told_left_out: dict[int, tuple[int, float]] = {}
-        # maps a policy version and a kind of objects that were not pruned to the log entry and the objects
+        # maps a policy version and a kind of its unpruned objects to the log entry that names the objects, and to them
         self.objects: dict[tuple[int, Kind], tuple[int, tuple[StoredObject, ...]]] = {}
         self.doubts: list[NamedObject] = []
         self.told = AuditProgress(0, first_missing(store, entry_path, self.report.since) if progress else 0, 0, 0, 0)

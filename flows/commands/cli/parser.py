@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class Commands:
-    """The subcommands of a parser. `lines` has the list of commands for the help, in groups."""
+    """The subcommands of a parser. `lines` contains the list of commands that the help shows, in groups."""
 
     def __init__(self, top: argparse.ArgumentParser) -> None:
         self._parsers = top.add_subparsers(
