@@ -391,7 +391,7 @@ def _accepts(info: FieldInfo, given: object) -> bool:
 
 
 def _find_by_initials(key: str, known: Iterable[str]) -> list[str]:
-    """Return the configuration keys whose words have the given initials, e.g. `train.learning_rate` for `train.lr`."""
+    """Return the configuration keys whose words have the given initials, as `lr` stands for `learning_rate`."""
     place, _, name = key.rpartition(".")
     below = ((one, one.rpartition(".")) for one in known)
     return [

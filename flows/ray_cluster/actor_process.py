@@ -87,14 +87,14 @@ def find_actor_process(actor_id: Any) -> ActorProcess | None:
 
 
 def explain_lost_call(reference: Any) -> str:
-    """Return the reason why the Ray actor of a call cannot be created; return "" if no reason is known or it was
+    """Return the reason why the Ray actor of a call cannot be created; return "" if the reason is unknown or was
     returned before.
     """
     return explain_lost_actor(reference.task_id().actor_id()) if list_deaths() else ""
 
 
 def explain_lost_actor(actor_id: Any) -> str:
-    """Return the reason why a Ray actor cannot be created; return "" if none is known or it was returned before."""
+    """Return the reason why a Ray actor cannot be created; return "" if it is unknown or was returned before."""
     if not list_deaths():
         return ""
     found = find_actor_process(actor_id)

@@ -161,7 +161,7 @@ def _digest(value: Any) -> str:
 
 
 def home_tag(home: Path) -> str:
-    """Return the tag that marks the Prefect deployments of a run home (the folder of rollflow's runs) on a shared
+    """Return the tag that marks the Prefect deployments of a run home (rollflow's folder of local files) on a shared
     server.
     """
     return f"{HOME}{socket.gethostname()}:{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"

@@ -1,5 +1,5 @@
-"""Runs the Prefect server of a run home (the folder of rollflow's runs); all commands share this server, because only
-one server may open the SQLite file.
+"""Runs the Prefect server of a run home (rollflow's folder of local files); all commands share this server, because
+only one server may open the SQLite file.
 
     commands in the home          holder                  Prefect server
     a shared lock on `users`      the lock on `holder`    under the holder's guard

@@ -1,4 +1,4 @@
-"""Locks files in the run home (the folder of rollflow's runs), so that only one process at a time does a task. The
+"""Locks files in the run home (rollflow's folder of local files), so that only one process at a time does a task. The
 kernel releases a file lock when the last process that holds the lock ends, even if the process is killed.
 """
 

@@ -52,7 +52,7 @@ def check_variables() -> None:
 
 
 def create_home(home: Path) -> None:
-    """Create the run home (the folder of rollflow's runs) if it does not exist, and check that it is writable.
+    """Create the run home (rollflow's folder of local files) if it does not exist, and check that it is writable.
 
     Raises:
         ConfigError: the run home is not writable.

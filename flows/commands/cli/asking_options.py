@@ -15,7 +15,7 @@ from rollflow.flows.commands.cli.shared_options import (
 
 
 def add_asking(commands: Commands) -> None:
-    """Add the commands that ask a policy the prompts of a recipe."""
+    """Add the commands that run a policy on the prompts of a recipe."""
     play = commands.add(
         "play",
         "Play a recipe's environment in the terminal, turn by turn",

@@ -106,7 +106,9 @@ def _add_sweep(commands: Commands) -> None:
     sweep.add_argument(
         "--seeds", type=parse_positive, default=1, metavar="N", help="number of seeds per combination (default: 1)"
     )
-    sweep.add_argument("--study", help="name of the group of runs in MLflow; a stopped study is continued by its name")
+    sweep.add_argument(
+        "--study", help="name of the group of runs in MLflow; give the name of a stopped study to continue it"
+    )
 
 
 def _add_run_ends(commands: Commands) -> None:
@@ -177,7 +179,7 @@ def _add_watching(commands: Commands) -> None:
     compare.add_argument("runs", nargs="*", metavar="RUN", help="id of a run, or path or URI of its storage")
     add_store_argument(compare, "the runs")
     compare.add_argument(
-        "--html", type=Path, metavar="FILE", help="file for the page; default: compare.html in the run home"
+        "--html", type=Path, metavar="FILE", help="HTML file to write; default: compare.html in the run home"
     )
     compare.add_argument("--json", action="store_true", help="print the figures and curves as one JSON object")
 
@@ -224,8 +226,10 @@ def _add_keeping(commands: Commands) -> None:
         "rollflow export 150 policy/",
     )
     add_run_argument(export)
-    export.add_argument("version", type=int, metavar="VERSION", help="number of the policy version, e.g. 150")
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write; it must be new or empty")
+    export.add_argument("version", type=int, metavar="VERSION", help="number of the policy version to export, e.g. 150")
+    export.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder for the exported model; it must be new or empty"
+    )
 
     gc = commands.add(
         "gc",
@@ -234,7 +238,7 @@ def _add_keeping(commands: Commands) -> None:
         "rollflow gc --dry-run",
     )
     add_run_argument(gc)
-    gc.add_argument("--dry-run", action="store_true", help="list the objects and delete nothing")
+    gc.add_argument("--dry-run", action="store_true", help="list the unneeded objects, and delete nothing")
     age = "delete only objects older than this age, e.g. 30m or 2d (default: 1h)"
     gc.add_argument("--older-than", default="1h", metavar="AGE", help=age)
     gc.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -256,7 +260,7 @@ def _add_planning(commands: Commands) -> None:
         "--from-run", metavar="RUN", help="use the latencies of a recorded run, and compare with that run"
     )
     plan.add_argument("--gpus", type=parse_positive, metavar="N", help="search for the best way to use N GPUs")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
 
     simulation = plan.add_argument_group("without --gpus")
     versions = "number of policy versions to simulate (default: as in the recipe)"
@@ -277,7 +281,7 @@ def _add_planning(commands: Commands) -> None:
         "--max-bias",
         type=float,
         metavar="SHARE",
-        help="largest relative bias of the mean response length (default: 0.02)",
+        help="largest allowed relative bias of the mean response length (default: 0.02)",
     )
     search.add_argument(
         "--max-waste", type=float, metavar="SHARE", help="largest allowed share of discarded tokens (default: 0.15)"

@@ -21,7 +21,7 @@ from rollflow.tasks.policies.tokenizer import PolicyTokenizer
 from rollflow.tasks.rollout.episode import Turn
 from rollflow.tasks.rollout.proxy import VersionedGeneration
 
-CALL_SECONDS = 300.0  # longest time in seconds of one call
+CALL_SECONDS = 300.0  # longest time in seconds that one call of the endpoint may take
 ROLES = ("system", USER, "assistant")  # every endpoint knows these roles
 LONGEST_ANSWER = 200  # largest number of characters of an endpoint's answer in an error message
 

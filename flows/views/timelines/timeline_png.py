@@ -77,7 +77,7 @@ def _draw_curve(axis: Axes, curve: TimeCurve, seconds: float) -> None:
 
 
 def _draw_updates(axis: Axes, drawing: Drawing) -> None:
-    """Draw each weight update as a band. A line marks its end, because the band may be too narrow to see."""
+    """Draw each weight update as a band. A line marks the update's end, because the band may be too narrow to see."""
     for update in drawing.updates:
         axis.axvspan(update.began, update.ended, color=UPDATE, alpha=0.25, linewidth=0)
         axis.axvline(update.ended, color=UPDATE, alpha=0.6, linewidth=0.7)
