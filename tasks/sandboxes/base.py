@@ -38,6 +38,10 @@ class SandboxLost(SandboxFailed):
     """
 
 
+class UserRefused(SandboxFailed):
+    """Raised if a sandbox cannot run programs as the requested user. Another sandbox would refuse the user, too."""
+
+
 class Capability(StrEnum):
     """A feature that only some kinds of sandbox have."""
 
@@ -52,6 +56,8 @@ class Capability(StrEnum):
     CHANNEL = "channel"  # a program can get the socket `Program.channel`
     CHILDREN = "children"  # child processes may outlive their program (`Program.keep_children`)
     SESSIONS = "sessions"  # `Sandboxes.open_workspace` works
+    # a program or a session can run as another user of the sandbox, if the sandbox has this user
+    USERS = "users"
 
 
 class ProgramEnd(StrEnum):
@@ -93,6 +99,11 @@ class Program:
     fork of an interpreter that has already imported common modules. The program gets the socket `channel` as file
     descriptor 3. The sandbox then closes the caller's copy of `channel`, so that the peer socket sees the end of the
     stream when the program ends. A sandbox without the capability CHANNEL rejects a program that has a channel.
+
+    The program runs as `user`, a name in the sandbox's list of users; without a name, it runs as the sandbox's own
+    user. Files that the program creates belong to the user that it runs as, who cannot read files of other users with
+    mode 0600. A program with a user starts in the folder of this user, which is in the sandbox's folder, has the user's
+    name, and is the program's HOME. A sandbox without the capability USERS rejects a program that has a user.
     """
 
     command: Sequence[str] = ()
@@ -105,6 +116,7 @@ class Program:
     timeout: float = 10.0  # seconds
     channel: socket.socket | None = None
     keep_children: bool = False  # if True, child processes may outlive the program
+    user: str = ""  # name of a user; "": the sandbox's own user
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,15 @@ class SandboxLimits:
 
 
 NO_LIMITS = SandboxLimits()
+
+
+def refuse_user(user: str) -> None:
+    """Raise `UserRefused` if a user is named; sandboxes without the capability USERS have one user."""
+    if user:
+        raise UserRefused(
+            f"user = {user!r}: all programs of this kind of sandbox run as one user; leave out the user, or use "
+            'sandbox.kind = "rock" with a server whose sandboxes have several users'
+        )
 
 
 class SessionKind(StrEnum):
@@ -152,6 +173,7 @@ class Sandbox(Protocol):
         Raises:
             SandboxFailed: the sandbox is closed.
             SandboxLost: the sandbox failed while the program ran.
+            UserRefused: the sandbox cannot run programs as `Program.user`; the program did not start.
         """
 
     async def upload(self, path: str, data: bytes) -> None:
@@ -203,12 +225,14 @@ class Workspace(Protocol):
     """
 
     async def open_session(
-        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
+        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, *, user: str = ""
     ) -> SandboxSession:
-        """Open a session. The session's process starts with the session's first run.
+        """Open a session, which runs as `user`, as a program does. The session's process starts with the session's
+        first run.
 
         Raises:
             SandboxFailed: the sandbox is closed, or does not support sessions of this kind.
+            UserRefused: the sandbox cannot run programs as this user.
         """
 
     async def exec(self, program: Program) -> ExecResult:

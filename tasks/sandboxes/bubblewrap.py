@@ -288,7 +288,7 @@ def find_dirt(program: Program, result: ExecResult) -> Replacement | None:
 class BubblewrapSandboxes(BoxSandboxes):
     """Creates sandboxes in a box of Linux namespaces. See the module's docstring."""
 
-    capabilities = frozenset(Capability)
+    capabilities = frozenset(Capability) - {Capability.USERS}
     renews = True
 
     def __init__(self, config: BubblewrapSandbox, packages: Mapping[str, str] = NO_PACKAGES) -> None:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed, SandboxLost
+from rollflow.tasks.sandboxes.base import ExecResult, Program, ProgramEnd, SandboxFailed, SandboxLost, refuse_user
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
 from rollflow.tasks.sandboxes.figures import KindCounter
 
@@ -44,6 +44,7 @@ class NamespaceSandbox:
         program, and the next request must wait for `wait_renewed`. A program that only checks the sandbox is not
         counted.
         """
+        refuse_user(program.user)
         running = self._run(program, renew=renew)
         return await (running if is_check or self._counter is None else self._counter.watch_use(running))
 

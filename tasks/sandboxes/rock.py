@@ -36,11 +36,13 @@ from rollflow.tasks.sandboxes.base import (
     SandboxFailed,
     SandboxLimits,
     SessionKind,
+    UserRefused,
 )
 from rollflow.tasks.sandboxes.config import MIB, RockSandbox
 from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
 from rollflow.tasks.sandboxes.rock_answers import read_result, read_rocklet_result
 from rollflow.tasks.sandboxes.rock_session import KILLED, START_SECONDS, Answer, RequestFailed, RockSession
+from rollflow.tasks.sandboxes.rock_users import PREPARE, become, check_name, check_prepared
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
 PREFIX = "/apis/envs/sandbox/v1"
@@ -69,7 +71,7 @@ Found = TypeVar("Found")
 class RockSandboxes:
     """Creates sandboxes on a server. See the module's docstring."""
 
-    capabilities = frozenset({Capability.STATE, Capability.SESSIONS})
+    capabilities = frozenset({Capability.STATE, Capability.SESSIONS, Capability.USERS})
 
     def __init__(self, config: RockSandbox) -> None:
         self._config, self.counter = config, KindCounter(config.kind)
@@ -155,6 +157,8 @@ class RockSandboxes:
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:
                 return await work()
+            except UserRefused:
+                raise
             except SandboxFailed as error:
                 failed = error
         raise SandboxFailed(f"{self._config.tries} tries failed, the last with: {failed}")
@@ -198,6 +202,7 @@ class RockRemoteSandbox:
         self._folder = f"/tmp/rollflow-{uuid.uuid4().hex}"
         self._turn = asyncio.Lock()
         self._is_closed = False
+        self._users = set[str]()  # users for whose programs the folders are prepared
 
     async def start(self, limits: SandboxLimits) -> None:
         """Start the sandbox on the server, and wait until the sandbox runs."""
@@ -227,6 +232,7 @@ class RockRemoteSandbox:
 
     async def exec(self, program: Program) -> ExecResult:
         """Run a program in this sandbox; see `Sandbox.exec`."""
+        await self._prepare_user(program.user)
         return await self._sandboxes.counter.watch(self.check(program))
 
     async def check(self, program: Program) -> ExecResult:
@@ -272,12 +278,13 @@ class RockRemoteSandbox:
             raise OSError(errno.EIO, str(error), path) from None
 
     async def open_session(
-        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES
+        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, *, user: str = ""
     ) -> RockSession:
         """Open a session; see `Workspace.open_session`. Among servers of ROCK's protocol, only rollflow's own server
         has Python sessions.
         """
-        session = RockSession(self._send, kind, env, f"{self._folder}/work", self._sandboxes.counter)
+        await self._prepare_user(user)
+        session = RockSession(self._send, kind, env, self._find_home(user), self._sandboxes.counter, user)
         await session.open()
         return session
 
@@ -325,21 +332,43 @@ class RockRemoteSandbox:
                 raise SandboxFailed(f"the sandbox has ended: {error}") from None
             raise OSError(errno.EIO, str(error), place) from None
 
+    async def _prepare_user(self, user: str) -> None:
+        """Prepare the folders for programs of a user; raise `UserRefused` if programs cannot run as this user."""
+        if not user or user in self._users:
+            return
+        check_name(user)
+        command = ["python3", "-I", "-c", PREPARE, user, f"{self._folder}/work", f"{self._folder}/given"]
+        try:
+            found = await self._send("/execute", 0, {"command": command, "timeout": self._config.wait_seconds})
+        except RequestFailed as error:
+            raise SandboxFailed(f"user = {user!r}: the sandbox cannot be prepared for the user: {error}") from None
+        check_prepared(user, *(str(found.get(name) or "") for name in ("stdout", "stderr")))
+        self._users.add(user)
+
     async def _give(self, program: Program) -> list[str]:
         """Upload a program and its stdin to the sandbox, and return the command that runs the program."""
-        given, work = f"{self._folder}/given", f"{self._folder}/work"
+        given, home = f"{self._folder}/given", self._find_home(program.user)
         await self._upload(f"{given}/stdin", program.stdin)
-        command, cwd = list(program.command), self._place(program.cwd)
+        command, cwd, source = list(program.command), self._place(program.cwd, program.user), ""
         if not command:
-            await self._upload(f"{given}/main.py", wrap_python(program).encode())
-            command, cwd = ["python3", "-X", "utf8", f"{given}/main.py"], work
-        own = {"HOME": work, "TMPDIR": work, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **program.env}
+            source = f"{given}/main.py"
+            await self._upload(source, wrap_python(program).encode())
+            command, cwd = ["python3", "-X", "utf8"], home
+        if program.user:
+            command = become(program.user, command, source)
+        elif source:
+            command.append(source)
+        own = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **program.env}
         variables = [f"{name}={value}" for name, value in own.items()]
         within = ["env", *variables, "timeout", "-s", "KILL", f"{program.timeout:.3f}"]
-        return ["sh", "-c", BEGIN, "sh", work, cwd, f"{given}/stdin", *within, *command]
+        return ["sh", "-c", BEGIN, "sh", home, cwd, f"{given}/stdin", *within, *command]
 
-    def _place(self, path: str) -> str:
-        return path if path.startswith("/") else f"{self._folder}/work/{path}"
+    def _find_home(self, user: str) -> str:
+        """Return the path of the sandbox's folder, or of the folder of a user in it."""
+        return f"{self._folder}/work/{user}" if user else f"{self._folder}/work"
+
+    def _place(self, path: str, user: str = "") -> str:
+        return path if path.startswith("/") else f"{self._find_home(user)}/{path}"
 
     def _read_result(self, found: Answer, program: Program, seconds: float) -> ExecResult:
         code, end = found.get("exit_code"), str(found.get("end") or "")

@@ -34,12 +34,19 @@ class RockSession:
     """
 
     def __init__(
-        self, send: Send, kind: SessionKind, env: Mapping[str, str], folder: str, counter: KindCounter
+        self,
+        send: Send,
+        kind: SessionKind,
+        env: Mapping[str, str],
+        folder: str,
+        counter: KindCounter,
+        user: str,
     ) -> None:
-        """Prepare a session that starts in the sandbox's folder; the function `send` sends a request to the sandbox,
-        and `counter` counts the runs.
+        """Prepare a session that starts in the sandbox's folder, and runs as `user`, or as the sandbox's own user if
+        `user` is empty; the function `send` sends a request to the sandbox, and `counter` counts the runs.
         """
         self._send, self._env, self._counter = send, env, counter
+        self._user = {"remote_user": user} if user else {}
         shell = f"export HOME={folder}; mkdir -p {folder}; cd {folder}"
         python = f"import os; os.makedirs({folder!r}, exist_ok=True); os.chdir({folder!r}); del os"
         self._enter = shell if kind is SessionKind.SHELL else python
@@ -56,8 +63,9 @@ class RockSession:
         """
         self._name, self._has_entered = f"rollflow-{uuid.uuid4().hex}", False
         body = {"session": self._name, "session_type": self._type, "env": dict(self._env), "env_enable": True}
+        body |= {"startup_timeout": START_SECONDS, **self._user}
         try:
-            await self._send("/create_session", 0, {**body, "startup_timeout": START_SECONDS})
+            await self._send("/create_session", 0, body)
         except RequestFailed as error:
             raise SandboxFailed(f"no session of {self._type} could be opened: {error}") from None
 

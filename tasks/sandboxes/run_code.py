@@ -32,6 +32,7 @@ from rollflow.tasks.sandboxes.base import (
     SandboxFailed,
     SandboxLimits,
     Workspace,
+    refuse_user,
 )
 from rollflow.tasks.sandboxes.config import MIB, RunCodeSandbox
 from rollflow.tasks.sandboxes.figures import KindCounter, Replacement
@@ -75,6 +76,7 @@ class RunCodeSandboxes:
 
     async def run(self, program: Program, files: Mapping[str, bytes] | None = None) -> ExecResult:
         """Run a program on the server; see `Sandboxes.run`."""
+        refuse_user(program.user)
         return await self._counter.watch_use(self._run(program, files or {}))
 
     async def _run(self, program: Program, files: Mapping[str, bytes]) -> ExecResult:
@@ -138,6 +140,7 @@ class RemoteSandbox:
     async def exec(self, program: Program) -> ExecResult:
         """Run a program with the uploaded files; see `Sandbox.exec`."""
         self._check()
+        refuse_user(program.user)
         try:
             return await self._sandboxes.run(program, self._files)
         except BaseException:

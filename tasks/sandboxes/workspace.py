@@ -30,6 +30,7 @@ from rollflow.tasks.sandboxes.base import (
     SandboxLost,
     SessionKind,
     SessionResult,
+    refuse_user,
 )
 from rollflow.tasks.sandboxes.box.wire import CHUNK, LENGTHS, pack
 from rollflow.tasks.sandboxes.figures import KindCounter
@@ -75,12 +76,18 @@ class BoxWorkspace:
         self._is_closed = False
 
     async def open_session(
-        self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, start: Sequence[str] = ()
+        self,
+        kind: SessionKind = SessionKind.SHELL,
+        env: Mapping[str, str] = NO_VARIABLES,
+        start: Sequence[str] = (),
+        *,
+        user: str = "",
     ) -> BoxSession:
         """Open a session; see `Workspace.open_session`. If the session is a shell, it runs the lines in `start` first,
         and their output is dropped.
         """
         self._check()
+        refuse_user(user)
         return BoxSession(self, next(self._numbers), {"kind": kind, "env": dict(env), "start": list(start)})
 
     async def exec(self, program: Program) -> ExecResult:
@@ -90,6 +97,7 @@ class BoxWorkspace:
     async def _exec(self, program: Program) -> ExecResult:
         if not program.command or program.channel is not None:
             raise SandboxFailed("a workspace runs commands without a channel; run code in a session")
+        refuse_user(program.user)
         request = {
             "do": "exec",
             "command": list(program.command),

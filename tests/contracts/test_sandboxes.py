@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rollflow.tasks.sandboxes.base import Capability, Program, ProgramEnd, Sandboxes, SandboxFailed
+from rollflow.tasks.sandboxes.base import Capability, Program, ProgramEnd, Sandboxes, SandboxFailed, UserRefused
 from rollflow.tasks.sandboxes.rock import RockSandboxes
 from tests.support.sandbox_kinds import KINDS, LONG, SMALL, skip_without, start_kind, wait_until, warm
 from tests.support.sandbox_processes import list_sandbox_processes
@@ -273,3 +273,48 @@ async def test_cancelled_program_is_killed(sandboxes: Sandboxes) -> None:
 async def test_equal_programs_draw_equal_numbers(sandboxes: Sandboxes) -> None:
     program = warm("import random; print(random.random(), hash('x'))")
     assert (await sandboxes.run(program)).stdout == (await sandboxes.run(program)).stdout
+
+
+async def test_user_that_a_sandbox_does_not_have_is_refused(sandboxes: Sandboxes) -> None:
+    """The program does not start, and the sandbox remains usable."""
+    reason = "the sandbox has no such user" if Capability.USERS in sandboxes.capabilities else "run as one user"
+    with pytest.raises(UserRefused, match=f"user = 'someone': .*{reason}"):
+        await sandboxes.run(warm("print(1)", user="someone"))
+    sandbox = await sandboxes.create()
+    with pytest.raises(UserRefused, match=reason):
+        await sandbox.exec(warm("print(1)", user="someone"))
+    assert (await sandbox.exec(warm("print(2)"))).stdout == b"2\n"
+    await sandbox.close()
+
+
+@pytest.mark.needs(Capability.SESSIONS)
+async def test_session_of_an_unknown_user_is_refused(sandboxes: Sandboxes) -> None:
+    workspace = await sandboxes.open_workspace()
+    with pytest.raises(UserRefused, match="user = 'someone'"):
+        await workspace.open_session(user="someone")
+    with pytest.raises(UserRefused, match="user = 'someone'"):
+        await workspace.exec(Program(command=["true"], user="someone"))
+    assert (await workspace.exec(Program(command=["true"], timeout=LONG))).succeeded
+    await workspace.close()
+
+
+@pytest.mark.needs(Capability.USERS)
+@pytest.mark.parametrize("name", ["-c", "a b", "a;b", "", "a" * 40, "../x", "x\n"])
+async def test_text_that_is_no_name_reaches_no_server(sandboxes: Sandboxes, name: str) -> None:
+    sandbox = await sandboxes.create()
+    if name:
+        with pytest.raises(UserRefused, match="no name of a user"):
+            await sandbox.exec(warm("print(1)", user=name))
+    else:
+        assert (await sandbox.exec(warm("print(1)", user=name))).succeeded
+    await sandbox.close()
+
+
+@pytest.mark.needs(Capability.USERS)
+async def test_own_user_of_a_sandbox_is_accepted_by_number(sandboxes: Sandboxes) -> None:
+    found = await sandboxes.run(warm("import os, sys; print(os.getuid(), sys.stdin.read())", user="1000", stdin=b"in"))
+    assert found.stdout == b"1000 in\n"
+    workspace = await sandboxes.open_workspace()
+    session = await workspace.open_session(user="1000")
+    assert (await session.run("id -u")).output.strip() == b"1000"
+    await workspace.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -182,7 +183,29 @@ async def test_session_answers_as_rock_does(caller: Caller) -> None:
     assert (await caller.send("close_session", session="s"))["status"] == "Success"
     assert "does not exist" in read_reason(await caller.send("run_in_session", session="s", command="true"))
     read_reason(await caller.send("run_in_session", session="s", command="gdb", is_interactive_command=True))
-    read_reason(await caller.send("create_session", session="t", remote_user="admin"))
+
+
+async def test_session_of_another_user_is_refused_by_name(caller: Caller) -> None:
+    for user in ("admin", "root", "0"):
+        reason = read_reason(await caller.send("create_session", session="t", remote_user=user))
+        assert reason == f"remote_user = {user!r}: all programs of a sandbox of this server run as user 1000; " + (
+            "leave out the key"
+        )
+    for user in ("1000", "", None):
+        assert (await caller.send("create_session", session=f"as {user}", remote_user=user))["status"] == "Success"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only for root are programs of this kind root")
+async def test_session_of_the_own_user_is_accepted_by_name() -> None:
+    created = build_sandboxes(UnsafeProcessSandbox(spares=0))
+    await created.start()
+    try:
+        async with serve(created) as caller:
+            await caller.start()
+            assert (await caller.send("create_session", session="s", remote_user="root"))["status"] == "Success"
+            assert "user 0" in read_reason(await caller.send("create_session", session="t", remote_user="nobody"))
+    finally:
+        await created.close()
 
 
 async def test_new_session_replaces_the_oldest_beyond_the_limit(caller: Caller) -> None:

@@ -12,6 +12,7 @@ import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,7 +21,7 @@ import pytest
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
 from rollflow.tasks.sandboxes import build_sandboxes
-from rollflow.tasks.sandboxes.base import Program, ProgramEnd, SandboxFailed, SessionKind
+from rollflow.tasks.sandboxes.base import Program, ProgramEnd, SandboxFailed, SessionKind, UserRefused
 from rollflow.tasks.sandboxes.config import BubblewrapSandbox, RockSandbox
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
@@ -121,8 +122,12 @@ async def test_unmodified_rock_sdk_works_with_our_server(tmp_path: Path) -> None
     }
 
 
+PAM = ("/etc/pam.d", "/etc/security", "/etc/login.defs")  # files of `su`, by which a rocklet changes the user
+USERS = "root:*:0:0::/root:/bin/bash\nagent:*:1001:1001::/tmp/work:/bin/bash\nother:*:1002:1002::/tmp/work:/bin/bash\n"
+
+
 @asynccontextmanager
-async def start_rocklet() -> AsyncIterator[str]:
+async def start_rocklet(passwd: str = "/etc/passwd") -> AsyncIterator[str]:
     """Start a rocklet in bubblewrap, which shares only the network with this machine; yield its address."""
     if (bwrap := shutil.which("bwrap")) is None:
         pytest.skip("there is no bwrap")
@@ -131,8 +136,10 @@ async def start_rocklet() -> AsyncIterator[str]:
     environment = Path(PYTHON).parent.parent
     base = Path(PYTHON).resolve().parent.parent
     options = ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--die-with-parent", "--clearenv"]
-    for path in ("/usr", str(base), str(environment), "/etc/ssl", "/etc/passwd", "/etc/ld.so.cache"):
+    options += ["--perms", "0755", "--dir", "/etc", "--perms", "1777", "--dir", "/tmp"]  # as every user can enter them
+    for path in ("/usr", str(base), str(environment), "/etc/ssl", "/etc/ld.so.cache", *PAM):
         options += ["--ro-bind", path, path] if os.path.exists(path) else []
+    options += ["--ro-bind", passwd, "/etc/passwd"]
     for name in ("bin", "sbin", "lib", "lib64"):
         options += ["--symlink", f"usr/{name}", f"/{name}"]
     options += ["--dev", "/dev", "--proc", "/proc", "--dir", "/tmp/work", "--tmpfs", "/data", "--tmpfs", "/var"]
@@ -185,3 +192,32 @@ async def test_stock_rocklet_runs_programs_and_sessions() -> None:
         for program, outcome in (("lambda x: 2 * x + 2", Outcome.CORRECT), ("lambda x: x", Outcome.WRONG)):
             assert (await scorer.score(f"f = {program}", case)).outcome is outcome
         await scorer.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+async def test_stock_rocklet_runs_programs_of_several_users(tmp_path: Path) -> None:
+    (tmp_path / "passwd").write_text(USERS)
+    async with start_rocklet(str(tmp_path / "passwd")) as url:
+        sandboxes = build_sandboxes(RockSandbox(url=url, protocol="rocklet", tries=2))
+        await sandboxes.start()
+        workspace = await sandboxes.open_workspace()
+        free = {"PATH": "/usr/bin:/bin"}  # an interpreter that every user can read
+        write = "import os, sys; os.umask(0o077); open('secret', 'w').write(sys.stdin.read()); print(os.getuid())"
+        found = await workspace.exec(Program(code=write, stdin=b"mine", user="agent", env=free, timeout=30))
+        assert (found.stdout, found.stderr) == (b"1001\n", b"")
+        read = Program(command=["cat", "../agent/secret"], timeout=30)
+        found = await workspace.exec(replace(read, user="agent"))
+        assert (found.stdout, found.stderr) == (b"mine", b"")
+        assert b"Permission denied" in (await workspace.exec(replace(read, user="other"))).stderr
+        assert await workspace.download("agent/secret") == b"mine"
+        ended = Program(code="import os; os.kill(os.getppid(), 9)", user="agent", env=free, timeout=30)
+        assert b"PermissionError" in (await workspace.exec(ended)).stderr, "its timer belongs to root"
+        shell = await workspace.open_session(user="agent")
+        assert (await shell.run("id -un; umask 077; echo 1 > other; cat secret")).output.split() == [b"agent", b"mine"]
+        owner = await workspace.exec(Program(command=["stat", "-c", "%U", "agent/other"], timeout=30))
+        assert owner.stdout == b"agent\n"
+        with pytest.raises(UserRefused, match="the sandbox has no such user"):
+            await workspace.exec(Program(command=["true"], user="someone"))
+        assert (await workspace.exec(Program(command=["true"], timeout=30))).succeeded
+        await workspace.close()
+        await sandboxes.close()

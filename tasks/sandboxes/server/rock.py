@@ -137,10 +137,9 @@ class RockService:
         """Open a session, and wait until its process has started."""
         if body.session_type not in SESSION_KINDS:
             raise Refused(f'session_type = {body.session_type!r} is unknown; use "bash" or "python"')
-        if body.remote_user not in (None, "", "root"):
-            raise Refused(f"remote_user = {body.remote_user!r}: a sandbox has one user; leave out the key")
         start = [f"source {shlex.quote(path)}" for path in body.startup_source]
         async with self._live.use(body.sandbox_id) as live:
+            await check_user(live, body.remote_user or "")
             kind = SESSION_KINDS[body.session_type]
             await open_session(live, body.session, kind, body.env or {}, start)
             found = await find_session(live, body.session).run("", max(body.startup_timeout, 10.0))
@@ -245,6 +244,23 @@ class RockService:
             "state_history": [],
             **live.described,
         }
+
+
+async def check_user(live: LiveSandbox, user: str) -> None:
+    """Check that the programs of a sandbox run as this user, given by name or number; "" stands for any user.
+
+    Raises:
+        Refused: the programs run as another user.
+    """
+    if not user:
+        return
+    found = await live.workspace.exec(Program(command=["sh", "-c", "id -u; id -un 2>&-"], keep_children=True))
+    own = found.stdout.decode(errors="replace").split()
+    if user not in own:
+        shown = f"user {own[0]}" if own else "another user"
+        raise Refused(
+            f"remote_user = {user!r}: all programs of a sandbox of this server run as {shown}; leave out the key"
+        )
 
 
 def show(output: bytes) -> str:

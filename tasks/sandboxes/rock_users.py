@@ -1,0 +1,89 @@
+"""Runs programs as other users of a sandbox on a ROCK server, whose programs start as root.
+
+A ROCK server has no request that runs a single program as another user. So a short Python program starts as root in the
+sandbox, and becomes first the user and then the requested program. The change cannot be undone: the new process has no
+capabilities and only the groups of the user.
+
+Each user has a folder of its own, named after the user, in the sandbox's folder. Only this user and root can enter it,
+and the sandbox's folder belongs to root. So no user can put a module or a link where a program of another user looks
+for it. Stdin and source code of the next program are in a folder that only root can enter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rollflow.tasks.sandboxes.base import UserRefused
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")  # so that a server cannot take a name for an option or a command
+READY, MISSING = "ready", "missing"
+# prepares the folders for programs of a user, and prints whether programs can run as this user
+PREPARE = """
+import os, pwd, sys
+user, work, given = sys.argv[1:]
+own = os.geteuid()
+try:
+    ids = pwd.getpwnam(user)[2:4]
+    found = "ready" if own in (0, ids[0]) else str(own)
+except KeyError:
+    ids, found = (own, -1), "ready" if user == str(own) else "missing"
+if found == "ready":
+    for folder, mode in ((work, 0o755), (given, 0o700), (os.path.join(work, user), 0o700)):
+        os.makedirs(folder, exist_ok=True)
+        os.chmod(folder, mode)
+    if own == 0:
+        os.chown(folder, *ids)
+print(found)
+"""
+# becomes the user and then the command; source code is passed on in memory, because the user cannot read its file;
+# `warnings` is imported for os.execvp, while the process can read all modules
+BECOME = """
+import os, pwd, sys, warnings
+user, source, *command = sys.argv[1:]
+one = None if os.geteuid() or user == "0" else pwd.getpwnam(user)
+if one and source:
+    code = os.memfd_create("main.py", 0)
+    with open(source, "rb") as file, open(code, "wb", closefd=False) as copy:
+        copy.write(file.read())
+    source = f"/proc/self/fd/{code}"
+command += [source] if source else []
+if one:
+    os.initgroups(user, one.pw_gid)
+    os.setgid(one.pw_gid)
+    os.setuid(one.pw_uid)
+    os.environ.update(USER=user, LOGNAME=user)
+os.execvp(command[0], command)
+"""
+
+
+def check_name(user: str) -> None:
+    """Raise `UserRefused` if a text cannot be the name of a user."""
+    if NAME.fullmatch(user) is None:
+        raise UserRefused(f"user = {user!r} is no name of a user; use letters, digits, _ - and .")
+
+
+def check_prepared(user: str, printed: str, error: str) -> None:
+    """Check what `PREPARE` printed to stdout and stderr.
+
+    Raises:
+        UserRefused: programs cannot run as this user.
+    """
+    found = printed.strip()
+    if found == MISSING:
+        raise UserRefused(f"user = {user!r}: the sandbox has no such user; create the user in the sandbox's image")
+    if not found:
+        reason = error.strip().rpartition("\n")[2]
+        raise UserRefused(f"user = {user!r}: the sandbox cannot be prepared for the user: {reason}")
+    if found != READY:
+        raise UserRefused(
+            f"user = {user!r}: programs of this sandbox start as user {found}, who cannot become another "
+            "user; use an image whose programs start as root, or leave out the user"
+        )
+
+
+def become(user: str, command: Sequence[str], source: str = "") -> list[str]:
+    """Return the command that becomes the user and then `command`, with the path of a copy of the file `source`, if
+    one is given, as its last argument.
+    """
+    return ["python3", "-I", "-c", BECOME, user, source, *command]
