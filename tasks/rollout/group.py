@@ -54,7 +54,7 @@ from rollflow.tasks.rollout.proxy import InferenceProxy, RequestOptions, Version
 from rollflow.tasks.rollout.resuming.journal import TurnJournal
 from rollflow.tasks.rollout.resuming.recorded_episode import EpisodePlace, RecordedEpisode
 from rollflow.tasks.runtime.spans import Spans
-from rollflow.tasks.scorers.base import Score, ScoreRequest
+from rollflow.tasks.scorers.base import Score, ScoreRequest, make_storable
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class GroupRollout:
             why = f"at most {judged} of {limits.group_size} responses can be judged: {why}"
         else:
             return True
-        self.unjudged = self.unjudged or UnjudgedResponse(*self.key, episode.sample, why[:LONGEST_WHY])
+        self.unjudged = self.unjudged or UnjudgedResponse(*self.key, episode.sample, make_storable(why, LONGEST_WHY))
         return False
 
     def _build_episode(self, prompt: Prompt, sample: int, calls: EpisodeCalls) -> PlayedEpisode:

@@ -203,6 +203,24 @@ def test_prompt_of_an_episode_without_tokens_is_issued_again() -> None:
     assert {one.reason for body in bodies for one in body.discards} == {DiscardReason.UNJUDGED}
 
 
+class Mumbling(Environment):
+    """Ends in some episodes with a reason that UTF-8 cannot encode."""
+
+    draw = random.Random(0)
+
+    async def play(self, episode: Episode) -> Score | float | None:
+        if self.draw.random() < 0.2:
+            return Score(0.0, "\ud800" + "x" * 1000, Outcome.UNJUDGED)
+        return None if await episode.generate() is None else 1.0
+
+
+def test_reason_that_no_file_can_store_is_escaped() -> None:
+    bodies = run_and_audit(build_pipeline(share=0.0, environment=Mumbling()), single_turn=False)
+    reasons = {one.why for body in bodies for one in body.unjudged}
+    assert len(reasons) == 1
+    assert "\\ud800xxx" in reasons.pop()
+
+
 class Bargaining(Environment):
     """Two roles speak in turn; the scorer judges what the second one says."""
 
