@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from rollflow.storage.errors import ConfigError
 from rollflow.storage.records import Outcome
+from rollflow.tasks.policies.config import ColdStart
+from rollflow.tasks.policies.folder import build_cold_folder
 from rollflow.tasks.sandboxes.base import ExecResult, ProgramEnd
 from rollflow.tasks.sandboxes.config import (
     BubblewrapSandbox,
@@ -19,13 +23,15 @@ from rollflow.tasks.sandboxes.config import (
     SandlockSandbox,
     UnsafeProcessSandbox,
 )
-from rollflow.tasks.scorers.base import Score
+from rollflow.tasks.scorers import build_scorer
+from rollflow.tasks.scorers.base import Score, ScoreRequest
 from rollflow.tasks.scorers.code import pytest_case
 from rollflow.tasks.scorers.code.config import AdaptiveDeadline
 from rollflow.tasks.scorers.code.deadlines import CLOCK, CaseClock
 from rollflow.tasks.scorers.code.pytest_case import find_file_fault, read_result, start_testers
 from rollflow.tasks.scorers.code.scorer import CodeScorer
 from rollflow.tasks.scorers.config import CodeReward
+from tests.support.waiting import HANG_SECONDS
 
 FOUR = """
 import pytest
@@ -53,14 +59,9 @@ class Desk:
         self.runner, self.scorer = runner, CodeScorer(CodeReward(fenced=False, **keys))
         self.runner.run(self.scorer.start())
 
-    def judge(self, program: str, *tests: str, anchor: float | None = None) -> Score:
+    def judge(self, program: str, *tests: str) -> Score:
         """Score a program on pytest files."""
-
-        async def score() -> Score:
-            CLOCK.set(None if anchor is None else CaseClock("row", {0: anchor}))
-            return await self.scorer.score(program, {"cases": [{"pytest": source} for source in tests]})
-
-        return self.runner.run(score())
+        return self.runner.run(self.scorer.score(program, {"cases": [{"pytest": source} for source in tests]}))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ KINDS = [
 def kind(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Desk]:
     """Create a scorer for each kind of sandbox that can run pytest; skip what this machine cannot run."""
     try:
-        desk = Desk(runner, case_seconds=20.0, sandbox=request.param)
+        desk = Desk(runner, case_seconds=60.0, sandbox=request.param)
     except ConfigError as error:
         pytest.skip(str(error))
     yield desk
@@ -92,9 +93,10 @@ def kind(request: pytest.FixtureRequest, runner: asyncio.Runner) -> Iterator[Des
 def desk(runner: asyncio.Runner) -> Iterator[Desk]:
     """Create a scorer with sandboxes of the default kind; skip if this machine has none."""
     try:
-        created = Desk(runner, case_seconds=20.0)
+        created = Desk(runner, case_seconds=60.0)
     except ConfigError as error:
         pytest.skip(str(error))
+    created.judge(ADD, FOUR)  # starts the sandboxes of the tests, which some tests share
     yield created
     runner.run(created.scorer.close())
 
@@ -248,35 +250,42 @@ def test_program_that_ends_keeps_the_tests_passed_before(desk: Desk) -> None:
     assert score.reason == "0 of 1 cases; case 1: 1 of 3 tests; the program has ended"
 
 
-LOOP = "def f(x):\n    while x < 0: pass\n    return 2 * x"
-LATE = "from solution import f\ndef test_a():\n    assert f(2) == 4\ndef test_b():\n    f(-1)\n"
+LOOP = "def f(x):\n    while True: pass"
+GROWS = "import time\ndef f(x):\n    if x < 0:\n        held = 'x' * 2**29\n        time.sleep(600)\n    return 2 * x"
 
 
 @pytest.mark.parametrize(
     ("program", "tests", "outcome", "value", "reason"),
     [
-        (LOOP, "from solution import f\ndef test_f():\n    f(-1)\n", Outcome.TIMEOUT, 0.0, "it ran longer than 0."),
-        (LOOP, LATE, Outcome.PARTIAL, 0.5, "it ran longer than 0."),
-        ("def f(x): return 'x' * 2**32", ONE, Outcome.WRONG, 0.0, "0 of 1 tests; test_f: MemoryError"),
-        ("x = []\nwhile True: x.append('x' * 2**20)", ONE, Outcome.KILLED, 0.0, "it was stopped, as it used too much"),
+        (LOOP, ONE, Outcome.TIMEOUT, 0.0, "it ran longer than 0."),
+        (
+            GROWS,
+            f"{ONE}def test_g():\n    f(-1)\n",
+            Outcome.PARTIAL,
+            0.5,
+            "it was stopped, as it used too much: memory",
+        ),
+        (GROWS.replace("x < 0", "x > 0"), ONE, Outcome.KILLED, 0.0, "it was stopped, as it used too much: memory"),
+        ("def f(x): return 'x' * 2**40", ONE, Outcome.WRONG, 0.0, "0 of 1 tests; test_f: MemoryError"),
         ("def f(:", ONE, Outcome.WRONG, 0.0, "SyntaxError: invalid syntax"),
         ("def g(x): pass", ONE, Outcome.WRONG, 0.0, "0 of 0 tests; test_solution.py: CollectError: ImportError"),
     ],
-    ids=["timeout", "late", "huge", "memory", "syntax", "missing"],
+    ids=["timeout", "late", "memory", "huge", "syntax", "missing"],
 )
 def test_each_end_of_a_program_has_its_outcome(
     runner: asyncio.Runner, desk: Desk, program: str, tests: str, outcome: Outcome, value: float, reason: str
 ) -> None:
-    short = CodeScorer(CodeReward(fenced=False, case_seconds=0.8), runner.run(desk.scorer.start()))
-    short._testers = desk.scorer._testers
-    score = runner.run(short.score(program, {"cases": [{"pytest": tests}]}))
+    seconds = 0.8 if outcome is Outcome.TIMEOUT else 60.0
+    scorer = CodeScorer(CodeReward(fenced=False, case_seconds=seconds), runner.run(desk.scorer.start()))
+    scorer._testers = desk.scorer._testers
+    score = runner.run(scorer.score(program, {"cases": [{"pytest": tests}]}))
     assert (score.value, score.outcome) == (value, outcome), score
     assert reason in score.reason
 
 
 def test_adaptive_deadline_ends_a_slow_program(runner: asyncio.Runner, desk: Desk) -> None:
     adaptive = AdaptiveDeadline(min_seconds=0.6, recheck=1.0)
-    quick = CodeScorer(CodeReward(fenced=False, case_seconds=20.0, adaptive=adaptive), runner.run(desk.scorer.start()))
+    quick = CodeScorer(CodeReward(fenced=False, case_seconds=60.0, adaptive=adaptive), runner.run(desk.scorer.start()))
     quick._testers = desk.scorer._testers
     clock = CaseClock("row", {0: 0.1})
 
@@ -295,7 +304,7 @@ def test_adaptive_deadline_ends_a_slow_program(runner: asyncio.Runner, desk: Des
 
 def test_times_of_a_right_program_are_measured(runner: asyncio.Runner, desk: Desk) -> None:
     adaptive = CodeScorer(
-        CodeReward(fenced=False, case_seconds=20.0, adaptive=AdaptiveDeadline()), runner.run(desk.scorer.start())
+        CodeReward(fenced=False, case_seconds=60.0, adaptive=AdaptiveDeadline()), runner.run(desk.scorer.start())
     )
     adaptive._testers, clock = desk.scorer._testers, CaseClock("row", {})
 
@@ -369,3 +378,20 @@ async def test_pytest_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pytest_case, "_find_package", lambda name: None if name == "pluggy" else found(name))
     with pytest.raises(ConfigError, match=r'unsafe-process" cannot run test cases with .*ModuleNotFoundError'):
         await start_testers(UnsafeProcessSandbox())
+
+
+@pytest.mark.long
+async def test_worker_process_scores_a_pytest_file(tmp_path: Path) -> None:
+    right, wrong = "def f(x): return 2 * x", "def f(x): return 5"
+    for name, data in build_cold_folder(ColdStart(), [right, wrong]).items():
+        (tmp_path / name).write_bytes(data)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    pool = build_scorer(CodeReward(fenced=False, sandbox=UnsafeProcessSandbox()), tmp_path)
+    await pool.start()
+    try:
+        asked = [ScoreRequest(tokenizer.encode(text).ids, {"cases": [{"pytest": ONE}]}) for text in (right, wrong)]
+        scores = await asyncio.wait_for(pool.score(asked), HANG_SECONDS)
+    finally:
+        await pool.close()
+    assert [score.outcome for score in scores] == [Outcome.CORRECT, Outcome.WRONG]
+    assert scores[1].reason == "0 of 1 cases; case 1: 0 of 1 tests; test_f: AssertionError"
