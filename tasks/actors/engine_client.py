@@ -52,7 +52,7 @@ from rollflow.tasks.engines.meter import EngineStats
 START_SECONDS = 900.0
 # longest wait for an answer or a token, in seconds; the engine's own deadline is shorter, because its error is clearer
 SILENT_SECONDS = 60.0
-# longest time of a fetch of weights, in seconds, in addition to waiting for storage that does not answer
+# longest time of a fetch of weights, in seconds; time in which storage does not answer is added to this limit
 FETCH_SECONDS = 1000.0
 UPDATE_SECONDS = 150.0
 CLOSE_SECONDS = 10.0

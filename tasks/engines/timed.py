@@ -13,9 +13,9 @@ grown by w since the request started. A heap orders the running requests by the 
 ends. Between two starts or ends of requests, the number of cached tokens grows linearly with the engine's work, so time
 is a quadratic function of the work. The simulated times are exact, although no code runs between two such events.
 
-If `kv_tokens` is set, a request starts once its tokens and a spare block for each running request fit into the KV
-cache. When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its
-tokens and moves to the head of the queue.
+If `kv_tokens` is set, a request starts once its tokens and a free block for each running request fit into the KV cache.
+When the KV cache is full, the request that started last is preempted, as in vLLM. A preempted request keeps its tokens
+and moves to the head of the queue.
 
 The tokens of an episode stay in the KV cache after a turn, until the next turn of the episode or until other requests
 need their room; the episode whose turn ended first loses its tokens first. A turn computes only those tokens of its

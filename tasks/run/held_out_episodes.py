@@ -4,7 +4,7 @@ At most as many episodes run at the same time as the environment can play at the
 waits for a generation, all these generations are computed in batches, so the result does not depend on which episode
 asks first.
 
-A user-defined environment may run fewer episodes at the same time than rollflow knows, and let the others wait. If no
+A user-defined environment may run fewer episodes at the same time than rollflow expects, and let the others wait. If no
 episode requests a generation for a while, the requested generations are computed, so that no episode waits forever for
 another episode.
 """

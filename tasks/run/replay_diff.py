@@ -30,7 +30,7 @@ from rollflow.tasks.run.restore import ReplayedVersion, list_files, name_of
 # largest accepted norm of the difference between replayed and published tensors, as a share of the norm of the train
 # step's change
 SHARE = 0.1
-# the same limit for weights in bfloat16 and float16, whose changes in one step are mostly rounding
+# largest accepted share of that norm for weights in bfloat16 and float16, whose changes in one step are mostly rounding
 SHORT = 0.5
 ALIKE = 2.0**-23  # relative rounding step of float32; a difference of this size is always accepted
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # data type -> relative rounding step

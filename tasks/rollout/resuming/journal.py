@@ -221,7 +221,7 @@ class TurnJournal:
                 self._writing = {record.key.group for record in records}
                 await self._keep_file(folder, await folder.write(records))
         except (StoreFailed, Unreachable) as error:
-            failed = error  # raised to callers that wait; otherwise a crash only means to generate the turns again
+            failed = error  # callers that wait get this error; other turns are generated again after a crash
         finally:
             self._finish(written, failed)
         if restarts:
