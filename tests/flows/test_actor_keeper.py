@@ -197,7 +197,7 @@ def test_actor_is_not_restarted_after_a_deterministic_failure(tmp_path: Path) ->
         keep(tmp_path, "nan work")
 
 
-def test_actor_replaced_by_a_newer_one_is_not_restarted(tmp_path: Path) -> None:
+def test_actor_replaced_by_a_newer_actor_is_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(Superseded, match="which is another one"):
         keep(tmp_path, "superseded work")
     assert RecoveryLog(open_store(str(tmp_path))).read() == []

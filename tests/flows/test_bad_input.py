@@ -192,7 +192,7 @@ def test_all_errors_of_a_recipe_are_reported_at_once(capsys: pytest.CaptureFixtu
     }
 
 
-def test_errors_of_the_whole_recipe_are_reported_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conflicts_between_sections_of_a_recipe_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ("group_size=1", "train.minibatches=3", "evaluation.engine=lent")
     given = [word for one in wrong for word in ("--set", one)]
     assert main(["check", RECIPE, *given]) == 2

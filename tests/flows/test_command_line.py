@@ -97,7 +97,7 @@ def test_each_command_has_one_module() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_command_help_describes_it_and_gives_an_example(
+def test_command_help_has_a_description_and_an_example(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")

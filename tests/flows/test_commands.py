@@ -306,7 +306,7 @@ def test_inspect_shows_quarantined_batches(copy: RunContext, capsys: pytest.Capt
     assert ": it was cut" in shown(capsys, "audit", copy.uri)
 
 
-def test_audit_continues_after_the_last_audit(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_starts_where_the_last_audit_ended(copy: RunContext, capsys: pytest.CaptureFixture[str]) -> None:
     entries = copy.log.state.n + 1
     first = shown(capsys, "audit", copy.uri)
     assert f"{entries} entries, " in first

@@ -103,7 +103,9 @@ def test_option_version_prints_the_version_of_rollflow(capsys: pytest.CaptureFix
     assert capsys.readouterr().out.startswith("rollflow 0.")
 
 
-def test_interrupted_command_returns_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command_exits_with_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 

@@ -100,7 +100,7 @@ def described(context: RunContext, run_id: str = "same") -> RunContext:
     return context
 
 
-def test_run_id_from_storage_is_checked(outside: Path) -> None:
+def test_run_id_that_is_read_from_storage_is_checked(outside: Path) -> None:
     context = described(context_of(str(outside / "store"), "run"), run_id="../../x")
     with pytest.raises(ConfigError, match=r"run id = '\.\./\.\./x'"):
         _ = context.run_id

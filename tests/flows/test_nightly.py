@@ -117,7 +117,7 @@ def test_nightly_report_quotes_the_error_of_the_run(monkeypatch: pytest.MonkeyPa
     assert said == "ConfigError: versions = 0: write a number from 1 on"
 
 
-def test_nightly_pruning_keeps_aliased_and_other_runs(plan: Nightly, tmp_path: Path) -> None:
+def test_nightly_pruning_keeps_aliased_runs_and_other_recipes(plan: Nightly, tmp_path: Path) -> None:
     """Pruning keeps a version with a user's alias, and the run of a recipe with a longer name."""
     train, home = Trainer(), tmp_path / "home"
     registry = MlflowClient(*[f"sqlite:///{home}/mlflow/mlflow.db"] * 2)

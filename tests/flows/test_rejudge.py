@@ -259,7 +259,7 @@ def test_unjudged_responses_are_counted_separately(
     assert "5 responses could not be judged" in capsys.readouterr().out
 
 
-def test_scorer_that_judges_nothing_ends_the_command(
+def test_rejudge_fails_if_no_worker_process_becomes_ready(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(self: Scorer, finished: asyncio.Event) -> None:

@@ -337,7 +337,7 @@ def test_error_names_a_service_that_ended_and_its_log(tmp_path: Path) -> None:
     assert "no_such_module" in (tmp_path / "log").read_text()
 
 
-def test_silent_service_is_an_error_after_its_deadline(tmp_path: Path, mark: str) -> None:
+def test_service_that_is_not_ready_by_its_deadline_is_an_error(tmp_path: Path, mark: str) -> None:
     arguments = ["0", "--bind", "127.0.0.1"]
     runner = Runner(
         tmp_path / "log", {}, module="http.server", arguments=arguments, ready=tmp_path / "ready", start_seconds=0.5

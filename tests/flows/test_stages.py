@@ -190,7 +190,7 @@ def test_stage_restart_begins_only_after_its_pause(world: World, role: str) -> N
 
 
 @pytest.mark.parametrize("role", ACTORS)
-def test_paused_stage_is_restarted(world: World, role: str) -> None:
+def test_stage_whose_flow_run_was_paused_is_restarted(world: World, role: str) -> None:
     """Prefect leaves the process of a paused flow run alone; the process ends once the flow run is set to running and
     then cancelled.
     """

@@ -85,7 +85,7 @@ def test_actor_creation_may_take_start_seconds_but_not_more(world: World, vitals
         world.starting(vitals, 10.0)
 
 
-def test_actor_whose_worker_died_is_named(world: World, vitals: Vitals) -> None:
+def test_error_names_an_actor_whose_ray_worker_died(world: World, vitals: Vitals) -> None:
     world.state = "PENDING_CREATION"
     assert world.starting(vitals, 10.0) == {True}
     world.lost = "a Ray worker (process 12) died before Ray registered it: no memory"

@@ -125,7 +125,7 @@ def test_independent_checker_finds_an_altered_alpha(run: Path) -> None:
     assert violation(run) == "0: its seal"
 
 
-def test_independent_checker_finds_an_alpha_with_new_hashes(run: Path) -> None:
+def test_independent_checker_finds_altered_alpha_and_new_hashes(run: Path) -> None:
     one = tree(run, 0)
     one["body"]["config"]["async_ratio"] = 9.5
     (run / entry_path(0)).write_bytes(seal_tree(one))

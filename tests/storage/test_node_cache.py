@@ -118,7 +118,7 @@ def test_partly_downloaded_folder_is_never_used(
     assert names(cache) == {"1"}
 
 
-def test_partly_downloaded_folder_is_removed_by_the_next_one(
+def test_next_download_removes_a_partly_downloaded_folder(
     cache: Path, processes: list[multiprocessing.process.BaseProcess]
 ) -> None:
     """Any run's fetch removes an incomplete folder, because the folder's own run may have ended."""

@@ -76,7 +76,7 @@ def test_ended_process_counts_as_using_no_sandbox() -> None:
     assert uses.totals() == {"rock": SandboxFigures(5, in_use=1)}
 
 
-def test_run_without_sandboxes_stores_no_figures() -> None:
+def test_run_without_sandboxes_stores_no_sandbox_counts() -> None:
     store = MemoryStore("figures")
     store_sandbox_uses(store, "one", SandboxUses())
     assert list(store.list("")) == []

@@ -77,7 +77,7 @@ def test_publisher_waits_for_all_pending_log_snapshots(store: Counting, monkeypa
     assert sorted(done) == [3, 7]
 
 
-def test_existing_log_segment_is_not_rewritten(store: Counting) -> None:
+def test_existing_segment_of_the_log_is_not_rewritten(store: Counting) -> None:
     claims(store, 9)
     store.put(snapshots.segment_path(0), b"first")
     snapshots.keep_segments(store, 3)

@@ -90,7 +90,7 @@ def test_pickled_slice_of_a_token_array_excludes_the_rest() -> None:
         assert sys.getsizeof(piece.data) < 200
 
 
-def test_packer_cache_is_bounded() -> None:
+def test_cache_of_token_array_packers_is_bounded() -> None:
     for count in range(3 * LENGTHS):
         _packer(count, "i")
     assert _packer.cache_info().currsize <= LENGTHS

@@ -210,7 +210,7 @@ def test_batch_that_the_learner_rejects_is_voided(run: ObjectStore) -> None:
     assert run.exists(batches.read_commit(entry.n).file.path)
 
 
-def test_log_state_counts_how_often_a_prompt_was_sampled_anew(memory: MemoryStore) -> None:
+def test_log_state_counts_how_often_a_prompt_was_resampled(memory: MemoryStore) -> None:
     """The count ends when the prompt is trained on or filtered; rejected batches of a version are counted, too."""
     batches, writer = ready(memory)
     policies, learner = learning(memory)
@@ -291,7 +291,7 @@ def test_replaced_process_cannot_void_a_batch(run: ObjectStore) -> None:
     assert batches.find_waiting(0) is not None
 
 
-def test_trained_batch_is_not_voided(run: ObjectStore) -> None:
+def test_batch_that_was_trained_on_is_not_voided(run: ObjectStore) -> None:
     batches, writer = ready(run)
     batches.commit(writer, staged())
     file = file_of(batches, 0)
