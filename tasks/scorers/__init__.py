@@ -111,8 +111,8 @@ def build_scorer(
 ) -> Scorer:
     """Build the scorer that the config section `[section]` describes, without starting it.
 
-    The scorer decodes responses with the tokenizer in `policy_folder`. The other arguments are those of
-    `build_scorers`, but `anchors` are those of this scorer.
+    The scorer decodes responses with the tokenizer in `policy_folder`. The other arguments are as in `build_scorers`,
+    but `anchors` contains only this scorer's anchors.
 
     Raises:
         ConfigError: the user-defined function that the section names does not exist on this machine.
@@ -176,7 +176,7 @@ def build_verifier(config: RewardConfig, section: str = "reward") -> Verifier:
     """Build the verifier that the config section `[section]` describes, and import the verifier's modules.
 
     Raises:
-        ConfigError: the user-defined verifier does not exist, or a scorer of this kind is no verifier function.
+        ConfigError: the user-defined verifier does not exist, or this kind of scorer is not a verifier function.
     """
     match config:
         case ReasoningGymReward():

@@ -12,8 +12,8 @@ A scorer may call a function in a worker process, a Ray actor or an HTTP endpoin
 decides which scorer a run has.
 
 A score must depend only on the response and its reference, because a response is scored again if its worker process
-dies. Adaptive deadlines of test cases are the one exception to this rule. A score that depends on an adaptive deadline
-has a part named "deadline".
+dies. The one exception is adaptive deadlines of test cases: with them, a score also depends on the times of earlier
+programs. A score that depends on an adaptive deadline has a part named "deadline".
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rollflow.storage.token_arrays import Float32s, Int32s
 # largest number of characters of a score's reason, and of the reason of a failed score
 LONGEST_REASON, LONGEST_FAILURE = 1000, 200
 LARGEST = 3.4028234663852886e38  # largest absolute value of a score, which is the largest float32
-FAILED = " failed: "  # the text between the code's name and the error, in the reason that `failure_score` gives
+FAILED = " failed: "  # text between the name of the failed code and its error in a reason
 MOST_PARTS, LONGEST_NAME = 64, 100  # largest number of parts of a score, and of characters in a part's name
 
-# the fields of a `Score` in order, with the token values as hexadecimal float32
+# values of all fields of a `Score`, in order; the token values are hexadecimal float32
 ScoreColumns = tuple[float, str, str, dict[str, float], float, str, str, bool]
 
 
@@ -54,8 +54,8 @@ class Score:
 
     `token_values` has one number for each token of the response, or None for a token without a value. `step_values`
     lists the steps of the response as pairs: the number of characters of the scored text up to the end of the step, and
-    the value of the step. Values of tokens and steps are rewards in addition to `value`. Scores that a scorer returns
-    have no `step_values`, because the module `token_values` converts them.
+    the value of the step. Values of tokens and steps are rewards in addition to `value`. A scorer returns scores
+    without `step_values`, because the module `token_values` has converted the step values to token values.
 
     `roles` maps the roles of an episode to their rewards; a role that is not named gets `value`. Only the score that an
     environment returns has `roles`.
@@ -217,7 +217,7 @@ def _check_named(what: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check_tokens(values: Sequence[float | None]) -> Sequence[float]:
-    """Convert token values to float32, with NaN for None; token values that are already float32 were checked before."""
+    """Convert token values to float32, with NaN for None; values that are already float32 are not checked again."""
     if isinstance(values, Float32s) or not len(values):
         return values if isinstance(values, Float32s) else ()
     # Adding 0.0 turns -0.0 into 0.0, because repeated verdicts are compared bit by bit.

@@ -36,7 +36,7 @@ class Format(Section):
 
 
 class LengthPenalty(Section):
-    """The penalty of a long response, which rises linearly with the length, as DAPO's soft overlong punishment.
+    """The penalty of a long response, which rises linearly with the length, like DAPO's soft overlong punishment.
 
     Source: Yu et al. 2025, eq. 13.
     """
@@ -46,13 +46,18 @@ class LengthPenalty(Section):
         description="unit of the response's length: tokens of the policy, or characters of the response's text",
     )
     start: int = Field(
-        ge=0, description="length up to which a response has no length penalty, in the unit of the key unit"
+        ge=0, description="largest length of a response without a length penalty, in the unit that the key unit names"
     )
     full: int = Field(
-        gt=0, description="length from which a response has the whole length penalty, in the unit of the key unit"
+        gt=0,
+        description="smallest length of a response with the whole length penalty, in the unit that the key unit names",
     )
     penalty: float = Field(
-        1.0, gt=0, le=1e6, description="largest amount, which is subtracted from the reward at the length full"
+        1.0,
+        gt=0,
+        le=1e6,
+        description="amount that is subtracted from the reward of a response of the length full or longer; a response "
+        "between start and full loses less",
     )
 
     @model_validator(mode="after")
@@ -62,11 +67,11 @@ class LengthPenalty(Section):
         return self
 
     def amount(self, length: int) -> float:
-        """Return the penalty of a response with this number of tokens."""
+        """Return the penalty of a response of this length, which is measured in the config's unit."""
         return self.penalty * min(1.0, max(0.0, (length - self.start) / (self.full - self.start)))
 
 
-# keys about responses that nobody could judge
+# config keys that decide what happens to responses that no scorer could judge
 JUDGING = ("judge_tries", "max_unjudged", "unjudged")
 
 
@@ -82,19 +87,19 @@ class RewardBase(Section):
 
     answer: Literal["all", "tag"] = Field(
         "all",
-        description="part of the response that is scored. all: the whole response; tag: only the text between "
-        "<answer> and </answer>",
+        description="part of the response that is scored. all: the whole response; tag: only the text between <answer> "
+        "and </answer>",
     )
     special_tokens: bool = Field(
         True,
-        description="whether the scored text contains special tokens, such as answer tags; it never contains the "
-        "final stop token",
+        description="whether the scored text contains special tokens, such as answer tags; it never contains the final "
+        "stop token",
     )
     correct_from: float | None = Field(
         None,
         gt=0,
-        description="smallest reward with which a response counts as correct in accuracies; default: the verifier "
-        "decides, or, if it does not decide, only a reward of 1 counts as correct",
+        description="smallest reward with which a response counts as correct in the reported accuracy; default: the "
+        "verifier decides; if the verifier does not decide, only a reward of 1 or more counts as correct",
     )
     format: Format | None = None
     length_penalty: LengthPenalty | None = None
@@ -112,20 +117,21 @@ class RewardBase(Section):
         3,
         ge=0,
         le=100,
-        description="number of tries to score a response that no scorer can judge, for example while a judge server "
-        "is away; then the key unjudged says what happens. 0: the reward is 0",
+        description="number of tries to score a response while scoring is impossible, for example because a judge "
+        "server is away; after the last try, the key unjudged decides what happens. If the number is 0, the response "
+        "gets the reward 0 at once",
     )
     max_unjudged: int = Field(
         20,
         gt=0,
-        description="number of prompts in a row with a response that nobody could judge after which the run fails; "
+        description="the run fails after this number of prompts in a row for which some response could not be judged; "
         "prompts that run at the same time count once",
     )
     unjudged: Literal["issue_again", "leave_out"] = Field(
         "issue_again",
-        description="what follows if a response could not be judged. issue_again: all responses to the prompt are "
-        "discarded, and the prompt is issued again; leave_out: only this response is not trained on and in no "
-        "baseline, if 2 others were judged",
+        description="what happens if a response could not be judged. issue_again: all responses to the prompt are "
+        "discarded, and the prompt is issued again; leave_out: only this response is left out of training and of the "
+        "baseline, if at least 2 other responses to the prompt were judged",
     )
     second_verdict_share: float = Field(
         0.0,
@@ -166,7 +172,7 @@ class RewardBase(Section):
 
     @property
     def scoring_slots(self) -> int:
-        """Number of responses, or of calls of reward models, that can be scored at the same time."""
+        """Number of responses that can be scored, or of calls of reward models that can run, at the same time."""
         return self.workers
 
     @property
@@ -187,11 +193,13 @@ class RewardBase(Section):
         return self
 
 
-LEAST_JUDGED = 2  # smallest number of judged responses to a prompt of which another response may be left out
+LEAST_JUDGED = 2  # number of judged responses that a prompt needs, so that an unjudged response may be left out
 
 
 def find_judging_faults(sections: Mapping[str, RewardBase], group_size: int) -> Iterator[tuple[str, object, str]]:
-    """Yield key, value and fix of each key of these scorers, by section, that does not fit the other sections."""
+    """Yield the key, value and fix of each key about unjudged responses that contradicts another scorer or
+    `group_size`.
+    """
     if len({scorer.judge_tries > 0 for scorer in sections.values()}) > 1:
         cure = "either every scorer of a run judges again, or none does; give all scorers 1 or more, or all 0"
         yield "reward.judge_tries", next(iter(sections.values())).judge_tries, cure

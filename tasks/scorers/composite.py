@@ -1,4 +1,4 @@
-"""The reward `composite`, which combines the scores of several scorers, its parts.
+"""The composite reward, which combines the scores of several scorers, called its parts.
 
     value = sum of weight * value over the parts, or 0 if a part of `reward.requires` is not correct
 

@@ -30,7 +30,7 @@ from rollflow.tasks.scorers.verifier import Verifier
 from rollflow.tasks.scorers.worker_pool import ScoringJob, WorkerPool
 from rollflow.tasks.scorers.worker_process import WorkerDied, WorkerProcess
 
-# seconds after the deadline in which a worker process may end the call itself, before the process is killed
+# seconds that a worker process gets after the deadline to end the call itself; then the process is killed
 GRACE_SECONDS = 5.0
 
 

@@ -30,7 +30,9 @@ class ExactReward(RewardBase):
 
 class ImportReward(Imported, RewardBase):
     kind: Literal["import"] = Field(
-        "import", description="your own verifier: a function that is annotated to return a Score"
+        "import",
+        description="your own verifier: a Python function that is annotated to return a Score or a number, or a list "
+        "of these for several responses",
     )
     at_once: int = Field(
         32,
@@ -47,7 +49,8 @@ class CodeReward(RewardBase):
     )
     fenced: bool = Field(
         True,
-        description="whether the program is the last fenced block of Python in the response; false: the whole response",
+        description="true: the program is the last fenced block of Python in the response; false: the program is the "
+        "whole response",
     )
     all_or_nothing: bool = Field(
         False,
@@ -88,7 +91,8 @@ class MathsReward(RewardBase):
         6,
         ge=0,
         le=15,
-        description="digits after the point to which decimal numbers are rounded before they are compared",
+        description="number of digits after the decimal point to which decimal numbers are rounded before they are "
+        "compared",
     )
 
 
@@ -110,7 +114,7 @@ class RegexReward(RewardBase):
     match: Literal["full", "search"] = Field(
         "full",
         description="what must match the regular expression. full: the whole response; search: any part of the "
-        "response, of which the last counts",
+        "response; if several parts match, the last one counts",
     )
     group: str | None = Field(
         None,
@@ -158,7 +162,8 @@ PartConfig = Annotated[
     Field(discriminator="kind"),
 ]
 REMOTE = (JudgeReward, ModelReward)  # scorers that run in no worker process
-# keys that only the composite reward sets, for all its parts; and those for its parts in worker processes
+# keys that a composite reward sets for all its parts, and keys that it sets for its parts in worker processes; a part
+# itself cannot set these keys
 SHARED = (*JUDGING, "format", "length_penalty", "second_verdict_share", "special_tokens")
 SHARED_BY_WORKERS = ("at_once", "deadline_seconds", "start_seconds", "workers")
 
@@ -217,7 +222,10 @@ class CompositeReward(RewardBase):
         description="largest number of responses that a worker scores at a time, if a reward part runs programs",
     )
     deadline_seconds: float = Field(
-        120.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for scoring one response by all reward parts"
+        120.0,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="seconds in which all reward parts together must score one response",
     )
 
     @property
@@ -229,8 +237,8 @@ class CompositeReward(RewardBase):
 
     @property
     def is_mixed(self) -> bool:
-        """True if a part is a judge or a reward model. Each part then is a scorer of its own, and the parts in worker
-        processes have worker processes of their own.
+        """True if a part is a judge or a reward model. In a mixed reward, each part is a separate scorer, and each part
+        that needs worker processes has its own.
         """
         return any(isinstance(part.scorer, REMOTE) for part in self.parts.values())
 
@@ -270,8 +278,8 @@ class CompositeReward(RewardBase):
         return any(part.scorer.compares_group for part in self.parts.values())
 
     def permits_change(self, key: str) -> bool:
-        """Return whether a key below the fixed key `parts` may change: of a judge or a reward model, the keys that may
-        change in a section of its own, too.
+        """Return whether a key of a reward part may change between runs, although the key `parts` is fixed. A judge or
+        a reward model permits the same changes as in a section of its own.
         """
         match key.split("."):
             case ["parts", name, "scorer", changed, *_] if name in self.parts:
@@ -281,7 +289,9 @@ class CompositeReward(RewardBase):
 
     @model_validator(mode="after")
     def _judges_again(self) -> Self:
-        """Refuse to train on unjudged responses, because a judge or a reward model may be away."""
+        """Reject `judge_tries = 0` if a part is a judge or a reward model, because a judge or a reward model may be
+        away.
+        """
         if self.is_mixed and not self.judge_tries:
             refuse("judge_tries", 0, "a part is a judge or a reward model, which may be away; choose 1 or more")
         return self
@@ -300,7 +310,9 @@ class CompositeReward(RewardBase):
 
     @model_validator(mode="after")
     def _reads_one_tag(self) -> Self:
-        """Refuse a tag within a tag, which no response has."""
+        """Reject `answer = "tag"` in a part if the composite reward sets it too, because no response has a tag within a
+        tag.
+        """
         tagged = [name for name, part in self.parts.items() if part.scorer.answer == "tag"]
         if tagged and self.answer == "tag":
             cure = "the composite reward already gives all parts only the text in the tag; remove the key of the part"
@@ -309,7 +321,9 @@ class CompositeReward(RewardBase):
 
     @model_validator(mode="after")
     def _adapts_in_one_part(self) -> Self:
-        """Refuse a second part with adaptive deadlines, because the times of a row's test cases are kept only once."""
+        """Reject a second part with adaptive deadlines, because a data row has only one record of its test cases'
+        times.
+        """
         adaptive = [name for name, part in self.parts.items() if getattr(part.scorer, "adaptive", None)]
         if len(adaptive) > 1:
             refuse("parts", ", ".join(adaptive), "several parts have adaptive deadlines; remove all but one [adaptive]")
@@ -338,8 +352,8 @@ def name_section(name: str) -> str:
 
 
 def split_scorer(section: str, config: RewardConfig) -> dict[str, RewardConfig]:
-    """Return the scorer in the config section `section`, by this section. In place of a composite reward, return the
-    scorers of its parts, by their sections.
+    """Return the scorer of the config section `section`, as a mapping with this section as key. For a composite reward,
+    return the scorers of its parts, with their config sections as keys.
     """
     if not isinstance(config, CompositeReward):
         return {section: config}
@@ -347,13 +361,13 @@ def split_scorer(section: str, config: RewardConfig) -> dict[str, RewardConfig]:
 
 
 def split_scorers(scorers: Mapping[str, RewardConfig]) -> dict[str, RewardConfig]:
-    """Return scorers, given by name, by their config sections, with the parts of a composite reward in its place."""
+    """Map config sections to scorers; replace each composite reward by its parts."""
     split = (split_scorer(name_section(name), config) for name, config in scorers.items())
     return {section: config for parts in split for section, config in parts.items()}
 
 
 def list_remote(scorers: Mapping[str, RewardConfig]) -> dict[str, JudgeReward | ModelReward]:
-    """Return the judges and reward models among scorers, given by name, and among their parts, by config section."""
+    """Map config sections to the judges and reward models among the scorers and their parts."""
     return {section: one for section, one in split_scorers(scorers).items() if isinstance(one, REMOTE)}
 
 

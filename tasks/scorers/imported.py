@@ -45,7 +45,7 @@ def imported_verifier(config: ImportReward, section: str = "reward") -> Verifier
 
 
 def _takes_tokens(function: FunctionType, config: ImportReward) -> bool:
-    """Return whether a function has an argument `tokens` without a default, which is none of the config's options."""
+    """Return whether a function has an argument `tokens` that has no default and that no option of the config sets."""
     argument = inspect.signature(function).parameters.get("tokens")
     return argument is not None and argument.default is argument.empty and "tokens" not in config.options
 

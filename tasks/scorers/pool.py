@@ -2,7 +2,7 @@
 
 A worker process that misses the deadline of a response is killed and replaced, and the response scores 0 with the
 outcome "timeout". A worker process that dies is replaced, and the response that the process was scoring is tried once
-more. A verifier that hangs therefore cannot block the pool of worker processes.
+more. A verifier that hangs cannot block the pool of worker processes.
 
     queue --up to AHEAD_SECONDS of work--> worker --scores, in order--> their callers
       ^                                        |
@@ -58,8 +58,8 @@ class RewardPool(WorkerPool):
         """Run one worker process after another. Each worker process runs until it dies or misses the deadline of a
         response.
 
-        With `first`, the lane starts a worker process before the first response arrives, so that the response does not
-        wait for imports.
+        If `first` is True, the lane (a worker slot) starts a worker process before the first response arrives, so that
+        the response does not wait for imports.
         """
         worker: WorkerProcess | None = None
         has_turn = False

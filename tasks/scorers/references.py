@@ -1,5 +1,5 @@
-"""Finds data rows with references that a verifier cannot score any response by, so that a run rejects the rows before
-it begins.
+"""Finds data rows whose reference lets no response be scored, so that a run can reject these rows before the run
+begins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollflow.tasks.scorers.config import (
 )
 from rollflow.tasks.scorers.judge.config import JudgeReward
 
-NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # a reference answer that needs no check
+NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?")  # matches a reference answer that needs no check
 
 
 def is_quick(config: RewardConfig, reference: Mapping[str, Any]) -> bool:

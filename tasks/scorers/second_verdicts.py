@@ -33,7 +33,7 @@ from rollflow.tasks.scorers.base import Score, Scorer, ScoreRequest, ScorerUsage
 
 MOST_WAITING = 64  # largest number of responses that wait for a second verdict
 PATIENCE_SECONDS = 10.0
-TOLERANCE = 0.02  # largest difference of two equal verdicts; above a value of 1, the largest relative difference
+TOLERANCE = 0.02  # largest difference between verdicts that count as equal; relative for values above 1
 
 
 class SecondVerdictScorer(Scorer):
@@ -52,11 +52,11 @@ class SecondVerdictScorer(Scorer):
         self._pending = 0  # number of responses that wait for their first verdict
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._second = ScorerUsage()  # second verdicts, which the scorer counts with the first ones
+        self._second = ScorerUsage()  # second verdicts, which the wrapped scorer counts like first verdicts
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the counters of the inner scorer
-        """The counters of the scorer. Second verdicts count only as busy time."""
+        """The counters of the scorer. The busy time includes second verdicts, but the other counters do not."""
         usage = self._scorer.usage
         first, late = usage.scored - self._second.scored, usage.timeouts - self._second.timeouts
         return ScorerUsage(first, late, usage.busy_seconds)
@@ -135,7 +135,8 @@ class SecondVerdictScorer(Scorer):
 
 def is_flip(first: Score, second: Score) -> bool:
     """Return whether two verdicts on the same response differ in the outcome "correct", in value, or in the value of a
-    token."""
+    token.
+    """
     was_correct, is_correct = (one.outcome is Outcome.CORRECT for one in (first, second))
     if was_correct != is_correct or len(first.token_values) != len(second.token_values):
         return True

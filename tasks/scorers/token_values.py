@@ -1,8 +1,8 @@
 """Values that a score gives to tokens or to steps of a response.
 
 A scorer sees the response as text, so it identifies a step of the response by the position in the text at which the
-step ends. The value of a step belongs to the token with the last character of the step. A token without a value has
-NaN. If several steps end in one token, the token's value is their sum.
+step ends. The value of a step belongs to the token with the last character of the step. NaN marks a token without a
+value. If several steps end in one token, the token's value is their sum.
 
     text     "2+2=4.\\n\\nSo 5."                             steps end at 6 and 13
     tokens   "2", "+2", "=4", ".", "\\n\\n", "So", " 5."     values of the 4th and the 7th token
@@ -78,7 +78,7 @@ def place_values(
 def check_length(score: Score, tokens: int) -> None:
     """Raise `ValueError` unless a score of an environment has a value for each of the response's tokens, or no values.
 
-    An environment sees the tokens of its response, so its score has no steps by their position in a text.
+    An environment sees the tokens of its response, so its score has values of tokens and no values of steps.
     """
     if score.step_values:
         raise ValueError("an environment returned a score with step_values; return token_values")
@@ -87,7 +87,7 @@ def check_length(score: Score, tokens: int) -> None:
 
 
 def move_to_sampled(values: Sequence[float], is_sampled: np.ndarray) -> Float32s | None:
-    """Return token values of which only sampled tokens have some, or None if no token has a value.
+    """Move token values to sampled tokens, and return the moved values; return None if no token has a value.
 
     The value of a token that an environment wrote is added to the last sampled token before it. A value before the
     first sampled token belongs to no action of the policy, and is left out.
@@ -121,7 +121,8 @@ def align_values(score: Score, tokens: Int32s, response: Int32s) -> Score:
 
 def add_values(values: Float32s | None, more: Mapping[int, float], tokens: int) -> Float32s:
     """Add values of single tokens, by their positions, to the values of all tokens. `values` is None if no token has a
-    value."""
+    value.
+    """
     sums_T = np.full(tokens, math.nan) if values is None else values.array.astype(np.float64)
     for at, value in more.items():
         sums_T[at] = np.nan_to_num(sums_T[at]) + value
@@ -130,7 +131,8 @@ def add_values(values: Float32s | None, more: Mapping[int, float], tokens: int) 
 
 def _read_values(values: Sequence[float | None], tokens: int) -> np.ndarray:
     """Return checked token values as float64, with NaN for tokens without a value; raise `ValueError` on a wrong
-    length."""
+    length.
+    """
     if not len(values):
         return np.full(tokens, math.nan)
     if len(values) != tokens:

@@ -79,7 +79,9 @@ class Verifier:
         return {"tokens": list(tokens)} if self.takes_tokens else {}
 
     async def close(self) -> None:
-        """End what the verifier keeps between two calls. A closed verifier may be used again."""
+        """End the processes and connections that the verifier keeps between two calls. A closed verifier may be used
+        again.
+        """
         if self.end is not None and inspect.isawaitable(ended := self.end()):
             await ended
 

@@ -101,7 +101,9 @@ def describe_scorer(config: RewardConfig, section: str = "reward") -> Descriptio
 
 
 def _dump_keys(config: RewardConfig) -> Description:
-    """Return the config keys that affect scores. Parts in worker processes set no other keys."""
+    """Return the config keys that affect scores. The parts of a composite reward that run in worker processes set only
+    keys that affect scores.
+    """
     found = config.model_dump(mode="json", exclude={**dict.fromkeys(OPERATIONS, True), **_OF_PARTS})
     for name, part in config.parts.items() if isinstance(config, CompositeReward) else ():
         if isinstance(part.scorer, REMOTE):

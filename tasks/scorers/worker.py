@@ -3,11 +3,12 @@
 The worker process first writes a line: either that it is ready, with the scorer's version, or why it cannot start. The
 kind of the verifier decides which lines the worker process reads and writes.
 
-If the verifier scores one response per call, each input line is one request. For such a verifier, the worker process
-writes one score per line, in the order of the requests.
+If the verifier scores one response per call, each input line is one request. For a verifier that scores one response
+per call, the worker process writes one score per line, in the order of the requests.
 
-If the verifier scores several responses at a time, each input line is a list of numbered requests. For such a verifier,
-the worker process writes one line per score, with the number of the request, in any order.
+If the verifier scores several responses at a time, each input line is a list of numbered requests. For a verifier that
+scores several responses at a time, the worker process writes one line per score, with the number of the request, in any
+order.
 
 A request may have the deadline anchors of its data row (see the module `deadlines`). The worker process may add a
 `DeadlineReport` to the score of a request with deadline anchors. A `DeadlineReport` about a test case that ran again is
@@ -159,8 +160,8 @@ class _Worker:
 
 
 def is_bounded(config: RewardConfig) -> bool:
-    """Return whether worker processes of this scorer get a memory limit, which is so if only rollflow's own code reads
-    the responses.
+    """Return whether worker processes of this scorer get a memory limit; they do if only rollflow's own code reads the
+    responses.
     """
     if isinstance(config, CompositeReward):
         return all(is_bounded(part.scorer) for part in config.parts.values())

@@ -1,8 +1,8 @@
 """The base class of pools of worker processes, with the queue of responses and the start and end of workers.
 
-A lane is an asyncio task that runs one worker process at a time. If a worker process dies before it is ready, no
-response counts this as a failed try. The pool fails after `START_TRIES * workers` worker processes in a row have died
-before they were ready.
+A lane is an asyncio task that runs one worker process at a time. If a worker process dies before it is ready, this does
+not count as a failed try of any response. The pool fails after `START_TRIES * workers` worker processes in a row have
+died before they were ready.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class WorkerProcess:
     """A scorer's worker process and the pipes to it."""
 
     def __init__(self, process: asyncio.subprocess.Process, figures: CounterBoard) -> None:
-        """Use a started process. `figures` are the counters of its sandboxes."""
+        """Use a started process. `figures` are the counters of the worker process's sandboxes."""
         self._process, self._figures = process, figures
         self._is_ready = False
         self.version = ""  # the version of the scorer, known once the worker process is ready

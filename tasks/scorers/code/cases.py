@@ -29,7 +29,7 @@ LONGEST_REASON = 300  # largest number of characters of a failed program's outpu
 TESTS_SECONDS = 5.0  # seconds that tests may take in addition to the program's own time limit
 END_SECONDS = 1.0  # seconds to wait after failed tests until the program ends, to report its own failure
 MOST_CALLS = 200  # largest number of calls that tests may make in sandboxes that cannot communicate
-MOST_ANSWERED = 2**24  # largest number of characters of the answers to all calls of the tests
+MOST_ANSWERED = 2**24  # largest total length, in characters, of the answers to all calls of the tests
 LARGEST_TOLERANCE = 1e300
 REPEATS = "tests made another call when they ran again"
 PLAIN_ANSWER = re.compile(r'\{"value": (?:[\[\], ]|true|false|null|-?\d[\d.e+-]*+)*+\}')  # truth values and numbers
@@ -98,8 +98,8 @@ class Tested:
         """Run the program in one sandbox and the tests in another sandbox.
 
         Raises:
-            SandboxFailed: a sandbox failed; or, in sandboxes that cannot communicate, repeated tests made different
-            calls.
+            SandboxFailed: a sandbox failed; or the tests, which are repeated in sandboxes that cannot communicate, made
+                different calls.
         """
         if Capability.CHANNEL not in sandboxes.capabilities:
             return await judge_by_turns(sandboxes, self, code, seconds)

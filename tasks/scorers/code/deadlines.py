@@ -41,8 +41,8 @@ Rerun = Callable[[], Awaitable[float | None]]
 
 
 def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float | None) -> float:
-    """Compute the deadline of a program on a test case, in seconds. Without an anchor (`anchor` is None), the deadline
-    is `longest` (T_max).
+    """Compute the deadline of a program on a test case, in seconds. If no time of a correct program is known (`anchor`
+    is None), the deadline is `longest` (T_max).
     """
     if anchor is None:
         return longest
@@ -50,18 +50,20 @@ def compute_deadline(adaptive: AdaptiveDeadline, longest: float, anchor: float |
 
 
 def combine_anchors(measured: float | None, reference: float | None) -> float | None:
-    """Return the anchor of a test case: the longer one of the run's measured seconds and the reference solution's.
+    """Return the anchor of a test case: the longer of the time that the run measured and the time of the reference
+    solution.
 
-    The longer time is safe: a fast program of the run never shortens a deadline that the reference solution needs, and
-    a reference solution that was measured on a faster machine never shortens a deadline that the run has learned.
+    The longer time is safe. A fast program of the run never shortens a deadline that the reference solution needs. A
+    reference solution that ran on a faster machine never shortens a deadline that the run has learned.
     """
     return max((seconds for seconds in (measured, reference) if seconds is not None), default=None)
 
 
 def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, Any]) -> float | None:
-    """Return the seconds of the reference solution of a data row, or None if the row or the config has none.
+    """Return the time of a data row's reference solution, in seconds, or None if the row has no time or the config no
+    column.
 
-    In a CSV file the seconds are text that is parsed, and an empty text means that the row has none.
+    In a CSV file the seconds are text, which the function parses; an empty text means that the row has no seconds.
 
     Raises:
         ValueError: the row has no column `reference_column`, or its value is no positive number.
@@ -84,8 +86,8 @@ def read_reference_seconds(adaptive: AdaptiveDeadline, reference: Mapping[str, A
 
 
 def name_row(reference: Mapping[str, Any]) -> str:
-    """Return the name of a data row, which is a hash of its content; raise `TypeError` or `ValueError` if the row is no
-    JSON.
+    """Return the name of a data row, which is a hash of its content; raise `TypeError` or `ValueError` if JSON cannot
+    express the row.
     """
     return hashlib.blake2b(json.dumps(dict(reference)).encode(), digest_size=12).hexdigest()
 
@@ -146,8 +148,8 @@ CLOCK: ContextVar[CaseClock | None] = ContextVar("the clock of the response that
 
 
 class Rechecks:
-    """Runs programs that an adaptive deadline killed again, one at a time, while the worker process has no response to
-    score.
+    """Runs again the programs that an adaptive deadline killed, one at a time, while the worker process has no response
+    to score.
     """
 
     def __init__(self, is_idle: Callable[[], bool], send: Callable[[DeadlineReport], None]) -> None:
@@ -156,7 +158,7 @@ class Rechecks:
         self._running: asyncio.Task[None] | None = None
 
     def add(self, clock: CaseClock) -> None:
-        """Queue the test cases of a response that an adaptive deadline ended, to run them again."""
+        """Queue those test cases of a response that an adaptive deadline ended, so that they run again."""
         self._waiting.extend((clock.row, case, rerun) for case, rerun in clock.doubtful)
 
     def begin(self) -> None:

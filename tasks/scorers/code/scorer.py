@@ -5,8 +5,8 @@ the share of test cases that the program passes; a test case that is a pytest fi
 that pass. With `reward.all_or_nothing`, the value is 1 if the program passes all
 test cases, otherwise 0, and no test case runs after the first that fails. A failure that the program may have caused,
 such as a timeout, makes its test case fail. If a sandbox fails, its test case runs again, up to `TRIES` times in all.
-If all tries fail, the outcome of the response is "unjudged". If a sandbox without isolation ends at each try, the test
-case fails, because the program may have ended the sandbox.
+If all tries of a test case fail, the outcome of the response is "unjudged". If a sandbox without isolation ends at each
+try, the test case fails, because the program may have ended the sandbox.
 
 With `reward.adaptive`, the deadlines of test cases follow the measured times of correct programs (see the module
 `deadlines`). If an adaptive deadline ended a program, the score's reason says so, and the part "deadline" has the
@@ -56,13 +56,13 @@ LANGUAGES = ("", "python", "py", "python3")
 
 
 class CodeScorer:
-    """Scores responses by running their programs in sandboxes. One response or several may be scored at a time. See the
-    module's docstring.
+    """Scores responses by running their programs in sandboxes. Several responses may be scored at the same time. See
+    the module's docstring.
     """
 
     def __init__(self, config: CodeReward, sandboxes: Sandboxes | None = None) -> None:
-        """Use `sandboxes`, which are already started. If None, the first response starts the sandboxes that the config
-        describes.
+        """Use `sandboxes`, which are already started. If `sandboxes` is None, the first response starts the sandboxes
+        that the config describes.
         """
         self._config = config
         self._sandboxes = sandboxes
@@ -108,8 +108,8 @@ class CodeScorer:
         return replace(score, parts={**score.parts, DEADLINE: min(early)}) if early else score
 
     def _compute_deadline(self, clock: CaseClock | None, number: int, solution: float | None) -> float:
-        """Compute the deadline of a test case, which is the configured one if `clock` is None. `solution` are the
-        seconds of the row's reference solution.
+        """Compute the deadline of a test case; if `clock` is None, return the deadline in the config. `solution` is the
+        time of the row's reference solution, in seconds.
         """
         adaptive, longest = self._config.adaptive, self._config.case_seconds
         if not adaptive or not clock:
@@ -159,8 +159,8 @@ class CodeScorer:
                 await sandboxes.close()
 
     def _sum_up(self, results: Sequence[CaseResult], count: int) -> Score:
-        """Return the score of a program from the results of its test cases, of which there are `count`. Test cases that
-        did not run count as not passed.
+        """Return the score of a program with `count` test cases, from the results of the test cases that ran. Test
+        cases that did not run count as not passed.
         """
         passed = sum(result.passed for result in results)
         share = sum(result.value for result in results) / count

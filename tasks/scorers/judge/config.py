@@ -52,24 +52,35 @@ class JudgeReward(RewardBase):
     )
     mode: Literal["verdict", "rubric", "pairwise"] = Field(
         "verdict",
-        description="verdict: the judge gives a score. rubric: the judge finds each statement of a rubric true or "
-        "false. pairwise: the judge compares the responses of a group with each other",
+        description="how the judge evaluates responses. verdict: the judge gives a score. rubric: the judge finds each "
+        "statement of "
+        "a rubric true or false. pairwise: the judge compares the responses of a group with each other",
     )
     system: str | None = Field(
         None, min_length=1, description="system message to the judge; default: a built-in text for the mode"
     )
     template: str | None = Field(
         None,
-        description="message to the judge, with {question}, {answer} and {response}; mode rubric: also {rubric}; "
-        "mode pairwise: {first} and {second} in place of {response}; default: a built-in text for the mode",
+        description="message to the judge, with {question}, {answer} and {response}; mode rubric: also {rubric}; mode "
+        "pairwise: {first} and {second} in place of {response}; default: a built-in text for the mode",
     )
     rubric: dict[str, RubricItem] = Field(
         default_factory=dict,
         max_length=MOST_ITEMS,
         description="statements of the mode rubric, by name; default: the prompt row's column `rubric`",
     )
-    lowest: int = Field(0, ge=-1000, le=1000, description="lowest score of the mode verdict; its reward is 0")
-    highest: int = Field(10, ge=-1000, le=1000, description="highest score of the mode verdict; its reward is 1")
+    lowest: int = Field(
+        0,
+        ge=-1000,
+        le=1000,
+        description="lowest score that the judge may give in the mode verdict; this score becomes the reward 0",
+    )
+    highest: int = Field(
+        10,
+        ge=-1000,
+        le=1000,
+        description="highest score that the judge may give in the mode verdict; this score becomes the reward 1",
+    )
     explain: bool = Field(True, description="whether the judge first gives a reason, which is stored with the response")
     opponents: int | None = Field(
         None,
@@ -82,8 +93,8 @@ class JudgeReward(RewardBase):
         1,
         gt=0,
         le=16,
-        description="number of verdicts on a response or a pair, whose mean counts; in the mode pairwise, every second "
-        "verdict sees the pair in the other order",
+        description="number of verdicts that the judge gives on each response or pair; the mean of the verdicts "
+        "counts; in the mode pairwise, every second verdict sees the pair in the other order",
     )
     temperature: float = Field(0.0, ge=0, le=2, description="sampling temperature of the judge")
     max_tokens: int = Field(
@@ -102,23 +113,24 @@ class JudgeReward(RewardBase):
         4,
         gt=0,
         le=20,
-        description="most calls for one verdict; lost connections, time-outs, answers 408, 409, 429 and 5xx, and "
-        "answers that are no verdict are tried again, with growing pauses or when the endpoint's Retry-After says",
+        description="largest number of calls for one verdict. A call is repeated after a lost connection, a time-out, "
+        "an HTTP status 408, 409, 429 or 5xx, or an answer without a verdict; pauses between calls grow, or follow the "
+        "endpoint's Retry-After header",
     )
     call_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS, description="seconds allowed for one call to the judge")
     deadline_seconds: float = Field(
         300.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds allowed for one verdict, with all calls and pauses; after this time nobody could judge "
-        "the response",
+        description="seconds allowed for one verdict, with all calls and pauses; after this time, the response counts "
+        "as not judged",
     )
     at_once: int = Field(32, gt=0, le=4096, description="largest number of calls to the judge at the same time")
     tokens_per_minute: int | None = Field(
         None,
         gt=0,
-        description="largest number of tokens per minute, in requests to the judge and its answers together; "
-        "default: no limit",
+        description="largest number of tokens per minute, in requests to the judge and its answers together; default: "
+        "no limit",
     )
     budget_tokens: int | None = Field(
         None,
@@ -136,8 +148,8 @@ class JudgeReward(RewardBase):
         3,
         ge=1,
         le=100,
-        description="number of tries to score a response while the endpoint gives no verdict; then the key unjudged "
-        "says what happens",
+        description="number of tries to score a response while the endpoint gives no verdict; after the last try, the "
+        "key unjudged decides what happens",
     )
     workers: Literal[1] = Field(1, description="not used: the reward actor itself calls the endpoint")
 

@@ -5,18 +5,19 @@ The client retries a call after a lost connection, a time-out, or HTTP status 40
 grow, or follow the endpoint's Retry-After header. An answer of the judge that is not a valid verdict counts as a failed
 try.
 
-If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict, the response may be
-the cause if the judge itself answered, or if the endpoint rejected the request's content, for example as too long. In
-these two cases, the method raises `NoVerdict` instead. Before the first verdict, the judge or its settings may be the
-cause.
+If no try of a call gives a verdict, the method `ask` raises `Unjudged`. After the first verdict in this process, the
+response may be the cause of a missing verdict in two cases: the judge itself answered, or the endpoint rejected the
+request's content, for example as too long. In these two cases, `ask` raises `NoVerdict` instead of `Unjudged`. Before
+the first verdict, the judge or its settings may be the cause of a missing verdict.
 
 A question is *overtaken* if the judge answers all its calls too late, while it gives a verdict on a question that was
-asked later. The judge was not away then, and the response may have made it write without end. A question that was
-overtaken `judge_tries` times raises `LateVerdict`. Lost connections and other errors of the endpoint prove nothing.
+asked later. If a question is overtaken, the judge was available, so the response may have made the judge write without
+end. A question that was overtaken `judge_tries` times raises `LateVerdict`. Lost connections and other errors of the
+endpoint do not count as answers that came too late.
 
 The run ends if the endpoint rejects the API key or the model before the first verdict, or if the token budget is used
-up. The budget counts the tokens of earlier processes, too, if the caller knows them; the first verdict is that of this
-process. When the run must end, the event `failed` is set, and each further call raises the error.
+up. The token budget also counts the tokens of earlier processes, if the caller passes them. When the run must end, the
+event `failed` is set, and each further call raises the error.
 
 The endpoint's API key appears in no error message.
 """
@@ -167,8 +168,8 @@ class Endpoint:
             return verdict
 
     def _note_late(self, key: str, began: int, said: str) -> Exception:
-        """Return the error for a question whose call `began` was answered too late, and count it if it was
-        overtaken.
+        """Return the error for a question whose call, number `began`, was answered too late; count the question if it
+        was overtaken.
         """
         if self._newest_answered < began:
             return Unjudged(said)

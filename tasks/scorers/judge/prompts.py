@@ -153,8 +153,8 @@ def ask_comparison(config: JudgeReward, material: Material, first: str, second: 
 
 
 def read_rubric(config: JudgeReward, reference: Mapping[str, Any]) -> Mapping[str, RubricItem]:
-    """Return the rubric from the config or, if it has none, from the data row; raise `ValueError` if the row has no
-    rubric either.
+    """Return the rubric from the config or, if the config has none, from the data row; raise `ValueError` if neither
+    has one.
 
     The rubric of a data row is a list of objects with `text` and, optionally, `weight`. The items of a data row's
     rubric are named item_1, item_2, ...

@@ -183,8 +183,7 @@ class JudgeScorer(Scorer):
         """Return the judge's verdicts on a pair of responses, with the points of `response` as values.
 
         The order of the two responses depends on a hash of both texts, and alternates with each repetition. Scoring
-        either response of a pair therefore asks the judge the same question, and neither response is systematically
-        first.
+        either response of a pair asks the judge the same question, and neither response is systematically first.
         """
         if not other.strip() or response == other:
             return [Verdict(0.5 if response == other else 1.0, "no comparison needed", {})]

@@ -149,8 +149,8 @@ def check_model(config: ModelReward, folder: Path, section: str) -> None:
 
 
 def find_label(config: ModelReward, described: Any, section: str) -> int | None:
-    """Return the index of the model's label whose probability is the score, or None if the model has one label, whose
-    logit is the score.
+    """Return the index of the label whose probability is the score; return None if the model has one label, whose logit
+    is the score.
 
     Raises:
         ConfigError: the model lacks the label that the config names, or has several labels and the config names none.

@@ -30,8 +30,8 @@ class ModelReward(RewardBase):
     )
     label: str | None = Field(
         None,
-        description="name of the model's label whose probability is the score; default: the logit of the model's "
-        "only label is the score",
+        description="name of the model's label whose probability is the score; default: the logit of the model's only "
+        "label is the score",
     )
     scale: float = Field(
         1.0, ge=-1e6, le=1e6, description="factor by which the logit or probability is multiplied to get the reward"
@@ -43,13 +43,13 @@ class ModelReward(RewardBase):
     max_tokens: int | None = Field(
         None,
         gt=0,
-        description="largest number of tokens of a prompt and its response that the reward model reads; default: "
-        "the context length of the model",
+        description="largest number of tokens of a prompt and its response that the reward model reads; default: the "
+        "context length of the model",
     )
     cut: Literal["start", "end"] = Field(
         "start",
-        description="end of a too long text that is cut off. start: the reward model reads the end of the response; "
-        "end: it reads the prompt and the beginning of the response",
+        description="which end of a text that is too long is cut off. start: the reward model reads the end of the "
+        "response; end: it reads the prompt and the beginning of the response",
     )
     max_batch: int = Field(
         32, gt=0, le=4096, description="largest number of responses in one batch of the reward model"
@@ -57,8 +57,8 @@ class ModelReward(RewardBase):
     batch_tokens: int = Field(
         16384,
         gt=0,
-        description="largest number of tokens in one batch of the reward model, including padding; a longer "
-        "response is a batch of its own",
+        description="largest number of tokens in one batch of the reward model, including padding; a longer response "
+        "is a batch of its own",
     )
     workers: int = Field(
         1, gt=0, description="number of Ray actors with a copy of the reward model; a copy may run on any node"
@@ -68,22 +68,22 @@ class ModelReward(RewardBase):
         0.0,
         ge=0,
         le=1,
-        description="number of GPUs that each copy of the reward model reserves; a number below 1 shares a GPU; 0: "
-        "the model runs on CPUs",
+        description="number of GPUs that each copy of the reward model reserves; a number below 1 shares a GPU; 0: the "
+        "model runs on CPUs",
     )
     deadline_seconds: float = Field(
         300.0,
         gt=0,
         le=LONGEST_SECONDS,
-        description="seconds that a response waits while no copy of the reward model gives any score; after this "
-        "time the try has failed",
+        description="seconds that a response waits while no copy of the reward model returns any score; then the try "
+        "to score the response has failed",
     )
     judge_tries: int = Field(
         3,
         ge=1,
         le=100,
-        description="number of tries to score a response while the reward model is away; then the key unjudged says "
-        "what happens",
+        description="number of tries to score a response while the reward model is away; after the last try, the key "
+        "unjudged decides what happens",
     )
 
     @property

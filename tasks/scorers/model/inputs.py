@@ -1,7 +1,7 @@
 """Writes a prompt and a response as the input of a reward model.
 
 If the reward model has a chat template, the input is the conversation as that template renders it, with the response as
-the answer. If the reward model has no chat template, as most encoder models, the input is a pair of texts: the prompt
+the answer. If the reward model has no chat template, like most encoder models, the input is a pair of texts: the prompt
 and the response. The text of a special token in a response becomes ordinary tokens, so that a response cannot write
 special tokens.
 """

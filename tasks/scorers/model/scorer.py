@@ -44,7 +44,7 @@ from rollflow.tasks.scorers.verifier import answer_of, apply_threshold, finish_s
 # largest number of batches of responses in a call of the model; several batches allow sorting inputs by length
 AHEAD = 4
 AGAIN_SECONDS = 0.5  # seconds before the next try to call a copy of the model
-MOST_ODD = 10_000  # largest number of responses without a finite number that are remembered
+MOST_ODD = 10_000  # largest number of remembered responses for which the model gave no finite number
 CHECK_SECONDS = 1.0  # seconds between two checks of the queue for late responses
 
 Decode = Callable[[Sequence[int], bool], str]
@@ -75,7 +75,8 @@ class ModelScorer(Scorer):
         self._moved = -math.inf  # time of the last score
         self._known: Conversation | None = None  # the newest response to which the model gave a finite number
         self._lowest = 0.0  # the lowest value of a response so far, at most 0
-        self._odd: OrderedDict[str, int] = OrderedDict()  # response -> how often only its number was not finite
+        # response -> number of calls in which only this response got no finite number
+        self._odd: OrderedDict[str, int] = OrderedDict()
         self._why = "no copy of the model has started yet"
         self._tasks: list[asyncio.Task[None]] = []
         self.usage = ScorerUsage()
@@ -150,8 +151,8 @@ class ModelScorer(Scorer):
             self._settle(job, replace(self._score(job, grade, works), seconds=self._moved - started))
 
     async def _works(self, number: int, jobs: Sequence[GradingJob], grades: Sequence[Grade]) -> bool:
-        """Return whether copy `number` of the model gives finite numbers. If no response of a call has one, ask the
-        copy about an earlier response.
+        """Return whether copy `number` of the model gives finite numbers. If no response of a call got a finite number,
+        ask the copy to grade an earlier response again.
         """
         for job, grade in zip(jobs, grades, strict=True):
             if is_number(self._config, grade):
@@ -175,7 +176,7 @@ class ModelScorer(Scorer):
                 self._settle(self._waiting.popleft(), _build_unjudged(reason))
 
     def _score(self, job: GradingJob, grade: Grade, works: bool) -> Score:
-        """Compute the score of a response. `works` says that the copy gave another response a finite number."""
+        """Compute the score of a response. `works` is True if the copy gives finite numbers to other responses."""
         score = score_grade(self._config, grade)
         if works and is_odd(self._config, grade) and self._count_odd(job) >= self._config.judge_tries:
             reason = f"{score.reason}, {self._config.judge_tries} times or more, while it gave other responses a number"

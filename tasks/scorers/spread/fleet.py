@@ -1,4 +1,5 @@
-"""Starts, watches and ends the helpers of a run's reward actor. Their number follows the queue of responses.
+"""Starts, watches and ends the helpers of a run's reward actor. The number of helpers follows the length of the queue
+of responses.
 
     follower.decide --> fewer helpers than wanted: start one --started--> spread.add --> gets responses
                     `-> more than wanted: the newest gets no more responses --all scored--> end
@@ -55,7 +56,7 @@ class _Member:
 
 
 class HelperFleet:
-    """Keeps as many helpers as the queue needs. See the module's docstring."""
+    """Keeps as many helpers running as the queue of responses needs. See the module's docstring."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class HelperFleet:
             member.stays = number < wanted
             if member.place and not member.place.lost.is_set():
                 member.place.open = member.stays
-        self._spread.dispatch()  # a helper that was about to end may be open again
+        self._spread.dispatch()  # a helper that was about to end may accept responses again
         if now >= self._not_before:
             for _ in range(wanted - len(self._members)):
                 member = _Member(self._build())

@@ -1,4 +1,4 @@
-"""Decides the number of a run's reward actors, which follows the queue of responses.
+"""Decides how many reward actors a run needs, from the length of the queue of responses.
 
     seen in the last `grow_seconds`: the responses always wanted more actors   -> as many as they always wanted
     seen in the last `idle_seconds`: the responses always wanted fewer actors  -> as many as they wanted at most
@@ -25,7 +25,7 @@ class QueueFollower:
 
         Args:
             now: time in seconds, of any clock that never goes back.
-            wanted: number of places whose workers would all have a response.
+            wanted: number of places whose workers the responses without a score would fill.
         """
         wanted = min(max(wanted, self._least), self._most)
         self._seen.append((now, wanted))
@@ -39,7 +39,9 @@ class QueueFollower:
         return self.count
 
     def _list_since(self, begin: float) -> list[int]:
-        """Return the numbers that the queue wanted since `begin`; return [] if nothing was seen before `begin`."""
+        """Return the numbers that the queue wanted since `begin`; return [] if no number was recorded before
+        `begin`.
+        """
         if self._seen[0][0] > begin:
             return []
         first = max(time for time, _ in self._seen if time <= begin)

@@ -30,7 +30,7 @@ from rollflow.tasks.scorers.routed import RoutedScorer
 
 AHEAD_SECONDS = 1.0  # largest estimated time, in seconds, until a place begins to score a response that it gets
 LEAST_AHEAD, MOST_AHEAD = 2, 256  # smallest and largest number of responses that a place gets for each of its slots
-MOST_LOSSES = 2  # number of helpers that may be lost with a response before the response is scored at home
+MOST_LOSSES = 2  # number of helpers that may be lost with a response; then only the own scorer scores it
 
 Submit = Callable[[Sequence[ScoreRequest]], list["asyncio.Future[Score]"]]
 
@@ -58,7 +58,9 @@ class ScoringPlace:
         return not self.loads.total()
 
     def count_room(self, scorer: str, slots: int) -> int:
-        """Return how many more responses the place may get. `slots` is the number that it scores at the same time."""
+        """Return how many more responses the place may get. `slots` is the number of responses that the place scores at
+        the same time.
+        """
         ahead = AHEAD_SECONDS / max(self._pace.get(scorer, AHEAD_SECONDS), AHEAD_SECONDS / MOST_AHEAD)
         return int(slots * max(ahead, LEAST_AHEAD)) - self.loads[scorer]
 
@@ -69,7 +71,9 @@ class ScoringPlace:
 
 
 def choose_place(places: Iterable[ScoringPlace], scorer: str, slots: int) -> ScoringPlace | None:
-    """Return the open place with the smallest load, of several the first; return None if no place has room."""
+    """Return the open place with the smallest load, the first if several are equal; return None if no place has
+    room.
+    """
     free = [place for place in places if place.open and place.count_room(scorer, slots) > 0]
     return min(free, key=lambda place: place.loads[scorer], default=None)
 
@@ -85,7 +89,7 @@ class SpreadJob:
 
 
 class SpreadScorer(Scorer):
-    """Spreads responses over an own scorer and helpers. See the module's docstring."""
+    """Spreads responses over the run's own scorer and helpers. See the module's docstring."""
 
     def __init__(self, own: Scorer, slots: Mapping[str, int]) -> None:
         """Create the scorer without helpers. `slots` has each scorer that is spread, with the number of responses that
@@ -95,7 +99,8 @@ class SpreadScorer(Scorer):
         self.home = ScoringPlace(own.submit)
         self._helpers = list[ScoringPlace]()
         self._queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}  # sorted by arrival
-        # responses that only home may score; in a queue of their own, because helpers do not wait for home
+        # responses that only the run's own scorer (`home`) may score; their queue is separate, so that helpers never
+        # wait for `home`
         self._home_queues: dict[str, list[tuple[int, SpreadJob]]] = {name: [] for name in slots}
         self._unscored = Counter[str]()  # responses of each scorer that have no score yet
         self._arrivals = itertools.count()
@@ -103,12 +108,14 @@ class SpreadScorer(Scorer):
 
     @property
     def usage(self) -> ScorerUsage:  # type: ignore[override]  # the sum is read only
-        """The counters of the own scorer, plus the scores of helpers. The busy time is that of the own scorer."""
+        """The counters of the own scorer, plus the scores of helpers. The busy time counts only the own scorer."""
         own, helped = self._own.usage, self._helped
         return ScorerUsage(own.scored + helped.scored, own.timeouts + helped.timeouts, own.busy_seconds)
 
     def count_wanted(self) -> int:
-        """Return the number of places, including home, whose slots the responses without a score would fill."""
+        """Return the number of places, including the own scorer, whose slots the responses without a score would
+        fill.
+        """
         return max((math.ceil(self._unscored[name] / slots) for name, slots in self._slots.items()), default=1)
 
     def add(self, place: ScoringPlace) -> None:
@@ -203,7 +210,7 @@ class SpreadScorer(Scorer):
 
 def list_slots(scorer: Scorer, names: Iterable[str]) -> dict[str, int]:
     """Return the scorers with worker processes, by name, each with the number of responses that it scores at the same
-    time. `names` are the names of the run's scorers, of which `scorer` is built.
+    time. `scorer` was built from the run's scorers, which `names` lists.
     """
     scorers = scorer.scorers if isinstance(scorer, RoutedScorer) else dict.fromkeys(names, scorer)
     return {name: one.slots for name, one in scorers.items() if one.slots}

@@ -1,7 +1,7 @@
 r"""The verifier `choice`, which scores responses to multiple-choice questions.
 
 The verifier looks for a choice in four places of a response, and uses the first place that has a choice. A response
-that names several letters in that place is unparsable.
+that names several letters in the first place with a choice is unparsable.
 
 The first place is a marked answer, such as `\boxed{B}`, an <answer> tag, or "#### B". The second place is a phrase such
 as "Answer: B" or "the answer is (B)". The third place is the whole response or its last line, such as "B", "(B)" or the

@@ -2,7 +2,7 @@
 
 A text always has the same language: langdetect draws parts of the text at random, and its random generator starts with
 `SEED` for each text. The order of langdetect's languages decides how sums are rounded, so this module fixes the order.
-Otherwise it would depend on the file system.
+Without this, the order of the languages would depend on the file system.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_detector() -> None:
     try:
         _load_factory()
     except Unjudged:
-        return  # the check of a row with a language names the missing package
+        return  # the check of a data row that needs the package reports that it is missing
 
 
 @functools.cache

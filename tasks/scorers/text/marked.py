@@ -7,7 +7,7 @@ import re
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 LINE = re.compile(r"####[ \t]*([^\n]*)")
-SPACE = r"(?:[\s$]|\\q?quad\b|\\[,;: !()\[\]])*+"  # possessive, so that long spaces take linear time
+SPACE = r"(?:[\s$]|\\q?quad\b|\\[,;: !()\[\]])*+"  # a possessive pattern, so that long white space takes linear time
 WORD = r"(?:and|or|\\text\{\s*(?:and|or)\s*\})"
 JOINT = re.compile(rf"{SPACE}\.?{SPACE}(?:[,;]{SPACE}{WORD}?|{WORD},?){SPACE}|{SPACE}")  # between boxes of one answer
 

@@ -83,7 +83,7 @@ def maths(response: str, reference: Mapping[str, Any], *, marked: bool = False, 
 def equals(gold: str, answer: str, decimals: int = 6) -> bool:
     """Return whether an answer equals the reference answer; the answer has no mark around it, such as a LaTeX box.
 
-    If the reference answer is a whole solution with a LaTeX box, the reference answer is the content of the box.
+    If the reference answer is a whole solution with a LaTeX box, only the content of the box counts.
     """
     gold, answer = clean_answer(find_boxed(gold) or gold), clean_answer(answer)
     if (words := read_words(gold)) is not None:
@@ -153,10 +153,8 @@ def _verify(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bo
 
 
 def _has_tiny_numbers(gold: tuple[Any, ...], answer: tuple[Any, ...], decimals: int) -> bool:
-    """Return whether each number in the reference answer `gold` that rounds to 0 is in `answer`, to `decimals`
-    significant digits.
-
-    math-verify rounds to digits after the decimal point and so treats all tiny numbers as equal.
+    """Return whether `answer` contains each number of the reference answer `gold` that rounds to 0, to `decimals`
+    significant digits. math-verify rounds to digits after the decimal point and so treats all tiny numbers as equal.
     """
     limit = 10.0**-decimals
     tiny = [number for part in gold for number in _list_numbers(part) if 0 < abs(number) < limit]

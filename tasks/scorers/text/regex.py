@@ -1,8 +1,8 @@
 """The verifier `regex`, which checks whether the answer matches a regular expression from the config or from the data
 row.
 
-A response whose pattern backtracks for ever gets the outcome "timeout", because the worker process is killed at the
-deadline.
+A response on which the regular expression backtracks endlessly gets the outcome "timeout", because the worker process
+is killed at the deadline.
 """
 
 from __future__ import annotations
