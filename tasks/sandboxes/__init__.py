@@ -1,5 +1,5 @@
 """Sandboxes for programs that the model wrote: `base` defines the interface, and each kind of sandbox has one file.
-`build_sandboxes` creates the kind that the config section `[sandbox]` names.
+`build_sandboxes` creates sandboxes of the kind that the config section `[sandbox]` names.
 
 bubblewrap       Linux namespaces, set up by bwrap; the programs in the box are in `box`
 sandlock         Landlock and seccomp; the programs that start and watch a program are in `host`

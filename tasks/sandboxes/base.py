@@ -50,10 +50,11 @@ class Capability(StrEnum):
     HIDDEN_HOST = "hidden host"  # a program cannot find out which files and processes the host has
     # the kernel enforces the size limit of the sandbox's folder; otherwise the size is only measured at intervals
     EXACT_FOLDER_LIMIT = "exact folder limit"
-    # `ExecResult.end` says which limit a program exceeded; without this capability, the program just counts as killed
+    # `ExecResult.end` says which limit a program exceeded; without this capability, the result only says that it was
+    # killed
     NAMED_LIMITS = "named limits"
     STATE = "state"  # files that a program wrote remain in the sandbox for the next program and for download
-    CHANNEL = "channel"  # a program can get the socket `Program.channel`
+    CHANNEL = "channel"  # a program can receive a socket (`Program.channel`)
     CHILDREN = "children"  # child processes may outlive their program (`Program.keep_children`)
     SESSIONS = "sessions"  # `Sandboxes.open_workspace` works
     # a program or a session can run as another user of the sandbox, if the sandbox has this user
@@ -125,7 +126,7 @@ class SandboxLimits:
 
     memory_bytes: int | None = None
     folder_bytes: int | None = None
-    cores: int | None = None  # number of CPU cores; enforced only with the capability ISOLATION
+    cores: int | None = None  # number of CPU cores; only sandboxes with the capability ISOLATION enforce it
 
 
 NO_LIMITS = SandboxLimits()
@@ -153,8 +154,8 @@ class SessionResult:
 
     `output` is stdout and stderr in the order in which they were written, including the output of background processes
     of earlier runs. `return_code` is the exit code of the last command in a shell; a Python session returns 0 for
-    success and 1 for an error. `lost` is empty if the session keeps its state (variables, working folder, functions).
-    If the state is lost, `lost` says why; the files remain, and the next run starts a new session.
+    success and 1 for an error. `lost` is "" if the session kept its state (variables, working folder, functions). If
+    the session lost its state, `lost` gives the reason; the files remain, and the next run starts a new session.
     """
 
     end: ProgramEnd
@@ -214,14 +215,14 @@ class SandboxSession(Protocol):
         """
 
     async def close(self) -> None:
-        """Kill the session and all its child processes, except those that have detached from the session."""
+        """Kill the session and all its child processes, except child processes that have detached from the session."""
 
 
 class Workspace(Protocol):
     """A sandbox for an agent's tools, in which sessions and commands run in parallel on the same files.
 
     The programs in a workspace are not protected from each other. A path may be absolute, as the programs in the
-    sandbox see it; only files that these programs can reach can be read or written.
+    sandbox see it. A workspace reads and writes only files that these programs can reach.
     """
 
     async def open_session(

@@ -2,8 +2,8 @@
 namespaces inside the box.
 
 The box is a single process tree that contains all sandboxes of this process. The box has no network, and its processes
-see only the system's libraries and a Python interpreter, read-only. A process in the box creates the sandboxes (see
-`box.start`).
+see only the system's libraries and a Python interpreter, read-only. A process in the container (box) creates the
+sandboxes (see `box.start`).
 
 If rollflow runs as root, `bwrap` creates the box as root, and the box then runs as user `NOBODY`. If rollflow runs as
 another user, `bwrap` creates the box in a user namespace, which some machines do not allow.
@@ -71,12 +71,12 @@ class BoxSandboxes:
         self._box: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._numbers = 0
-        # empty sandboxes for `run`; a task creates its sandbox, and a sandbox without a task is being renewed
+        # spare sandboxes for `run`: a task is still creating its sandbox, and a sandbox without a task is being renewed
         self._spares: deque[NamespaceSandbox | asyncio.Task[NamespaceSandbox]] = deque()
         self._running = 0  # number of sandboxes in which `run` runs a program
 
     async def start(self) -> None:
-        """Start the box and run one program in it; see `Sandboxes.start`."""
+        """Start the container (box), and run one program in it; see `Sandboxes.start`."""
         try:
             async with asyncio.timeout(self._config.start_seconds):
                 await self._start_box()
@@ -92,7 +92,7 @@ class BoxSandboxes:
             raise ConfigError(self._refusal(str(error))) from None
 
     async def create(self, limits: SandboxLimits = NO_LIMITS) -> NamespaceSandbox:
-        """Create a sandbox; if the box has died, start a new box first. See `Sandboxes.create`."""
+        """Create a sandbox; if the container (box) has died, start a new one first. See `Sandboxes.create`."""
         return await self._create_in_box(limits, self._counter)
 
     async def _create_in_box(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
@@ -104,7 +104,9 @@ class BoxSandboxes:
         return await self._create(limits, counter)
 
     async def _create(self, limits: SandboxLimits, counter: KindCounter | None) -> NamespaceSandbox:
-        """Create a sandbox; fail if there is no box. `counter` counts the programs of the sandbox."""
+        """Create a sandbox; raise `SandboxFailed` if no container (box) is running. `counter` counts the programs of
+        the sandbox.
+        """
         if self._box is None:
             raise SandboxFailed("the box has ended")
         self._numbers += 1
@@ -113,7 +115,7 @@ class BoxSandboxes:
         sandbox = NamespaceSandbox(ours, self._number_killer(self._numbers), counter)
         order = {"do": "new", "number": self._numbers, "limits": self._lower_limits(limits)}
         try:
-            with theirs:  # while this end is open here, the death of the box does not end the wait for the sandbox
+            with theirs:  # close this end here; otherwise a wait for the sandbox would not end if the box dies
                 await send_with(self._box, json.dumps(order).encode(), theirs.fileno())
             await sandbox.wait_ready(CREATE_SECONDS)
         except BaseException:
@@ -169,11 +171,11 @@ class BoxSandboxes:
 
         most = min(limits.folder_bytes or self._config.folder_bytes, self._config.folder_bytes)
         is_isolated = Capability.ISOLATION in self.capabilities
-        sandbox = await self._create_in_box(limits, None)  # its only program, the guest, is not counted
+        sandbox = await self._create_in_box(limits, None)  # None: the sandbox's program, the guest, is not counted
         return BoxWorkspace(sandbox, self._config.output_bytes, most, self._counter, is_isolated=is_isolated)
 
     async def close(self) -> None:
-        """End all processes of the box, and so all its sandboxes."""
+        """End all processes of the container (box), and thus all its sandboxes."""
         await self._end_box()
 
     def _build_command(self, descriptor: int) -> list[str]:
@@ -214,7 +216,7 @@ class BoxSandboxes:
             raise SandboxFailed(await self._read_error())
 
     def _has_died(self) -> bool:
-        """Return whether the box has ended, and with it all its sandboxes, or was not started."""
+        """Return whether the container (box) has ended, which ends all its sandboxes, or was never started."""
         return self._process is None or self._process.returncode is not None
 
     async def _end_box(self) -> None:
@@ -263,13 +265,13 @@ class BoxSandboxes:
             except SandboxFailed:
                 if isinstance(spare, NamespaceSandbox):
                     self._counter.count_replacement(Replacement.NOT_EMPTIED)
-                if self._process is None:  # the sandboxes were closed meanwhile
+                if self._process is None:  # `close` was called meanwhile
                     raise
         return await self.create()
 
     def _fill(self) -> None:
-        """Create spare sandboxes in the background, so that later programs start sooner. A sandbox in use that can be
-        renewed counts as a spare one.
+        """Create spare sandboxes in the background, so that later programs start sooner. A sandbox in use counts as a
+        spare sandbox if it can be renewed.
         """
         coming = self._running if self.renews else 0
         while not self._has_died() and len(self._spares) + coming < self._config.spares:
@@ -277,7 +279,9 @@ class BoxSandboxes:
 
 
 def find_dirt(program: Program, result: ExecResult) -> Replacement | None:
-    """Return why a sandbox cannot be renewed after this result of a program, or None; the sandbox itself decides."""
+    """Return why a sandbox probably cannot be renewed after a program with this result, or None; the sandbox itself
+    makes the final decision.
+    """
     if result.end is not ProgramEnd.EXITED:
         return Replacement(result.end)
     if result.return_code < 0:

@@ -27,7 +27,7 @@ class SandboxBase(Section):
     output_bytes: int = Field(
         MIB,
         ge=1024,
-        description="largest number of bytes that a program may write to stdout, and the same number for stderr",
+        description="largest number of bytes that a program may write to stdout, and separately to stderr",
     )
     start_seconds: float = Field(
         30.0,
@@ -39,8 +39,8 @@ class SandboxBase(Section):
         4,
         ge=0,
         le=256,
-        description="number of empty sandboxes that are kept ready, so that a program starts sooner; 0: each program "
-        "runs in a sandbox that is created for it",
+        description="number of empty sandboxes that are kept ready, so that a program starts sooner. If the number is "
+        "0, a new sandbox is created for each program",
     )
 
 
@@ -53,8 +53,8 @@ class BubblewrapSandbox(SandboxBase):
             *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools"),
             *("json", "math", "operator", "random", "re", "statistics", "string", "typing"),
         ),
-        description="Python modules that are imported before the first program starts, so that a program imports "
-        "these modules without delay",
+        description="Python modules that are imported before the first program starts, so that a program imports these "
+        "modules without delay",
     )
 
 
@@ -80,13 +80,15 @@ class RunCodeSandbox(Section):
     )
     url: str = Field(
         pattern=r"^https?://[^@\s]+$",
-        description="address of the server's POST /run_code, e.g. http://127.0.0.1:8080/run_code; a URL with a user "
-        "or a password is refused",
+        description="address of the server's POST /run_code, e.g. http://127.0.0.1:8080/run_code; a URL with a user or "
+        "a password is refused",
     )
     token_env: str = Field(
         "", description="name of the environment variable with the token of the server; empty: no token is sent"
     )
-    at_once: int = Field(16, ge=1, le=4096, description="largest number of requests that are sent at a time")
+    at_once: int = Field(
+        16, ge=1, le=4096, description="largest number of requests to the server that run at the same time"
+    )
     memory_bytes: int = Field(
         256 * MIB, ge=32 * MIB, description="largest memory of a program, in bytes; the server enforces this limit"
     )
@@ -117,11 +119,13 @@ class RockSandbox(Section):
     )
     protocol: Literal["rock", "rocklet"] = Field(
         "rock",
-        description="rock: a server that starts a sandbox for each program; rocklet: one rocklet, whose machine all "
-        "programs share, each with a folder of its own",
+        description="kind of server. rock: a server that starts a sandbox for each program; rocklet: a single rocklet, "
+        "on whose machine all programs run, each in its own folder",
     )
     image: str = Field(
-        "python:3.11", min_length=1, description="container image of a sandbox; it needs python3 and coreutils"
+        "python:3.11",
+        min_length=1,
+        description="container image of a sandbox; the image must contain python3 and coreutils",
     )
     token_env: str = Field(
         "", description="name of the environment variable with the token of the server; empty: no token is sent"
@@ -152,7 +156,7 @@ class RockSandbox(Section):
         60,
         ge=1,
         le=24 * 60,
-        description="minutes without a request to a sandbox after which the server stops the sandbox",
+        description="number of minutes without any request to a sandbox, after which the server stops this sandbox",
     )
 
 

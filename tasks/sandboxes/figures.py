@@ -25,7 +25,9 @@ KINDS = ("bubblewrap", "sandlock", "unsafe-process", "run-code", "rock")
 
 
 class Replacement(StrEnum):
-    """Why a sandbox was replaced by a new one. A program that was killed at a limit is named by its `ProgramEnd`."""
+    """Why a sandbox was replaced by a new one. If a program was killed at a limit, the reason has the name of this
+    `ProgramEnd`.
+    """
 
     TIMEOUT = ProgramEnd.TIMEOUT
     MEMORY = ProgramEnd.MEMORY
@@ -33,14 +35,14 @@ class Replacement(StrEnum):
     OUTPUT = ProgramEnd.OUTPUT
     FOLDER = ProgramEnd.FOLDER
     SIGNAL = "signal"  # the program ended by a signal
-    CHILDREN = "children"  # the program was allowed to leave processes
+    CHILDREN = "children"  # the program was allowed to leave child processes behind
     STOPPED = "stopped"  # the caller did not wait for the program's end
     FAILED = "failed"  # the sandbox failed, or did not answer
     NOT_EMPTIED = "not emptied"  # the sandbox could not be emptied for the next program
-    PARENT_ENDED = "parent ended"  # the process that creates the sandboxes ended, and all sandboxes with it
+    PARENT_ENDED = "parent ended"  # the process that creates the sandboxes ended, which ended all sandboxes
 
 
-STOPPED = "stopped"  # how a program ended for whose end its caller did not wait
+STOPPED = "stopped"  # the end of a program whose caller stopped waiting for it
 ENDS = (*map(str, ProgramEnd), STOPPED)
 REASONS = tuple(map(str, Replacement))
 COUNTERS = ("started", "renewed", "failures", "in_use", "microseconds", *(f"end {end}" for end in ENDS), *REASONS)
@@ -124,7 +126,7 @@ class ProcessFigures:
                     self._board.cells[place] += count
 
     def share(self, fd: int) -> None:
-        """Count in the memory of an open file from now on, which the parent process reads; close the file."""
+        """From now on, count in the memory of an open file that the parent process reads; close the file."""
         with self._lock:
             before, self._board = self._board, CounterBoard(fd)
             os.close(fd)
@@ -169,11 +171,11 @@ class KindCounter:
         self._add(reason)
 
     def note_use(self, change: int) -> None:
-        """Note that a sandbox is used (1) or no longer used (-1)."""
+        """Record that one more sandbox (1) or one sandbox less (-1) is in use."""
         self._add("in_use", change)
 
     async def watch_use(self, running: Awaitable[Result]) -> Result:
-        """Await a program in a sandbox that is used only for the program, and count both."""
+        """Await a program in a sandbox that runs only this program; count the program and the use of the sandbox."""
         self.note_use(1)
         try:
             return await self.watch(running)

@@ -1,4 +1,4 @@
-"""One sandbox of a box: sends the owner's requests to the sandbox's keeper process, and receives its answers."""
+"""A sandbox inside a container (box): sends requests to the sandbox's keeper process, and receives its answers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ GRACE_SECONDS = 5.0  # seconds that a sandbox may take to answer, in addition to
 
 
 class NamespaceSandbox:
-    """A sandbox in a box; the sandbox's keeper process, at the other end of the socket `keeper`, runs the programs."""
+    """A sandbox in a container (box); the sandbox's keeper process, at the other end of the socket `keeper`, runs the
+    programs.
+    """
 
     def __init__(self, keeper: socket.socket, kill: Callable[[], None], counter: KindCounter | None = None) -> None:
-        """Use the sandbox of a keeper process. `kill` kills this process, and `counter` counts the programs."""
+        """Use the sandbox of a keeper process. `kill` kills the keeper process, and `counter` counts the programs."""
         self._keeper, self._kill, self._counter = keeper, kill, counter
         self._turn = asyncio.Lock()
         self._is_closed = False
-        self._received = bytearray()  # what was received and not read yet
-        self._is_renewing = False  # whether the last program was to be followed by a renewal
+        self._received = bytearray()  # bytes that were received but not read yet
+        self._is_renewing = False  # True if the sandbox is to be renewed after the last program
 
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the sandbox's folder is mounted."""
@@ -81,7 +83,8 @@ class NamespaceSandbox:
         return (await self._ask({"do": "download", "path": path}))[1]
 
     async def wait_renewed(self) -> None:
-        """Wait until all processes in the sandbox are killed and its files are deleted, so that it is as good as new.
+        """Wait until all processes in the sandbox are killed and its files are deleted, so that the sandbox is like a
+        new one.
 
         Raises:
             SandboxFailed: the sandbox cannot be renewed, for example because a program did not end by itself; the
@@ -97,7 +100,7 @@ class NamespaceSandbox:
             self._is_closed = True
             self._kill()
             with contextlib.suppress(OSError):
-                self._keeper.shutdown(socket.SHUT_RDWR)  # end the wait of a request for its answer
+                self._keeper.shutdown(socket.SHUT_RDWR)  # end the wait for the answer to a request
             if not self._turn.locked():
                 self._keeper.close()
 
@@ -131,7 +134,7 @@ class NamespaceSandbox:
                 await self.close()
                 raise SandboxFailed(f"the sandbox has ended: {error}") from None
             except BaseException:
-                await self.close()  # otherwise a late answer would be taken for the answer to the next request
+                await self.close()  # without this, a late answer would be taken for the answer to the next request
                 raise
             finally:
                 if self._is_closed:

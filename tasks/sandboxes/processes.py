@@ -1,9 +1,9 @@
-"""Sandboxes that are processes of the host. The programs of a sandbox are confined by the package sandlock, or are
-plain processes without any protection.
+"""Sandboxes whose programs run as processes of the host. The programs of a sandbox are confined by the package
+sandlock, or are plain processes without any protection.
 
 The package `host` contains the code that creates and supervises these sandboxes. Each sandbox has a folder below the
-system's folder for temporary files. The memory, the processes and the folder of a sandbox are measured about ten to
-thirty times a second, so a program may exceed a limit until the next measurement.
+system's folder for temporary files. The memory, the processes and the folder of a sandbox are measured ten to thirty
+times a second, so a program may exceed a limit until the next measurement.
 
 The package sandlock confines each program by Landlock and seccomp, so that the program can use no network, read no
 content of a host file and signal no other process. A program confined by sandlock can still find out whether a file of
@@ -69,8 +69,8 @@ class ProcessSandboxes(BoxSandboxes):
     async def _end_box(self) -> None:
         """End the processes that create and supervise the sandboxes.
 
-        These processes get time to kill their programs, because the kernel does not kill a program when its keeper
-        process dies.
+        These processes get time to kill the sandboxes' programs, because the kernel does not kill a program when its
+        keeper process dies.
         """
         if self._box and self._process:
             self._box.close()

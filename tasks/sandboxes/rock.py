@@ -46,10 +46,11 @@ from rollflow.tasks.sandboxes.rock_users import PREPARE, become, check_name, che
 from rollflow.tasks.sandboxes.run_code import read_token_header, shorten, wrap_python
 
 PREFIX = "/apis/envs/sandbox/v1"
-# seconds beyond a program's deadline before the server kills it; `timeout` in the sandbox kills it at the deadline
+# seconds after a program's deadline until the server kills the program; the command `timeout` in the sandbox should
+# already have killed the program at the deadline
 GRACE_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between two tries
-FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two requests whether a sandbox has started
+FIRST_LOOK, LONGEST_LOOK = 0.1, 3.0  # seconds between two requests that ask if a sandbox has started
 FAILED_COMMAND = -1  # exit code that reports a command that the server could not run
 SIGNALED = 128
 # shell script that creates a folder, enters the working folder, opens stdin and becomes the command
@@ -280,8 +281,8 @@ class RockRemoteSandbox:
     async def open_session(
         self, kind: SessionKind = SessionKind.SHELL, env: Mapping[str, str] = NO_VARIABLES, *, user: str = ""
     ) -> RockSession:
-        """Open a session; see `Workspace.open_session`. Among servers of ROCK's protocol, only rollflow's own server
-        has Python sessions.
+        """Open a session; see `Workspace.open_session`. Only rollflow's own server of ROCK's protocol has Python
+        sessions.
         """
         await self._prepare_user(user)
         session = RockSession(self._send, kind, env, self._find_home(user), self._sandboxes.counter, user)

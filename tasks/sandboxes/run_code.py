@@ -83,7 +83,7 @@ class RunCodeSandboxes:
         body = build_body(program, files, self._config.memory_bytes)
         try:
             return read_answer(await self._post(body, program.timeout))
-        except TooLong:  # a server of this protocol need not limit a program's output
+        except TooLong:  # servers of this protocol may leave a program's output unlimited
             return ExecResult(ProgramEnd.OUTPUT, -9, b"", b"", 0.0)
 
     async def close(self) -> None:

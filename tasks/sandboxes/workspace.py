@@ -1,9 +1,9 @@
-"""A workspace (a sandbox with sessions for an agent's tools) on this machine: sends requests to `guest`, a process in
+"""A workspace (a sandbox with sessions for an agent's tools) on this machine: sends requests to the guest, a process in
 the sandbox.
 
-The guest process starts with the first request. The guest is killed if the processes of the sandbox exceed a limit, and
-a command can also kill the guest. If the guest is killed, running requests get a result that says so, and the next
-request starts a new guest. The sandbox's files are kept.
+The guest process starts with the first request. The guest process is killed if the processes of the sandbox exceed a
+limit; a command can also kill the guest process. If the guest process is killed, running requests get a result that
+says so, and the next request starts a new guest process. The sandbox's files are kept.
 """
 
 from __future__ import annotations

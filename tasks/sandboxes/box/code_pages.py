@@ -1,7 +1,8 @@
 """Lets forked processes inherit the page tables of loaded code.
 
 The kernel does not copy the page table of a part of a file to a forked process, unless a page of that part was written
-to. Without a page table, a forked process is interrupted at almost each page of code that it uses for the first time.
+to. Without a page table, a forked process suffers a page fault at almost each page of code that it uses for the first
+time.
 """
 
 from __future__ import annotations

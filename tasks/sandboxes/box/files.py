@@ -1,4 +1,6 @@
-"""Reads and writes files in the folder of one sandbox for the sandbox's keeper, which is no process of a program."""
+"""Reads and writes files in a sandbox's folder; used by the sandbox's keeper process, which runs outside the
+programs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def make_folders(path: str) -> None:
         try:
             os.mkdir(name or ".", dir_fd=above)
         except FileExistsError:
-            pass  # if the path is a file and not a folder, the next `open_beneath` fails
+            pass  # if the path exists but is a file, the next call of `open_beneath` fails
         finally:
             os.close(above)
 

@@ -1,4 +1,4 @@
-"""Runs the holder of one sandbox, which forks the sandbox's programs and renews the sandbox.
+"""Runs the holder, a process that forks the programs of one sandbox and renews the sandbox.
 
     keeper --fork--> holder --clone into a new process namespace--> process 1 of the programs' namespace
       |                |
@@ -65,34 +65,34 @@ LONGEST = 4096
 
 def find_thread_id() -> ctypes.c_void_p:
     """Return the address at which the C library stores the id of the main thread; return a null pointer if the kernel
-    does not tell it, as in a cloned process.
+    does not report the address, as in a cloned process.
     """
     address = ctypes.c_void_p()
     libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
     return address
 
 
-THREAD_ID = find_thread_id()  # found in the first process of the box, which is no cloned one
+THREAD_ID = find_thread_id()  # computed in the first process of the box, which is not a cloned process
 
 
 def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
-    """Fork the holder of a sandbox and answer requests as the sandbox's keeper; only in a process forked to run Python
-    source, return the program's request.
+    """Fork the holder process of a sandbox, and answer requests as the sandbox's keeper process. The function returns
+    only in a process that was forked to run Python source, and then it returns the program's request.
 
     Raises:
         OSError: the sandbox cannot be created or renewed.
     """
     if "cores" in limits:
         os.sched_setaffinity(0, limits["cores"])
-    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # keep programs from reading the memory of process 1
+    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")  # prevents programs from reading the memory of process 1
     set_limits(limits)
     forbid_privileges()
     gc.disable()  # a collection would write to memory that forked processes share; programs enable it again
     (orders, order), (answers, answer) = os.pipe(), os.pipe()
     mount_proc()
     proc = os.open("/proc", os.O_PATH)
-    detach("/proc")  # the /proc of the keeper's process namespace, which no program may see
-    # the holder opens the pipes of a program for the keeper, so they share a table of file descriptors
+    detach("/proc")  # unmount the /proc of the keeper's process namespace, because no program may see it
+    # The holder process opens the pipes of a program for the keeper process, so both share a table of file descriptors.
     pid = libc.syscall(CLONE[os.uname().machine], SAME_FILES | signal.SIGCHLD, 0, 0, 0, 0)
     check(pid, "clone")
     if pid == 0:
@@ -105,8 +105,8 @@ def keep_sandbox(owner: socket.socket, limits: dict[str, Any]) -> Request:
 
 
 class Holder:
-    """Forks programs by order of the keeper; `orders` and `answer` are the ends of pipes. See the module's
-    docstring.
+    """Forks programs when the sandbox's keeper process orders it; `orders` and `answer` are the ends of pipes. See the
+    module's docstring.
     """
 
     def __init__(self, orders: int, answer: int, limits: dict[str, Any]) -> None:
@@ -123,8 +123,8 @@ class Holder:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def serve(self) -> Request:
-        """Fork programs until the keeper is gone; only in a forked process that is to run Python source, return the
-        request of that program.
+        """Fork programs until the keeper process is gone. The method returns only in a forked process that runs Python
+        source, and then it returns the program's request.
         """
         while order := os.read(self._orders, 1):
             try:
@@ -136,15 +136,15 @@ class Holder:
         os._exit(0)
 
     def _answer(self, order: bytes) -> Request | None:
-        """Fork a program and tell the keeper the program's file descriptors; only in a forked process that is to run
-        Python source, return the program's request.
+        """Fork a program, and send the program's file descriptors to the keeper process. In a forked process that runs
+        Python source, return the program's request; in this process, return None.
         """
         if is_new := order != Order.FORK.value:
             self._first = 0
             self._prepare_mounts(has_folder=order == Order.EMPTY.value)
             self._start_namespace()
         gates = _socket.socketpair()
-        gate, other = gates[0].detach(), gates[1].detach()  # numbers, because the keeper closes the descriptors
+        gate, other = gates[0].detach(), gates[1].detach()  # plain numbers, because the keeper closes the descriptors
         stdin, out, err = os.memfd_create("stdin", os.MFD_ALLOW_SEALING), os.pipe(), os.pipe()
         pid = libc.syscall(self._clone, SAME_PARENT | STORED_ID | signal.SIGCHLD, 0, 0, THREAD_ID, THREAD_ID)
         if pid == 0:
@@ -160,7 +160,7 @@ class Holder:
         return None
 
     def _prepare_mounts(self, *, has_folder: bool) -> None:
-        """Unmount `/proc` and mount a new folder, unless the folder is to stay; exit if an object of System V IPC was
+        """Unmount `/proc`, and mount a new folder if the order asks for one; exit if an object of System V IPC was
         created.
         """
         if self._has_folder:
@@ -176,7 +176,7 @@ class Holder:
         self._has_folder = True
 
     def _start_namespace(self) -> None:
-        """Start process 1 of a new process namespace, in which this process's next children will be."""
+        """Start process 1 of a new process namespace, in which this process then creates its children."""
         check(libc.setns(self._own, PROCESSES), "setns")  # a process can leave its namespace only for an inner one
         check(libc.unshare(PROCESSES), "unshare")
         first = libc.clone(self._pause, self._top, SAME_MEMORY | SAME_PARENT | signal.SIGCHLD, None)
@@ -188,7 +188,8 @@ class Holder:
 
         Before it reads the request, the forked process mounts the `/proc` of a new process namespace, drops all
         capabilities, closes all file descriptors but stdin, stdout, stderr and the channel, and installs the filter of
-        system calls. `fds` become stdin, stdout, stderr and the channel, which is first the socket to the keeper.
+        system calls. `fds` become stdin, stdout, stderr and the channel; until the request arrives, the channel is the
+        socket to the keeper process.
         """
         for place, fd in enumerate(fds):
             os.dup2(fd, place)
@@ -237,7 +238,7 @@ def read_objects() -> list[bytes]:
 
 
 def read_start(path: str) -> bytes:
-    """Return the first bytes of a file; if the file does not exist, return none."""
+    """Return the first bytes of a file, or no bytes if the file does not exist."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:  # the kernel has no System V IPC

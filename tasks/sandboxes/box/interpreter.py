@@ -19,7 +19,7 @@ EXAMPLE = '{"command": [], "code": "", "arguments": [], "env": {}, "timeout": 1.
 
 
 def touch_memory() -> None:
-    """Do what each program does, so that the kernel copies the memory pages that a program writes to before the
+    """Write to the memory that each program writes to, so that the kernel copies these memory pages before the
     program's request arrives.
     """
     json.loads(EXAMPLE)
@@ -37,7 +37,7 @@ def run_source(request: dict[str, Any]) -> NoReturn:
     main.__dict__.update(__file__=request["name"], __builtins__=builtins)
     sys.modules["__main__"] = main
     _signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # otherwise the next new object would start a collection, which writes to all objects
+    gc.freeze()  # without this, the next new object would start a garbage collection, which writes to all objects
     gc.enable()
     code = 1
     try:

@@ -1,8 +1,8 @@
-"""Runs the keeper of one sandbox, which lets the holder start programs, and enforces limits. The keeper runs one
-program at a time, as requested by the process that created the sandbox.
+"""Runs the keeper, the process that enforces the limits of one sandbox and orders the holder process to start programs.
+The keeper runs one program at a time, as requested by the process that created the sandbox.
 
-The keeper is process 1 of the sandbox's outer process namespace, in which programs are not (see `holder`). No program
-inherits memory of the keeper, so one keeper serves all programs of its sandbox.
+The keeper is process 1 of the sandbox's outer process namespace; programs run in an inner namespace (see `holder`). No
+program inherits memory of the keeper, so one keeper serves all programs of its sandbox.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForkedProgram:
     pipes: tuple[int, int]  # the read ends of the pipes for stdout and stderr
 
     def begin(self, text: bytes, body: bytes, fds: list[int]) -> None:
-        """Send the forked process its request, which is JSON text, and the data for its stdin."""
+        """Send the request (as JSON text) and the data for stdin to the forked process."""
         if body:
             write_all(self.stdin, body)
             os.lseek(self.stdin, 0, os.SEEK_SET)
@@ -56,14 +56,16 @@ class ForkedProgram:
         self.forget()
 
     def forget(self) -> None:
-        """Close the file descriptors that the keeper needs only to start the program."""
+        """Close the file descriptors that the keeper process needs only to start the program."""
         self.gate.close()
         os.close(self.stdin)
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The holder, and the ends of the pipes to it; keeper and holder share a table of file descriptors."""
+    """The holder process, and the ends of the pipes to it; the keeper and the holder process share a table of file
+    descriptors.
+    """
 
     order: int
     answers: int
@@ -73,8 +75,8 @@ class Control:
 class Keeper:
     """Answers the requests of the process that created the sandbox. See the module's docstring.
 
-    A renewed sandbox has a forked process for its program before the request arrives, because the fork takes most of
-    the time of a short program.
+    In a renewed sandbox, the process for the next program is forked before the request arrives, because the fork takes
+    most of the time of a short program.
     """
 
     def __init__(self, owner: socket.socket, control: Control, limits: dict[str, Any]) -> None:
@@ -82,7 +84,7 @@ class Keeper:
         self._holder = os.pidfd_open(control.holder)
         self._programs = Programs(control.holder)
         self._program: ForkedProgram | None = None
-        self._is_clean = True  # False as soon as a program did not end by itself, or may have left processes
+        self._is_clean = True  # False once a program was killed, or may have left processes behind
 
     def serve(self) -> NoReturn:
         """Answer requests until the process that created the sandbox is gone."""
@@ -121,10 +123,10 @@ class Keeper:
         return self._program is None and bool(self._programs.first and self._programs.list_processes())
 
     def _start_program(self, order: Order) -> None:
-        """Let the holder fork a process for the next program.
+        """Let the holder process fork a process for the next program.
 
         Raises:
-            OSError: the holder cannot fork the process, or cannot prepare its namespace.
+            OSError: the holder process cannot fork the process, or cannot prepare its namespace.
         """
         os.write(self._control.order, order.value)
         if self._control.answers not in select.select([self._control.answers, self._holder], [], [])[0]:
@@ -134,7 +136,7 @@ class Keeper:
         if number:
             raise OSError(number, data[STARTED.size :].decode())
         self._program = ForkedProgram(pid, socket.socket(fileno=gate), stdin, (out, err))
-        # in a namespace with other processes, these could stop the forked process
+        # other processes in the same namespace could stop the forked process
         if order is not Order.FORK and (found := self._program.gate.recv(LONGEST_TEXT)) != WARM:
             raise OSError(errno.ECHILD, found.decode() or "the forked process has ended")
 
@@ -152,7 +154,9 @@ class Keeper:
         return program
 
     def _run(self, request: Request, text: bytes, body: bytes, fds: list[int]) -> None:
-        """Run the request in the forked process, and send its result; then renew the sandbox if it is requested."""
+        """Run the request in the forked process, and send its result; then renew the sandbox if the request asks for
+        it.
+        """
         program, began = self._find_program(), time.monotonic()
         program.begin(text, body, fds)
         for fd in fds:

@@ -1,5 +1,5 @@
-"""Lists, reaps and kills the processes of a sandbox's programs, as the sandbox's keeper sees them from outside their
-process namespace.
+"""Lists, reaps and kills the processes of a sandbox's programs; the sandbox's keeper process does this from outside
+their process namespace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Programs:
     """The processes in the namespace of process `first`; the keeper is the parent of `first`, of the holder and of each
     program.
 
-    The working folder of the keeper is the /proc of the keeper's process namespace.
+    The working folder of the keeper process is the /proc of its process namespace.
     """
 
     def __init__(self, holder: int) -> None:
@@ -29,7 +29,9 @@ class Programs:
         return [pid for name in os.listdir(".") if name.isdigit() and (pid := int(name)) not in others]
 
     def reap(self) -> dict[int, int]:
-        """Reap the keeper's ended children, and return their exit codes by process id; exit if the namespace ended."""
+        """Reap the ended children of the keeper process, and return their exit codes by process id; exit if the
+        namespace has ended.
+        """
         codes: dict[int, int] = {}
         while (found := os.waitpid(-1, os.WNOHANG | WALL))[0]:
             codes[found[0]] = os.waitstatus_to_exitcode(found[1])
@@ -38,8 +40,8 @@ class Programs:
         return codes
 
     def kill(self) -> dict[int, int]:
-        """Kill and reap every process in the namespace, by which the namespace ends; return the exit codes of the
-        keeper's children by process id.
+        """Kill and reap every process in the namespace, which ends the namespace; return the exit codes of the keeper's
+        child processes by process id.
         """
         codes: dict[int, int] = {}
         if self.first:
@@ -53,7 +55,7 @@ class Programs:
         return codes
 
     def is_ending(self) -> bool:
-        """Return whether the first process was killed, which no process in the namespace can do."""
+        """Return whether the first process of the namespace was killed; no process in the namespace can kill it."""
         with contextlib.suppress(OSError), open(f"{self.first}/stat", "rb") as file:
             return bool(int(file.read().rpartition(b")")[2].split()[6]) & EXITING)
         return True

@@ -34,7 +34,7 @@ NEW_NAMESPACES = 0x7E020000  # all flags of the system call clone that create na
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 # address family of Unix sockets, and the bit that is set in the types of connectionless sockets
 AF_UNIX, DATAGRAMS = 1, 2
-# range of network ioctls, rejected because the socket of a channel belongs to the host's network namespace
+# range of network ioctls, which are rejected because a channel's socket belongs to the host's network namespace
 NETWORK_IOCTLS = (0x8900, 0x8A00)
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000  # results of a filter
 LOAD, EQUAL, AT_LEAST, ANY_BIT, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of classic BPF
@@ -154,7 +154,7 @@ REFUSED_IF: tuple[Rule, ...] = (  # if all comparisons hold
     ((16, 29), ((1, AT_LEAST, NETWORK_IOCTLS[0], True), (1, AT_LEAST, NETWORK_IOCTLS[1], False))),  # ioctl
     ((9, 222), ((3, ANY_BIT, MAP_ANONYMOUS, True), (3, ANY_BIT, MAP_SHARED, True))),  # mmap
     ((9, 222), ((3, ANY_BIT, MAP_HUGETLB, True),)),
-    ((141, 140), ((0, EQUAL, 0, False),)),  # setpriority of any process but the caller
+    ((141, 140), ((0, EQUAL, 0, False),)),  # setpriority for any process except the caller
     ((141, 140), ((1, EQUAL, 0, False),)),
     ((203, 122), ((0, EQUAL, 0, False),)),  # sched_setaffinity
     ((302, 261), ((0, EQUAL, 0, False),)),  # prlimit64
@@ -187,7 +187,7 @@ def build_filter(machine: str, more: Sequence[Rule] = ()) -> bytes:
     """
     column = 0 if machine == "x86_64" else 1
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine]), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    # on ENOSYS for clone3, the C library calls clone
+    # if clone3 fails with ENOSYS, the C library calls clone instead
     code += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
     code += [(AT_LEAST, 0, 1, X32), (GIVE, 0, 0, REFUSE | errno.EPERM)]
     code += [(AT_LEAST, 0, 1, NEWEST + 1), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]
@@ -211,8 +211,8 @@ def _refuse(number: int, tests: tuple[Test, ...]) -> list[tuple[int, int, int, i
 
 
 def forbid_privileges() -> None:
-    """Drop all capabilities of this process except CAP_SYS_ADMIN, and keep this process and its children permanently
-    from gaining others.
+    """Drop all capabilities of this process except CAP_SYS_ADMIN, and prevent this process and its children permanently
+    from gaining other capabilities.
     """
     for capability in range(CAPABILITIES):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # the call fails for numbers above the last capability
@@ -221,7 +221,7 @@ def forbid_privileges() -> None:
 
 
 def set_capabilities(capabilities: int) -> None:
-    """Drop all capabilities of this process but these, given as a bit set of the first 32 capabilities."""
+    """Drop all capabilities of this process except those in `capabilities`, a bit set of the first 32 capabilities."""
     check(libc.capset(*pack_capabilities(capabilities)), "capset")
 
 
@@ -240,7 +240,7 @@ NO_CAPABILITIES = pack_capabilities(0)
 
 
 class LoadedFilter:
-    """A seccomp filter in the form that the kernel reads; a forked process inherits the filter, and builds nothing."""
+    """A seccomp filter in the form that the kernel reads; a forked process inherits it and need not build a filter."""
 
     def __init__(self, program: bytes) -> None:
         self._kept = ctypes.create_string_buffer(program, len(program))

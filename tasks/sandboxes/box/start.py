@@ -1,4 +1,4 @@
-"""Creates the sandboxes of a box, in a process that never runs code of the model.
+"""Creates the sandboxes inside a container (box), in a process that never runs code of the model.
 
     owner --"new", a socket--> this process --clone into new namespaces--> keeper --fork--> holder
                                                                              ^                | clone into a new
@@ -47,7 +47,7 @@ from rollflow.tasks.sandboxes.box.rights import CLONE, PR_SET_DUMPABLE, build_fi
 from rollflow.tasks.sandboxes.box.wire import CHUNK, pack  # noqa: E402
 
 PR_SET_PDEATHSIG = 1
-# clone flags of new user, mount and process namespaces; IPC calls are rejected by the seccomp filter instead
+# clone flags for new user, mount and process namespaces; no IPC namespace, because the seccomp filter rejects IPC calls
 NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x20000000
 # environment variables of a program, in addition to PATH
 VARIABLES = {"HOME": FOLDER, "TMPDIR": FOLDER, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -65,8 +65,8 @@ class Parent:
         signal.set_wakeup_fd(ended)
 
     def serve(self) -> Request:
-        """Create and kill sandboxes on request; only in a process forked to run Python source, return the program's
-        request.
+        """Create and kill sandboxes on request. The method returns only in a process that was forked to run Python
+        source, and then it returns the program's request.
         """
         while True:
             ready, _, _ = select.select([self._owner.fileno(), self._ended], [], [])
@@ -87,8 +87,8 @@ class Parent:
                 self._kill(request["number"])
 
     def _create(self, request: Request, fd: int) -> Request | None:
-        """Start a sandbox's keeper in new namespaces; only in a process forked to run Python source, return the
-        program's request.
+        """Start a sandbox's keeper process in new namespaces. In a process that was forked to run Python source, return
+        the program's request; in this process, return None.
         """
         wait, go = os.pipe()
         pid = libc.syscall(CLONE[os.uname().machine], NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
@@ -96,7 +96,7 @@ class Parent:
             os.close(go)
             return self._become_keeper(wait, fd, self._limits | request["limits"])
         os.close(wait)
-        # if the user id maps are not written, no file system can be mounted, which the keeper reports
+        # without the user id maps, no file system can be mounted; the keeper process reports such a failure
         with contextlib.suppress(OSError):
             check(pid, "clone")
             self._keepers[pid] = request["number"]
@@ -142,16 +142,18 @@ def become_user(user: int) -> None:
 
 
 def main() -> Request:
-    """Prepare this process and create sandboxes; only in a process forked to run Python source, return the program's
-    request.
+    """Prepare this process, and create sandboxes. The function returns only in a process that was forked to run Python
+    source, and then it returns the program's request.
     """
     limits = json.loads(sys.argv[1])
     owner = socket.socket(fileno=limits["descriptor"])
     if limits["user"] is not None:
-        mount_proc()  # bwrap hides parts of its /proc, and then the kernel would not let keepers mount theirs
+        # bwrap hides parts of its /proc; without a new one, the kernel would not let keeper processes mount a /proc
+        mount_proc()
         become_user(limits["user"])
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
-    # setting the user id clears this flag, and without it no keeper's user id map can be written
+    # setting the user id clears the dumpable flag, and without this flag, the user id map of a keeper process cannot be
+    # written
     check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.umask(0o022)
@@ -165,7 +167,7 @@ def main() -> Request:
 
 
 def prepare_forks() -> None:
-    """Do everything that would take the same time in each program, before this process forks."""
+    """Do the work that each program would otherwise repeat, before this process forks."""
     variables = {**VARIABLES, "PATH": os.environ["PATH"]}
     os.environ.clear()
     os.environ.update(variables)

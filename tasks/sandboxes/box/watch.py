@@ -19,10 +19,12 @@ from rollflow.tasks.sandboxes.box.rights import libc
 
 POLL_SECONDS = 0.02  # seconds between two measurements of a program's memory and processes
 SHORT_SECONDS = 0.004  # seconds in which most programs of a few lines end
-# Measurements with too much memory until the processes are killed: the pages of a child that is ending are briefly
-# counted twice, and a command of the guest hides its files, like the guest, until the command executes its program.
+# numbers of measurements with too much memory after which the processes are killed; a single measurement may be
+# too high: the pages of an ending child process are briefly counted twice, and a command of the guest process hides its
+# files until the command executes its program
 CERTAIN_POLLS, HIDDEN_POLLS = 2, 10
-# memory in KiB beyond the double limit that hidden files may seem to need, as for the coarse limit of address space
+# memory in KiB that hidden files may seem to need beyond twice the memory limit; the limit of address space is as
+# coarse
 MOST_HIDDEN = 2**19
 CHUNK = 65536
 NO_CORE = 1  # core file limit in bytes; with 0, the kernel would still start the host's core dump handler
@@ -55,7 +57,7 @@ class Watch:
         self._process = os.pidfd_open(pid)
         self._poll = select.poll()
         for fd in self._outputs:
-            os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and read the data itself
+            os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and take the data away
         self._poll.register(self._process, select.POLLIN)
         self._poll.register(owner, select.POLLRDHUP)
 
@@ -63,7 +65,7 @@ class Watch:
         """Wait until the program ends by itself or is killed at a limit; `deadline` is a `time.monotonic` value."""
         now = time.monotonic()
         measure = now + POLL_SECONDS
-        # a short program's output fits into its pipes, so that the keeper wakes up only once
+        # wait before reading: a short program's output fits into its pipes, so the keeper process wakes up only once
         self._handle_events(min(SHORT_SECONDS, max(0.0, deadline - now)))
         for fd in self._outputs:
             self._poll.register(fd, select.POLLIN)
@@ -98,7 +100,7 @@ class Watch:
         return find_excess(self._limits, self._programs.list_processes, ".")
 
     def _reap(self) -> None:
-        """Reap the ended children of the keeper."""
+        """Reap the ended child processes of the keeper process."""
         self.code = self._programs.reap().get(self._pid, self.code)
 
     def _read(self, fd: int) -> bool:
@@ -147,15 +149,16 @@ class Usage:
 
 
 def find_excess(limits: dict[str, Any], list_processes: Callable[[], list[int]], proc: str = "/proc") -> str:
-    """Return "processes" or "memory" if the sandbox's processes exceed that limit, and "" if they exceed none.
+    """Return the name of the limit that the sandbox's processes exceed, "processes" or "memory"; return "" if they
+    exceed neither.
 
     `list_processes` returns the ids of the sandbox's processes, as the mounted file system `proc` shows them.
 
-    Memory pages that processes share are counted once, and of open files only sockets are counted. The exact count is
+    Memory pages that processes share are counted once; among open files, only sockets are counted. The exact count is
     slow, so it is only made if the sum over all processes exceeds the memory limit. If a process hides its open files
-    or its shared pages, all its files and pages are counted. Hidden files alone exceed the limit only if they do so in
-    all of the measurements, because a process that hides nothing may seem to hide its files while it starts. Hidden
-    files that would need far more memory than those of starting commands count like measured memory.
+    or its shared pages, all its files and pages are counted. A limit that only hidden files exceed must be exceeded in
+    all measurements, because any process may seem to hide its files while it starts. Hidden files count like measured
+    memory if they would need far more memory than the files of starting commands.
     """
     most, certain = limits["memory_bytes"] // 1024, 0
     for pause in (0.0, 0.0, *[POLL_SECONDS] * HIDDEN_POLLS):
@@ -250,7 +253,7 @@ def set_limits(limits: dict[str, Any]) -> None:
     for which, most in (
         # a coarse bound; `find_excess` enforces the exact memory limit
         (resource.RLIMIT_AS, 2 * limits["memory_bytes"] + 2**29),
-        # the keeper, the holder and process 1 count, too; the kernel enforces this limit for every user except root
+        # the limit includes the keeper, the holder and process 1; the kernel enforces it for every user except root
         (resource.RLIMIT_NPROC, limits["processes"] + 3),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_MEMLOCK, 2**20),

@@ -15,16 +15,16 @@ from typing import Any
 
 LENGTHS = struct.Struct("!II")  # length of the JSON header and length of the body, in bytes
 CHUNK = 65536
-# the holder's answer to an order of the keeper: error number or 0, process id of the first process of the programs'
-# namespace, process id of the forked program, and file descriptors: the socket to the forked program, its stdin, and
-# the read ends of its stdout and stderr; an error is followed by its text
+# The holder's answer to an order of the keeper: error number or 0, process id of the first process in the programs'
+# namespace, process id of the forked program, and four file descriptors. These are the socket to the forked program,
+# its stdin, and the read ends of its stdout and stderr. After an error number, the answer contains the error's text.
 STARTED = struct.Struct("=7i")
 WARM = b"1"  # what a forked program sends when it can receive its request
-LONGEST_TEXT = 1024  # largest number of bytes of such an answer
+LONGEST_TEXT = 1024  # largest number of bytes of an error's text
 
 
 class Order(enum.Enum):
-    """What the keeper orders from the holder."""
+    """What a sandbox's keeper process orders from its holder process."""
 
     RENEW = b"r"  # fork a program in a new process namespace with a new folder
     EMPTY = b"e"  # fork a program in a new process namespace, and keep the folder

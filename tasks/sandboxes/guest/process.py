@@ -1,4 +1,4 @@
-"""Starts, reads and kills a child process of the guest, the process that runs commands inside a sandbox."""
+"""Starts, reads and kills child processes of the guest, which is the process that runs commands inside a sandbox."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Runs an agent's commands and sessions in parallel, as a program inside one sandbox.
 
 The process that created the sandbox (see `workspace`) has the peer of the socket at file descriptor 3. A request and
-its answer are messages with a JSON header and a body (see `box.wire`), and have the same number. A single thread serves
-all requests: each request is a generator that yields the file descriptors and the deadline that it waits for.
+its answer are messages with a JSON header and a body (see `box.wire`); both carry the number of the request. A single
+thread serves all requests: each request is a generator that yields the file descriptors and the deadline that it waits
+for.
 
 Commands do not inherit file descriptor 3, and the kernel protects the memory and the file descriptors of this process
-from all other processes in the sandbox. A command can therefore kill this process, which the sandbox's creator notices,
-but cannot forge an answer of this process.
+from all other processes in the sandbox. A command can kill this process, which the sandbox's creator notices, but a
+command cannot forge an answer of this process.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class SandboxGuest:
         self._owner = owner
         self._roots: set[int] = set()  # ids of the processes that this process started itself
         self._sessions: dict[str, GuestSession] = {}
-        # number of a request -> its generator, and the file descriptors and the time that it waits for
+        # number of a request -> the request's generator, and the file descriptors and the time for which the generator
+        # waits
         self._works: dict[int, tuple[Work, set[int], float]] = {}
         self._child, child = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -224,8 +226,8 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) and can_open("/proc/self/mem"):
         raise OSError(ctypes.get_errno(), "prctl")
-    # adopt orphans; if the kernel refuses, the sandbox's keeper process reaps them
+    # become the parent of orphaned processes; if the kernel refuses, the sandbox's keeper process reaps the orphans
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(CHANNEL, False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # otherwise commands would inherit an ignored SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # without this, commands would inherit an ignored SIGINT
     SandboxGuest(socket.socket(fileno=CHANNEL)).serve()

@@ -1,11 +1,11 @@
 """Runs a session: a shell or a Python interpreter in a sandbox that keeps its state between runs.
 
 A session reads code from one pipe, and writes the number and the exit code of each run to a second pipe, which the
-commands of a shell do not inherit. The output of a command can therefore not be mistaken for the end of a run.
+commands of a shell do not inherit. So the output of a command is never mistaken for the end of a run.
 
 If a run takes too long or prints too much, the session is interrupted as by Ctrl-C, and its state is kept. A session
-that ignores the interrupt is killed, and the next run starts a new session. The same happens to a run that its caller
-stops.
+that ignores the interrupt is killed, and the next run starts a new session. A run that its caller stops is interrupted
+in the same way.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GuestSession:
         self._number_in_shell = -1  # file descriptor of the pipe for exit codes in the shell
         self._number = self._last = 0  # number of the current run, and exit code of the previous run
         self._statement = bytearray()
-        self._is_over = False  # True if no process has the write end of the pipe for exit codes any more
+        self._is_over = False  # True once no process has the write end of the pipe for exit codes open
         self.is_busy = self.is_stopped = False
         self.request = 0  # number of the request whose code runs
 

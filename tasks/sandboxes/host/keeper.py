@@ -74,7 +74,7 @@ class HostKeeper:
                 self._kill_all()
 
     def _run(self, request: Request, body: bytes, fds: list[int]) -> None:
-        """Run a program and send its result to the process that created the sandbox."""
+        """Run a program, and send the program's result to the process that created the sandbox."""
         began = time.monotonic()
         out, err = os.pipe(), os.pipe()
         order = self._write_order(request, body, has_channel=bool(fds))
@@ -143,7 +143,7 @@ class HostWatch:
         for fd in (*pipes, self._process):
             self._poll.register(fd, select.POLLIN)
         for fd in pipes:
-            os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and read the data itself
+            os.set_blocking(fd, False)  # non-blocking, because a program can reopen its stdout and take the data away
         self._poll.register(owner, select.POLLRDHUP)
 
     def wait(self, deadline: float) -> None:

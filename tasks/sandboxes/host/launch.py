@@ -45,7 +45,8 @@ class Places(Protocol):
     settings: dict[str, Any]
 
 
-# A function that starts a command with environment variables and with file descriptors for stdin, stdout and stderr.
+# A function that starts a command in a sandbox, with environment variables and with file descriptors for stdin, stdout
+# and stderr.
 Launch = Callable[[Places, Sequence[str], Mapping[str, str], tuple[int, int, int]], Launched]
 
 
@@ -115,7 +116,7 @@ def find_sandlock(settings: dict[str, Any]) -> Launch:
             env=dict(env),
         )
         own = [os.dup(fd) for fd in range(3)]
-        try:  # sandlock passes only file descriptors 0, 1 and 2 on to the program
+        try:  # sandlock passes only the file descriptors 0, 1 and 2 to the program
             for place, fd in enumerate(fds):
                 os.dup2(fd, place)
             return SandlockProcess(sandbox.popen(list(command)))

@@ -23,7 +23,7 @@ def main() -> None:
     """Replace this process by the program that the JSON file `ORDER` describes."""
     with open(sys.argv[1], "rb") as file:
         order = json.load(file)
-    if order["channel"]:  # the channel arrives as stdin, because sandlock passes only three file descriptors on
+    if order["channel"]:  # the channel arrives as stdin, because sandlock passes only file descriptors 0, 1 and 2
         os.dup2(0, CHANNEL, inheritable=True)
     stdin = os.open(order["stdin"], os.O_RDONLY)
     os.dup2(stdin, 0, inheritable=True)

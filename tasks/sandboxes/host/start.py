@@ -159,7 +159,7 @@ def main() -> NoReturn:
     settings = json.loads(sys.argv[1])
     owner = socket.socket(fileno=settings["descriptor"])
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    # the process that started this one handles Ctrl-C and then closes the socket
+    # ignore Ctrl-C: the process that started this one handles it, and then closes the socket
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o022)
     makers: dict[str, Callable[[dict[str, Any]], Launch]] = {

@@ -2,8 +2,8 @@
 
 * A request without the server's token gets status 401 before its body is read. `GET /v1/ping` needs no token.
 * A server without a token rejects requests that a web page sent, because otherwise any web site could run programs.
-* At most `at_once` requests to `/run_code` run and at most `queue` of them wait. Any further request gets HTTP
-  status 503.
+* At most `at_once` requests to `/run_code` run at the same time, and at most `queue` requests wait. A request beyond
+  these limits gets HTTP status 503.
 * A request may wait for `queue_seconds` and send its body for `body_seconds`. Each program has its own time limit.
 * If a caller of `/run_code` disconnects, the server kills the caller's program.
 """

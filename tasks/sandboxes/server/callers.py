@@ -31,8 +31,8 @@ class Refusal:
 
 
 def refuse_caller(request: Request, token: str | None) -> Refusal | None:
-    """Return a refusal if the request lacks the token, or if there is no token and a web page sent the request; else
-    None.
+    """Return a refusal if the request lacks the server's token, or if the server has no token and a web page sent the
+    request; otherwise return None.
     """
     if token is None:
         page = "a web page sent the request; pages may not run programs"

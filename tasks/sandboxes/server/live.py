@@ -30,7 +30,9 @@ IDENTITY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Refused(Exception):
-    """Raised if a request names something that does not exist, or asks for something that is not allowed."""
+    """Raised if a request names a sandbox or a session that does not exist, or asks for something that is not
+    allowed.
+    """
 
 
 class NoRoom(Exception):

@@ -61,8 +61,8 @@ class CommandRunResult(BaseModel):
 class RunCodeResponse(BaseModel):
     """The body of an answer.
 
-    `status` is "Success" if every command returned 0, and "Failed" if a command did not. `status` is "SandboxError" if
-    the sandbox failed or the request is invalid, and `message` then gives the reason.
+    `status` is "Success" if every command returned 0, and "Failed" if some command returned another number. `status` is
+    "SandboxError" if the sandbox failed or the request is invalid, and `message` then gives the reason.
     """
 
     status: Literal["Success", "Failed", "SandboxError"]

@@ -88,7 +88,7 @@ async def serve_sandboxes(
     """Serve sandboxes over HTTP until SIGINT or SIGTERM; the limits in `config` replace the limits of memory and body
     size in `bounds`.
 
-    `tell` is called with the server's address when the server accepts requests.
+    The function calls `tell` with the server's address once the server accepts requests.
 
     Raises:
         ConfigError: the port cannot be opened, or this machine cannot run this kind of sandbox.
