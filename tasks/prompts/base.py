@@ -11,15 +11,15 @@ from rollflow.tasks.prompts.keys import normalise_text
 
 Message = Mapping[str, str]  # a chat message, with `role` and `content`
 Asked = str | Sequence[Message]  # a question: a text, or chat messages
-Reader = Callable[[FileBase], bytes]  # returns the content of a source's prompt file, as lines of JSON
+Reader = Callable[[FileBase], bytes]  # returns the content of a question source's prompt file, as JSON lines
 
 
 @dataclass(frozen=True, slots=True)
 class DemonstratedTurn:
     """One turn of a demonstrated episode: the text that the policy says, and the messages that the environment adds.
 
-    If `ends` is True, the policy ends the turn with its stop token; if False, the turn ends at a token limit or at a
-    stop string.
+    If `ends` is True, the policy ends the turn with its stop token. If `ends` is False, the turn ends at a token limit
+    or at a stop string.
     """
 
     said: str
@@ -36,8 +36,8 @@ class Question:
     shown to people.
 
     In the cold start, a question with `turns` is demonstrated by these turns, as an environment would play them. The
-    policy is trained on what it says in the turns, and not on the replies. A question without `turns` is demonstrated
-    by its `answer`.
+    policy is trained on what it says in the turns, and not on the replies. The demonstration of a question without
+    `turns` is the question's `answer`.
     """
 
     text: str

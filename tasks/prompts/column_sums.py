@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.config import ColumnSumsPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 PLACES = ("ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands")
-TRIES = 64  # number of questions to draw for a position before the run fails because all are held out
+TRIES = 64  # number of questions that are drawn for a position; if all of them are held out, the run fails
 
 
 class ColumnSumsSource:

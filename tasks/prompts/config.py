@@ -43,35 +43,37 @@ class FileBase(PromptBase):
     answer_after: str | None = Field(
         None,
         min_length=1,
-        description='text that marks the answer in a worked solution, e.g. "####"; only the text after the mark is '
-        "the reference answer; default: the whole solution is the reference answer",
+        description='text that marks the answer in a worked solution, e.g. "####"; the reference answer is '
+        "only the text after the mark; default: the reference answer is the whole solution",
     )
     reward_column: str | None = Field(
         None,
         min_length=1,
-        description="column of the prompt file in which a row may name its own scorer, from a section "
-        "[rewards.NAME]; a row without a name uses the scorer of its prompt source",
+        description="column of the prompt file in which a row may name its own scorer, from a section [rewards.NAME]; "
+        "a row without a name uses the scorer of its prompt source",
     )
     difficulty: DifficultyRange | None = Field(
-        None, description="only rows whose number in a column is in this range are trained on; default: all rows are"
+        None,
+        description="range of difficulty: only rows whose number in a chosen column lies in this range are trained on; "
+        "default: all rows are trained on",
     )
     near_duplicates: Literal["count", "drop"] = Field(
         "count",
-        description="what happens to a training question that is almost equal to a held-out question. count: it is "
-        "trained on, and only counted; drop: it is not trained on",
+        description="what happens to a training question that is almost equal to a held-out question. count: the "
+        "question is trained on, and such questions are only counted; drop: the question is not trained on",
     )
     solved_every: int = Field(
         1,
         ge=1,
-        description="number n: a solved question is asked in only one of n epochs (passes over all questions); 1: "
-        "solved questions are asked in every epoch",
+        description="with the number n, a solved question is asked in only one of n epochs (passes over all "
+        "questions); with 1, solved questions are asked in every epoch",
     )
     solved_from: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="share of correct responses to a question from which the question counts as solved; the key "
-        "needs solved_every of 2 or more",
+        description="smallest share of correct responses with which a question counts as solved; this key requires "
+        "solved_every to be 2 or more",
     )
 
     @model_validator(mode="after")
@@ -263,7 +265,7 @@ class HeldOutFile(FilePrompts):
 
     @property
     def key(self) -> str:
-        """The config key that names the prompt file, and the key of the split if there is one."""
+        """The config keys that name the prompt file and, if a split is chosen, the split."""
         if self.section:
             return f"{self.section}.path" if self.split is None else f"{self.section}.split = {self.split!r} of path"
         return "prompts.held_out_path" if self.split is None else f"split {self.split!r} of prompts.path"
@@ -344,7 +346,9 @@ PromptConfig = Annotated[
 
 
 def find_set_faults(sources: Sequence[PromptConfig]) -> Iterator[tuple[str, str, str]]:
-    """Yield config key, value and cure of each evaluation set whose name cannot name a metric, or is used twice."""
+    """Yield the config key, value and fix of each evaluation set whose name cannot be part of a metric's name, or is
+    used twice.
+    """
     taken = {source.domain for source in sources}
     for which, source in enumerate(sources):
         for name in source.evaluation_sets if isinstance(source, FilePrompts) else {}:

@@ -135,11 +135,13 @@ class WordLists(_DrawnSource):
 class LongProducts(_DrawnSource):
     """Questions that ask for the product of two numbers. The key of a question consists of both numbers in order.
 
-    All products have the same number of digits: a policy of two layers copies a result by its position.
+    All products have the same number of digits, because a policy of only two layers copies a tool's result by position.
     """
 
     def __init__(self, *, seed: int, held_out: int, digits: int = 4) -> None:
-        """Ask for products of two numbers of `digits` digits that have twice as many digits."""
+        """Ask for products of two numbers with `digits` digits each; only products with twice as many digits are
+        used.
+        """
         self._range = math.isqrt(10 ** (2 * digits - 1)) + 1, 10**digits - 1
         super().__init__(seed=seed, held_out=held_out)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from rollflow.tasks.prompts.base import Question
 from rollflow.tasks.prompts.keys import normalise_text
 
-# the attribute by which questions are compared with held-out questions; "text" in older runs
+# the attribute by which questions are compared with held-out questions; older runs use "text"
 Split = Literal["text", "key"]
 
 
@@ -28,7 +28,7 @@ class HeldOut:
         self.questions: list[Question] = []  # all held-out questions
 
     def identity(self, question: Question) -> str:
-        """Return the text or key that must be distinct among the held-out questions of a source."""
+        """Return the text or key that identifies a question among the held-out questions."""
         return question.text if self.split == "text" else question.canonical_key
 
     def add(self, question: Question) -> None:

@@ -15,7 +15,7 @@ from rollflow.tasks.prompts.messages import find_messages_fault
 from rollflow.tasks.runtime.imports import build_part, imported_object
 
 KEY = "prompts"
-TRIES = 64  # number of positions to try before the run fails because the questions at all of them are held out
+TRIES = 64  # number of positions that are tried; if the questions at all of them are held out, the run fails
 STEP = 1_000_003  # distance between two positions that are tried in turn
 
 

@@ -1,7 +1,7 @@
 """A question source that reads user-defined prompts from a file with one JSON object per line, which has the keys
 `question` and `answer`.
 
-The verifier of a response gets the whole JSON object of the prompt's line as reference, including any further keys.
+The verifier of a response gets as reference the whole JSON object of the prompt's line, including all further keys.
 
 A prompt file is encoded in UTF-8, with or without a byte order mark. Lines of a prompt file end in LF or CRLF, and
 blank lines are ignored.
@@ -151,8 +151,8 @@ def numbered_lines(config: FileBase, content: bytes) -> list[tuple[int, str]]:
 
 
 def judged_part(config: FileBase, answer: str) -> str:
-    """Return the part of a reference answer to compare with responses; raise `ValueError` if `answer_after` is not in
-    the answer.
+    """Return the part of a reference answer that is compared with responses; raise `ValueError` if `answer_after` is
+    not in the answer.
     """
     mark = config.answer_after
     if mark and mark not in answer:
@@ -166,7 +166,7 @@ def read_difficulty(config: FileBase, row: Mapping[str, Any]) -> float:
     """Return the difficulty of a row of the prompt file, from the column that `prompts.difficulty` names; raise
     `ValueError` if the value is not a number.
 
-    In a CSV file, the difficulty is text that is parsed.
+    In a CSV file, the difficulty is text, which the function parses.
     """
     assert config.difficulty is not None
     name = config.difficulty.column

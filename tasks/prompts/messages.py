@@ -94,7 +94,9 @@ def read_asked(config: FilePrompts, row: Mapping[str, Any]) -> Asked:
 
 
 def list_messages(asked: Asked, system: str | None) -> list[Message]:
-    """Return the chat messages of a question, preceded by the system message unless the question has its own."""
+    """Return the chat messages of a question, with the source's system message first, unless the question has its
+    own.
+    """
     messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     before = [{"role": "system", "content": system}] if system and messages[0]["role"] != "system" else []
     return [*before, *messages]

@@ -21,7 +21,7 @@ from rollflow.tasks.prompts.held_out import HeldOut
 from rollflow.tasks.prompts.keys import unordered_key
 
 STREAM = 10_000_000_000  # largest number of items in a stream
-STRIDE = 64  # number of items to try for a position before the run fails because all are held out
+STRIDE = 64  # number of items that are tried for a position; if all of them are held out, the run fails
 SIZE = 2**31 - 1
 
 

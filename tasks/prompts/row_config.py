@@ -10,8 +10,8 @@ from rollflow.tasks.runtime.sections import Section, refuse
 
 
 class DifficultyRange(Section):
-    """The rows of a prompt file that are trained on: those whose number in a column is within a range. Rows outside the
-    range are not trained on.
+    """The range of difficulty of the trained rows: a row of the prompt file is trained on if its number in a column is
+    within the range. Rows outside the range are not trained on.
     """
 
     column: str = Field(

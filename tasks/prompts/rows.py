@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.config import FileBase, FilePrompts
 from rollflow.tasks.prompts.jsonl import judged_part, numbered_lines, read_difficulty
 from rollflow.tasks.prompts.messages import find_question_fault, read_asked
 
-DEEPEST = 100  # deepest nesting of a row; more cannot be sent to another process
+DEEPEST = 100  # deepest nesting of a row; a row that is nested more deeply cannot be sent to another process
 LONGEST_SHOWN = 40  # largest number of characters of a value that an error message shows
 NAMES = {bool: "true or false", type(None): "null", list: "a list", dict: "an object", int: "a number"}
 Fault = Callable[[Mapping[str, Any]], str | None]
@@ -118,8 +118,8 @@ def _read_row(config: FileBase, number: int, line: str) -> PromptRow | str:
 
 
 def _find_question_fault(config: FileBase, row: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a row's question, or None. A question must be text or, in a table, a list of chat
-    messages.
+    """Return what is wrong with a row's question, or None. The question of a row must be text or, in a table, a list of
+    chat messages.
     """
     messages = isinstance(config, FilePrompts) and isinstance(row.get("question"), list)
     if not messages and (wrong := _find_text_fault(config, row, "question")):

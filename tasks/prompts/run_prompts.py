@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from rollflow.tasks.prompts.epochs import Epochs
 
 log = logging.getLogger(__name__)
-TRIES, LEAP = 64, 100_003  # number of later positions to try if a prompt is too long, and their distance
+# number of later positions that are tried if a prompt is too long, and the distance between them
+TRIES, LEAP = 64, 100_003
 SAMPLED = 16  # number of training questions that the hash of a question source covers
 
 
@@ -90,8 +91,8 @@ class RunPrompts:
         return self.find(index)[0]
 
     def request(self, index: int) -> Prompt | Awaitable[Prompt]:
-        """Return the training prompt at `index`. If a source takes long to find a prompt, return an awaitable of the
-        prompt, which a thread finds, so that the event loop runs on.
+        """Return the training prompt at `index`. For a slow question source, return an awaitable: a thread finds the
+        prompt, so that the event loop is not blocked.
         """
         if self._thread is None:
             return self.prompt(index)
@@ -113,7 +114,9 @@ class RunPrompts:
         return self.epochs.locate(which, position) if self.epochs else position
 
     def is_held_out(self, which: int, question: Question) -> bool:
-        """Return whether the question is held out, so that the question source number `which` must not train on it."""
+        """Return whether the question is held out, so that question source number `which` must not train on the
+        question.
+        """
         return question in self._excluded[which]
 
     def demonstration(self, index: int) -> tuple[Prompt, str]:
@@ -195,7 +198,7 @@ class RunPrompts:
         return hashlib.sha256(json.dumps([(q.text, q.answer) for q in asked]).encode()).hexdigest()
 
     def texts(self, count: int) -> list[str]:
-        """Return the texts of `count` demonstrations, from which a tokenizer's vocabulary is built: what is asked, what
+        """Return the texts of `count` demonstrations, from which a tokenizer's vocabulary is built: the questions, what
         the policy says, and what the environment adds.
         """
         places = [self._assign_place(index) for index in range(count)]

@@ -19,17 +19,17 @@ class PromptBase(Section):
         1.0,
         gt=0,
         allow_inf_nan=False,
-        description="relative weight of this prompt source: the share of trained prompts that come from this source "
-        "is its weight divided by the sum of the weights of all sources",
+        description="relative weight of this prompt source: the share of trained prompts that come from this source is "
+        "its weight divided by the sum of the weights of all sources",
     )
     chat: bool = Field(False, description="whether the tokenizer's chat template is applied to each question")
     template: str | None = Field(
         None,
-        description='text with the placeholder "{question}", which is asked in place of each question; if a '
+        description='prompt template: a text in which each question replaces the placeholder "{question}"; if a '
         "question is a list of messages, the template is applied to the last message; default: the question alone",
     )
     system: str | None = Field(
-        None, description="system message that the chat template puts before a question; it needs chat = true"
+        None, description="system message that the chat template puts before a question; this key requires chat = true"
     )
     too_long: Literal["refuse", "drop"] = Field(
         "refuse",
@@ -43,7 +43,9 @@ class PromptBase(Section):
 
     @property
     def is_slow(self) -> bool:
-        """True if finding a prompt may take long, so that the scheduler must not wait for it in its event loop."""
+        """True if finding a prompt may take long, so that the scheduler must not wait for the prompt in its event
+        loop.
+        """
         return False
 
     def scorer_of(self, reference: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.config import SortingPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
 DIGITS = "0123456789"
-TRIES = 64  # number of multisets of digits to draw for a position before the run fails because all are held out
+TRIES = 64  # number of multisets of digits that are drawn for a position; if all are held out, the run fails
 
 
 class SortingSource:

@@ -2,7 +2,7 @@
 
 A run stores the converted JSON lines and reads prompts only from these lines, so a prompt never depends on the version
 of a library. Line n of the JSON lines is row n of the table. For a CSV file, line n of the JSON lines is the row that
-begins in line n of the file, or is blank if no row begins in that line. The conversion renames columns as
+begins in line n of the file, or is blank if no row of the table begins in line n. The conversion renames columns as
 `prompts.columns` says. The module `rows.py` checks the values of the converted lines.
 """
 

@@ -43,7 +43,7 @@ def gradient(*, adds: bool, dtype: torch.dtype, padding: int | None) -> torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("padding", [None, 3, 30])
-def test_embedding_gradient_equals_that_of_autograd(dtype: torch.dtype, padding: int | None) -> None:
+def test_embedding_gradient_equals_the_gradient_of_autograd(dtype: torch.dtype, padding: int | None) -> None:
     own, theirs = (gradient(adds=adds, dtype=dtype, padding=padding) for adds in (True, False))
     assert own.abs().sum() > 0
     assert torch.equal(own, theirs)

@@ -33,7 +33,7 @@ def gradients(*, adds: bool, parts: int = 3, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 7, 16, ROWS, 1000])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_linear_layer_gradients_equal_those_of_autograd(
+def test_linear_layer_gradients_equal_autograd(
     rows: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adding_linear, "PIECE_BYTES", rows * HIDDEN * dtype.itemsize)

@@ -44,7 +44,7 @@ def test_lost_batches_are_formed_before_new_ones(due: BatchesToForm) -> None:
 
 
 @given(version=st.integers(-1, 6), due=dues(), outstanding=st.integers(0, 9), groups=st.integers(1, 5), ahead=PARTS)
-def test_allowed_prompts_are_those_of_batches_within_alpha(
+def test_only_prompts_of_batches_within_alpha_are_allowed(
     version: int, due: BatchesToForm, outstanding: int, groups: int, ahead: float
 ) -> None:
     reach = groups * (version + 1 + ahead)  # groups of all batches, formed or not

@@ -151,7 +151,7 @@ def test_every_sampled_token_is_delivered_once_with_its_context(steps: list[Step
 
 @settings(max_examples=40, deadline=None)
 @given(STEPS)
-def test_branch_begins_as_its_parent_up_to_its_position(steps: list[Step]) -> None:
+def test_branch_equals_its_parent_up_to_the_branch_point(steps: list[Step]) -> None:
     first, *others = play(Scripted(steps), Sampler())
     assert (first.sample, first.branch) == (1, None)
     earlier = {first.sample: first}
@@ -243,7 +243,7 @@ def two_rows(**change: Any) -> TrajectoryGroup:
     return TrajectoryGroup(GroupKey(0, 0), "p", "a", rows)
 
 
-def test_metrics_of_a_batch_count_an_episode_once() -> None:
+def test_batch_metrics_count_an_episode_with_branches_once() -> None:
     batch = TrajectoryBatch.from_groups([two_rows()])
     commit = BatchCommitted(2, StoredObject("x", 1, ""), 2, (TrainedGroup(0, 0, 2, 2, 9),), (0,))
     found = compute_batch_metrics(batch, commit, (), 2)

@@ -151,7 +151,7 @@ def test_score_of_a_killed_program_names_its_deadline() -> None:
     assert slow.parts == {"passed": 0.0, "deadline": 6.0}
 
 
-def test_kill_at_the_largest_deadline_is_not_counted_as_early() -> None:
+def test_kill_at_the_largest_deadline_is_not_an_early_kill() -> None:
     desk = Desk()
     first, _, last = run_virtual(desk.score_all("40 7", "25 7", "40 7"))
     assert "adaptive" not in first.reason + last.reason

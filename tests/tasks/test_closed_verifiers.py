@@ -45,7 +45,7 @@ def test_verifier_without_a_close_method_can_be_closed() -> None:
     close_in_thread([verifier_of(kind="exact")])
 
 
-def test_runner_is_closed_although_a_verifier_fails_to_close() -> None:
+def test_runner_is_closed_even_if_closing_a_verifier_fails() -> None:
     def fail() -> None:
         raise OSError("broken")
 

@@ -80,7 +80,7 @@ def test_cold_start_ends_near_the_target(tmp_path: Path, seed: int, target: floa
 
 
 @pytest.mark.long
-def test_cold_start_goes_back_if_it_passes_its_target(tmp_path: Path) -> None:
+def test_cold_start_above_its_target_returns_to_earlier_weights(tmp_path: Path) -> None:
     """The only evaluation comes long after the target, so bisection starts from the first weights."""
     started = Started(tmp_path, tiny(0, 0.3, evaluate_every=120))
     step, first = started.seen[0]

@@ -114,7 +114,7 @@ def test_answers_of_the_sum_recipe_fit_and_differ_in_length(recipe: RunConfig, t
     assert max(lengths) > 2 * min(lengths)
 
 
-def test_demonstration_is_scored_right_and_a_mistake_wrong(recipe: RunConfig) -> None:
+def test_only_a_correct_demonstration_is_scored_as_correct(recipe: RunConfig) -> None:
     verify, where = build_verifier(recipe.reward), recipe.reward.answer
     for asked in map(ColumnSumsSource(WIDE, 0, 0, HeldOut()).demonstration, range(50)):
         assert score_response(verify, where, asked.answer, asked.reference).value == 1.0

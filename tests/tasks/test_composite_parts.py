@@ -330,7 +330,7 @@ def test_answer_key_of_a_composite_applies_to_all_parts() -> None:
     assert {part.answer for part in composite(parts=MIXED["parts"]).part_scorers.values()} == {"all"}
 
 
-def test_judge_of_a_part_has_its_own_limits() -> None:
+def test_judge_in_a_composite_reward_keeps_its_own_limits() -> None:
     judge = {**JUDGE, "at_once": 3, "deadline_seconds": 7.0, "budget_tokens": 100}
     config = run_of({"kind": "composite", "parts": {"j": {"scorer": judge}}})
     assert list_remote(config.scorers)["reward.parts.j.scorer"].deadline_seconds == 7.0

@@ -112,7 +112,7 @@ def test_failed_part_of_negative_weight_gets_the_lowest_score() -> None:
     assert (found.value, found.outcome) == (-1.5, Outcome.UNPARSABLE)
 
 
-def test_text_of_a_response_is_not_taken_for_a_scorer_failure() -> None:
+def test_response_that_mentions_a_failure_is_scored_normally() -> None:
     parts = {"maths": ANSWER, "rules": RULES}
     found = score(r"\boxed{verifier failed: 41}", parts=parts)
     assert (found.value, found.outcome) == (-0.25, Outcome.PARTIAL)

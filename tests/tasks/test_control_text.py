@@ -172,7 +172,7 @@ FRAMES = ("{}", "<{}>", "<|{}er|>", "\n{}\n")
 
 
 @given(st.lists(st.sampled_from([*HALVES, *MARKUP, EVIL]), min_size=1, max_size=5), st.sampled_from([*FRAMES, None]))
-def test_adjoining_messages_form_no_control_token(texts: list[str], frame: str | None) -> None:
+def test_adjacent_messages_form_no_control_token(texts: list[str], frame: str | None) -> None:
     tokenizer = open_policy(BARE)
     renderer, domain = PolicyRenderer(tokenizer, {"chat"}), "chat" if frame is None else "plain"
     messages = [{"role": "tool", "content": text, "frame": frame or "{}"} for text in texts]

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_weights(make_policy(tmp_path_factory.mktemp("policy")), seed=1)
 
 
-def test_last_token_gets_the_reward_and_each_its_kl_penalty() -> None:
+def test_reward_is_at_the_last_token_and_kl_at_every_token() -> None:
     """Rows of two tokens, none, and one."""
     found = token_rewards(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0.1, 0.2, 0.3]), np.array([0, 2, 2, 3]))
     assert found.tolist() == pytest.approx([-0.1, 0.8, -0.3], abs=1e-7)
@@ -168,7 +168,7 @@ def test_empty_batch_changes_no_weight_and_reports_no_nan(folder: Path, kind: st
     assert all(torch.equal(p.detach(), before[name]) for name, p in made.model.named_parameters())
 
 
-def test_objective_without_critic_builds_none(folder: Path) -> None:
+def test_objective_without_a_critic_builds_no_critic(folder: Path) -> None:
     made = learner(folder)
     made.step(batch(0), 0)
     assert made.critic is None

@@ -140,7 +140,7 @@ def test_time_of_the_environment_is_limited(
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_slow_setup_is_not_the_fault_of_the_policy(*, stubborn: bool) -> None:
+def test_episode_with_a_slow_setup_is_unjudged(*, stubborn: bool) -> None:
     score, trajectories = play_score(Working(setup=11.0, stubborn=stubborn), EpisodeLimits(turn_seconds=10.0))
     assert (score.outcome, trajectories) == (Outcome.UNJUDGED, ())
     assert score.reason == "the environment took more than environment.turn_seconds = 10 s"
@@ -337,7 +337,7 @@ def test_limits_are_tested_for_each_environment_with_turns() -> None:
 
 
 @given(st.sampled_from(sorted(KINDS)), KEYS)
-def test_each_kind_of_environment_has_the_same_limits(kind: str, keys: dict[str, Any]) -> None:
+def test_all_environments_have_the_same_limits(kind: str, keys: dict[str, Any]) -> None:
     section: Any = TypeAdapter(EnvironmentConfig).validate_python({"kind": kind, **KINDS[kind], **keys})
     assert isinstance(section, LimitedEnvironment)
     assert {key: getattr(section.limits, key) for key in keys} == keys

@@ -118,7 +118,7 @@ def test_key_solved_from_decides_which_questions_are_solved(
     assert epochs[1].skipped == skipped
 
 
-def test_epoch_that_asks_nothing_is_followed_by_another() -> None:
+def test_epoch_without_questions_to_ask_is_skipped() -> None:
     run = Source(1, every=3)
     run.start()
     run.commit({0: SIZE})
@@ -127,7 +127,7 @@ def test_epoch_that_asks_nothing_is_followed_by_another() -> None:
     assert run.question(1) == 0
 
 
-def test_filtered_questions_count_as_solved_but_unrated_do_not() -> None:
+def test_only_questions_with_a_pass_rate_count_as_solved() -> None:
     run = Source(4, every=9)
     run.start()
     run.commit({0: SIZE, 1: SIZE, 3: 0}, filtered=[1])

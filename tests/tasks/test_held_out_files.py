@@ -51,7 +51,7 @@ def test_held_out_questions_of_a_file_keep_their_order(tmp_path: Path) -> None:
     assert trained == set(TRAINED) - {"What is 3 + 1?", "What is 4 + 1?"}
 
 
-def test_check_command_counts_rows_left_out_as_held_out(tmp_path: Path) -> None:
+def test_check_command_counts_rows_whose_question_is_held_out(tmp_path: Path) -> None:
     source = source_of(tmp_path)
     write(tmp_path, "train.jsonl", [*TRAINED, *TRAINED[10:13]])
     config = parse_config({"prompts": [source], "engine": {"max_new_tokens": 16}, "reward": {"kind": "exact"}})

@@ -81,7 +81,7 @@ def test_actor_of_a_run_without_a_status_has_a_lease() -> None:
     assert looks.run_out_after(2000) is not None
 
 
-def test_actor_lease_ends_later_than_that_of_its_flow() -> None:
+def test_actor_lease_ends_later_than_the_lease_of_its_flow() -> None:
     """An actor that ended before its flow would be restarted: their reads are up to a twentieth of the lease apart."""
     for delay in range(30):
         flow, actor = Looks(), Looks(share=ACTOR_SHARE)
@@ -92,7 +92,7 @@ def test_actor_lease_ends_later_than_that_of_its_flow() -> None:
         assert first + delay < last
 
 
-def test_pause_of_an_actor_process_does_not_use_its_lease() -> None:
+def test_pause_of_an_actor_process_does_not_shorten_its_lease() -> None:
     """The actor was suspended with its machine and the supervisor, which writes again a moment later."""
     looks = Looks()
     assert looks.run_out_after(100) is None
@@ -125,7 +125,7 @@ def test_lease_uses_the_seconds_of_the_config(tmp_path: Path) -> None:
     assert (found.uri, found.seconds, found.patience) == (str(tmp_path), 30.0, 3600.0)
 
 
-def test_run_recorded_before_leases_has_one(tmp_path: Path) -> None:
+def test_run_recorded_before_leases_existed_gets_a_lease(tmp_path: Path) -> None:
     describe(open_store(str(tmp_path)), "run", {"cluster": {"address": "10.0.0.1:6379"}})
     context = RunContext(str(tmp_path), tmp_path / "cache")
     assert Lease.of(context).seconds == 600.0

@@ -132,7 +132,7 @@ def test_log_names_the_reason_of_each_unjudged_group() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_run_without_unjudged_responses_has_the_same_bytes(alpha: float) -> None:
+def test_leave_out_changes_no_batch_if_all_responses_are_judged(alpha: float) -> None:
     """With `leave_out`, a run whose scorer judges all responses writes the same batches and entries."""
     found = []
     for leaves_out in (False, True):

@@ -130,7 +130,7 @@ def test_old_run_keeps_its_attention_and_advantage_dtype() -> None:
 
 
 @pytest.mark.parametrize("recorded", [{}, {"master_dtype": "float32", "share_prompts": True, "fused_adamw": True}])
-def test_run_recorded_before_master_weights_has_none(recorded: dict[str, object]) -> None:
+def test_older_recorded_run_has_no_master_weights(recorded: dict[str, object]) -> None:
     """A run from before masters also shares no prompts and uses no fused optimizer, which would give other bits."""
     config = RunConfig().model_dump(mode="json")
     del config["train"]["master_dtype"], config["train"]["share_prompts"], config["train"]["fused_adamw"]

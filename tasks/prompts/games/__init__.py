@@ -1,1 +1,3 @@
-"""Prompt sources of games: boards that the policy plays in an environment of the same kind."""
+"""Prompt sources of games: each source generates boards or deals, which the policy plays in an environment of the same
+game.
+"""

@@ -1,4 +1,6 @@
-"""The `[[prompts]]` sections of games. An environment of the same kind plays the boards."""
+"""The `[[prompts]]` sections of games. The policy plays the boards in an environment of the same kind, such as
+"sokoban".
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class GamePrompts(PromptBase):
         10,
         ge=1,
         le=100,
-        description="largest number of moves of a board's shortest solution; longer boards are left out",
+        description="largest number of moves of a board's shortest solution; boards that need more moves are left out",
     )
 
 
@@ -51,7 +53,7 @@ class SokobanPrompts(GamePrompts):
         6, ge=5, le=8, description="number of cells in each row and column of a room, with the wall around the room"
     )
     walls: float = Field(0.15, ge=0, le=0.5, description="probability that a cell inside of a room is a wall")
-    boxes: int = Field(1, ge=1, le=3, description="number of boxes in a room, and of goals for them")
+    boxes: int = Field(1, ge=1, le=3, description="number of boxes in a room, which is also the number of goals")
 
     @property
     def is_slow(self) -> bool:
@@ -65,7 +67,7 @@ class SokobanPrompts(GamePrompts):
 
 
 class KuhnPokerPrompts(PromptBase):
-    """Deals of Kuhn poker, six of which exist."""
+    """Deals of Kuhn poker; six different deals exist."""
 
     kind: Literal["kuhn-poker"] = Field(
         "kuhn-poker", description='deals of Kuhn poker; they need [environment] kind = "kuhn-poker"'
@@ -79,7 +81,8 @@ class KuhnPokerPrompts(PromptBase):
 
 def find_game_faults(sources: Sequence[PromptBase], environment: Section) -> Iterator[tuple[str, object, str]]:
     """Yield the config key, the value and the fix for each prompt source and environment that do not play the same
-    game."""
+    game.
+    """
     kind, turns = str(getattr(environment, "kind", "")), getattr(environment, "max_turns", None)
     for which, source in enumerate(sources):
         asked = str(getattr(source, "kind", ""))

@@ -1,11 +1,12 @@
 """A prompt source of deals of Kuhn poker.
 
-Six positions in a row have the six deals, in an order that follows from the run's seed. The text of a prompt is the
-number of the hand, because no player may read the deal; the deal is in the reference. Held-out hands have the same six
-deals as training hands, so an evaluation measures play, and not generalization.
+Six positions in a row have the six deals, in an order that follows from the run's seed. The text of a prompt is only
+the number of the hand, because no player may read the deal. The deal is in the prompt's reference. Held-out hands have
+the same six deals as training hands, so an evaluation measures how well the policy plays, and not how well it
+generalizes.
 
-A demonstration is one player's part of a hand in which both players act at random, in the context that the environment
-gives to the player: `J` or `Jp`, then the player's action, then what follows.
+A demonstration is one player's part of a hand in which both players act at random. It consists of what the environment
+shows to the player, such as `J` or `Jp`, then the player's action, then what follows.
 """
 
 from __future__ import annotations

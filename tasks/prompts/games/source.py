@@ -19,7 +19,7 @@ from rollflow.tasks.prompts.base import DemonstratedTurn, Question
 from rollflow.tasks.prompts.games.config import FrozenLakePrompts, SokobanPrompts
 from rollflow.tasks.prompts.held_out import HeldOut
 
-TRIES = 10_000  # number of boards to draw for a position before the run fails
+TRIES = 10_000  # number of boards that are drawn for a position; if none is suitable, the run fails
 
 
 class GameSource:
