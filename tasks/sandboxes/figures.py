@@ -126,7 +126,7 @@ class ProcessFigures:
                     self._board.cells[place] += count
 
     def share(self, fd: int) -> None:
-        """From now on, count in the memory of an open file that the parent process reads; close the file."""
+        """Move the counts into the memory of an open file, which the parent process reads; close the file."""
         with self._lock:
             before, self._board = self._board, CounterBoard(fd)
             os.close(fd)

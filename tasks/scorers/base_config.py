@@ -131,7 +131,7 @@ class RewardBase(Section):
         "issue_again",
         description="what happens if a response could not be judged. issue_again: all responses to the prompt are "
         "discarded, and the prompt is issued again; leave_out: only this response is left out of training and of the "
-        "baseline, if at least 2 other responses to the prompt were judged",
+        "baseline, if 2 others were judged",
     )
     second_verdict_share: float = Field(
         0.0,
